@@ -79,6 +79,7 @@ class Geometry:
 
     tied    logits come of the embedding's table, not of a matrix of their own
     prefix  of its tensors' names, as published
+    bidirectional  tokens of an image see each other both ways in sliding layers
     """
 
     hidden: int
@@ -99,6 +100,7 @@ class Geometry:
     dtype: str
     prefix: str
     tied: bool = True
+    bidirectional: bool = False
 
     @property
     def embedding_scale(self) -> float:
@@ -111,7 +113,8 @@ class KVGroup:
     """The one description of a part of the KV cache: layers of one kind, with their own pool, page table and allocator.
 
     `layers` are the layers that own K and V, in order: the pool's first axis. Pool of one layer, per rank:
-    `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0] and V at [:, 1]. `window` None: full attention.
+    `[pages, 2, kv_heads, page, head_dim]`, K at [:, 0] and V at [:, 1]. `window` None: full attention. `bidirectional`: tokens of
+    an image see each other both ways.
     """
 
     index: int
@@ -124,6 +127,7 @@ class KVGroup:
     dtype: DType = "bfloat16"
     k_scale: float = 1.0
     v_scale: float = 1.0
+    bidirectional: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -187,8 +191,9 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType =
             continue
         heads = len(shard_kv_heads(geometry.heads, owners[0].kv_heads, tp, 0))
         window = geometry.window if kind == "sliding" else None
-        indices = tuple(layer.index for layer in owners)
-        groups.append(KVGroup(len(groups), kind, indices, heads, owners[0].head_dim, window, page, dtype))
+        indices, both_ways = tuple(layer.index for layer in owners), geometry.bidirectional and kind == "sliding"
+        form = heads, owners[0].head_dim, window, page, dtype
+        groups.append(KVGroup(len(groups), kind, indices, *form, bidirectional=both_ways))
     return tuple(groups)
 
 
@@ -229,7 +234,7 @@ def _check_implemented(text: dict[str, Any]) -> None:
 
 
 def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]) -> Geometry:
-    wrapped = "text_config" in config
+    wrapped, unified = "text_config" in config, "unified" in config["model_type"]
     return Geometry(
         hidden=text["hidden_size"],
         vocab=text["vocab_size"],
@@ -249,6 +254,7 @@ def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]
         dtype=text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16",
         prefix="model.language_model." if wrapped else "model.",
         tied=config.get("tie_word_embeddings", True),
+        bidirectional=text.get("use_bidirectional_attention", "vision" if unified else None) == "vision",
     )
 
 

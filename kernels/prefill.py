@@ -5,6 +5,7 @@
 
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that position i sees:  j <= i, and j > i - window if there is one
 
+Positions of an image see each other both ways: j <= last_seen_i there, the position of its last token, which is in the same chunk.
 Scale 1.0, no cap. Query head h reads KV head h // (heads / kv_heads). Scores, softmax and sums are fp32. Pages that no query of
 the chunk sees are not touched: what lies there, NaN included, changes nothing.
 """
@@ -47,6 +48,7 @@ def extend_attention(
     window: int | None,
     out: Tensor,
     tokens: int | None = None,
+    last_seen: Tensor | None = None,
 ) -> None:
     """q [T, heads, d], normed and roped -> out [T, heads, d]; rows that no tile names are left alone.
 
@@ -55,33 +57,38 @@ def extend_attention(
     tiles  int32 [n, 4], (slot, first row, first position, count): `count` queries of `slot` at consecutive positions, in rows
            that follow each other; count at most `tile_tokens(...)`. See `extend_tiles`
     window keys a position sees, its own included; None: all
+    last_seen int32 [T]: the last position that each row sees, its own or one behind it in the same chunk; None: its own
     """
     assert q.shape == out.shape, (q.shape, out.shape)
     assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
     assert tiles.shape[1] == 4, tiles.shape
     if enabled(q, __name__):
-        return _launch(q, pool, table, tiles, window, out, tokens)
+        return _launch(q, pool, table, tiles, window, out, tokens, last_seen)
     for slot, row, position, count in _whole(tiles.tolist()):
-        out[row : row + count] = paged_prefill(q[row : row + count], pool, table[slot], position, window)
+        rows = slice(row, row + count)
+        out[rows] = paged_prefill(q[rows], pool, table[slot], position, window, None if last_seen is None else last_seen[rows])
     return None
 
 
-def paged_prefill(q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None) -> Tensor:
+def paged_prefill(
+    q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None, last_seen: Tensor | None = None
+) -> Tensor:
     """q [n, heads, d] at positions start .. start + n - 1 -> [n, heads, d].
 
     pool   one layer's [pages, 2, kv_heads, page, d]; the chunk's own keys are already in it
     pages  int32 [width], the sequence's row of the page table; entries of positions that are not seen are not read
     window keys a position sees, its own included; None: all
+    last_seen int32 [n], as in `extend_attention`
     """
     n, heads, d = q.shape
     assert d == pool.shape[4], (q.shape, pool.shape)
     assert heads % pool.shape[2] == 0, (q.shape, pool.shape)
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
-    out = torch.empty_like(q)
+    out, last_seen = torch.empty_like(q), torch.arange(start, start + n, device=q.device) if last_seen is None else last_seen
     block = max(1, _SCORES // (heads * (start + n)))
     for first in range(0, n, block):
         last = min(first + block, n)
-        out[first:last] = _prefill_reference(q[first:last], pool, pages, start + first, window)
+        out[first:last] = _prefill_reference(q[first:last], pool, pages, start + first, window, last_seen[first:last])
     return out
 
 
@@ -91,17 +98,19 @@ def gather(pool: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None) -> Tensor:
+def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None, last_seen: Tensor) -> Tensor:
     n, heads, d = q.shape
     kv_heads, page = pool.shape[2], pool.shape[3]
-    end = start + n
+    end = int(last_seen.max()) + 1
     oldest = 0 if window is None else max(0, start - window + 1)
     base = oldest // page
     found = (side.transpose(0, 1).flatten(1, 2) for side in gather(pool, pages[base : cdiv(end, page)]))
     k, v = (side[:, oldest - base * page : end - base * page] for side in found)  # [kv_heads, keys, d]
-    queries = torch.arange(start, end, device=q.device)[:, None]
+    queries = torch.arange(start, start + n, device=q.device)[:, None]
     keys = torch.arange(oldest, end, device=q.device)
-    seen = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    seen = keys <= last_seen[:, None]
+    if window is not None:
+        seen &= keys > queries - window
     grouped = q.float().view(n, kv_heads, -1, d).permute(1, 2, 0, 3)  # [kv_heads, group, n, d]
     scores = (grouped @ k[:, None].transpose(-1, -2)).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ v[:, None]).permute(2, 0, 1, 3).reshape(n, heads, d).to(q.dtype)
@@ -119,12 +128,15 @@ def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
     return chunks
 
 
-def _launch(q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int | None, out: Tensor, tokens: int | None) -> None:
+def _launch(
+    q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int | None, out: Tensor, tokens: int | None,
+    last_seen: Tensor | None,
+) -> None:  # fmt: skip
     kv_heads, page, d = pool.shape[2:]
     for x in (q, pool, table, tiles, out):
         assert x.is_contiguous(), (x.shape, x.stride())
     kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, tokens, q.element_size(), shared_memory(q))
-    launch(kernel, (tiles.shape[0], kv_heads, parts), q, pool, table, tiles, out, table.shape[1])
+    launch(kernel, (tiles.shape[0], kv_heads, parts), q, pool, table, tiles, out, table.shape[1], last_seen)
 
 
 @cache
@@ -165,6 +177,7 @@ def _extend(
     tiles: tl.tensor,
     out: tl.tensor,
     width: tl.tensor,
+    last_seen: tl.tensor | None,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -199,6 +212,10 @@ def _extend(
     if WINDOW > 0:
         oldest = tl.maximum(start - WINDOW + 1, 0)
         inside = tl.maximum(end - WINDOW, 0)
+    newest = positions
+    if last_seen is not None:
+        newest = tl.load(last_seen + row + token, token < count, other=0)
+        end = tl.max(newest, 0) + 1
     first = oldest // KEYS * KEYS
     left = tl.minimum(tl.maximum((inside + KEYS - 1) // KEYS * KEYS, first), (end + KEYS - 1) // KEYS * KEYS)
     right = tl.maximum((start + 1) // KEYS * KEYS, left)  # from here on some query is older than a key
@@ -208,10 +225,10 @@ def _extend(
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, D], tl.float32)
-    state = (top, total, sums)
-    state = _walk(queries, side, ids, width, first, left, positions, oldest, end, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
-    state = _walk(queries, side, ids, width, left, right, positions, oldest, end, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
-    state = _walk(queries, side, ids, width, right, end, positions, oldest, end, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
+    state, seen = (top, total, sums), (positions, newest, oldest, end)
+    state = _walk(queries, side, ids, width, first, left, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
+    state = _walk(queries, side, ids, width, left, right, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
+    state = _walk(queries, side, ids, width, right, end, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     top, total, sums = state
     tl.store(out + at, cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
 
@@ -225,6 +242,7 @@ def _walk(
     first: tl.tensor,
     last: tl.tensor,
     positions: tl.tensor,
+    newest: tl.tensor,
     oldest: tl.tensor,
     end: tl.tensor,
     top: tl.tensor,
@@ -237,7 +255,8 @@ def _walk(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them."""
+    """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them.
+    A query sees keys up to its `newest`."""
     dims = tl.arange(0, D)
     pages = _pages_of(ids, first, width, KEYS, PAGE)
     for key in tl.range(first, last, KEYS):
@@ -257,7 +276,7 @@ def _walk(
         pages = _pages_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
         scores = dot(q, tl.trans(k)) * LOG2E
         if MASKED:
-            seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
+            seen = (keys[None, :] <= newest[:, None]) & (keys < end)[None, :]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, -float("inf"))

@@ -56,6 +56,11 @@ class RowBlock:
     pages: tuple[Tensor, ...] = ()
     chunks: tuple[Chunk, ...] = ()
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether tokens of its chunks may see each other both ways."""
+        return any(chunk.spans for chunk in self.chunks)
+
 
 @dataclass(frozen=True)
 class ForwardBatch:

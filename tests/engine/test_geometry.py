@@ -49,6 +49,17 @@ def test_both_layouts_of_config_are_read_alike(member: str) -> None:
     assert parse_config(saved) == parse_config(public)
 
 
+@pytest.mark.parametrize("member", SHAPES)
+def test_images_are_seen_both_ways_in_sliding_layers(member: str) -> None:
+    """Of the 12B, 26B and 31B, not of E2B and E4B; the 12B's config says so where it says nothing, the others' does not."""
+    both_ways = member not in {"e2b", "e4b"}
+    groups = kv_groups(parse_config(raw(member)), 1)
+    assert [group.bidirectional for group in groups] == [group.name == "sliding" and both_ways for group in groups]
+    silent = raw(member)
+    del silent["text_config"]["use_bidirectional_attention"]
+    assert parse_config(silent).bidirectional == (member == "12b")
+
+
 def test_groups_hold_the_layers_that_own_kv() -> None:
     """E2B shares KV: its groups hold the producers only, and replicate the one KV head on every rank."""
     groups = kv_groups(parse_config(raw("e2b")), 4)

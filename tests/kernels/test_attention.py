@@ -1,5 +1,6 @@
 """Paged attention of chunks against dense attention in fp64, with NaN wherever nothing may be read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -49,13 +50,16 @@ def paged(lengths: list[int], kv_heads: int, d: int, window: int | None, dtype: 
     return Paged(*sides, pool, table)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
-    """q [n, heads, d] at start .. start + n - 1 over k, v [length, kv_heads, d], in fp64."""
+def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, spans: Sequence[tuple[int, int]] = ()) -> Tensor:
+    """q [n, heads, d] at start .. start + n - 1 over k, v [length, kv_heads, d], in fp64; positions of a span see each other."""
     group = q.shape[1] // k.shape[1]
     k, v = (side.double().repeat_interleave(group, 1) for side in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k)
     queries, keys = torch.arange(start, start + len(q))[:, None], torch.arange(len(k))
-    seen = (keys <= queries) & (keys > queries - (window or 1 << 30))
+    seen = keys <= queries
+    for first, last in spans:
+        seen |= (first <= queries) & (queries < last) & (first <= keys) & (keys < last)
+    seen &= keys > queries - (window or 1 << 30)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
@@ -96,6 +100,60 @@ def test_extend(window: int | None) -> None:
         extend_attention(q, it.pool, it.table, torch.tensor(given, dtype=torch.int32), window, out)
         assert ((out - want).abs().max() > FAULT) == strays
         assert strays or (out - want).abs().max() < TOLERANCE
+
+
+def last_seen(spans: Sequence[tuple[int, int]], positions: Tensor) -> Tensor:
+    """int32 [n], the last position that each of `positions` sees."""
+    seen = positions.clone()
+    for first, last in spans:
+        seen[(first <= positions) & (positions < last)] = last - 1
+    return seen.int()
+
+
+# A chunk's first position and size, and its spans: at its ends, over pages, longer than a window, side by side, of one position
+SPANS = [
+    (0, 50, [(0, 20), (20, 50)]),
+    (40, 70, [(41, 60), (62, 63), (64, 96), (97, 110)]),
+    (7, 2 * WINDOW + 30, [(9, 9 + 2 * WINDOW + 5)]),
+    (200, 40, []),
+]
+
+
+def spanned(window: int, tokens: int | None) -> float:
+    """The largest difference between attention over chunks with SPANS and dense attention; the same with each span seen causally,
+    one position shorter, or one longer, must be a hundred times larger, and so must be windows that end elsewhere."""
+    it = paged([start + size + 1 for start, size, _ in SPANS], 2, 16, None)  # the last key is no chunk's
+    chunks, rows = [], 0
+    for slot, (start, size, _) in enumerate(SPANS):
+        chunks.append((slot, rows, start, size))
+        rows += size
+    q = torch.randn(rows, 4, 16, generator=torch.Generator().manual_seed(1)) / 4
+    tiles = torch.tensor(extend_tiles(chunks, tokens or 16), dtype=torch.int32)
+    seen = torch.cat([last_seen(spans, torch.arange(start, start + size)) for start, size, spans in SPANS])
+    out = torch.empty_like(q)
+    extend_attention(q, it.pool, it.table, tiles, window, out, tokens, seen)
+
+    def error(by: int, longer: int | None) -> float:
+        found = []
+        for slot, row, start, size in chunks:
+            spans = [] if longer is None else [(first, last + longer) for first, last in SPANS[slot][2]]
+            found.append(dense(q[row : row + size], it.k[slot], it.v[slot], start, by, spans))
+        return (out - torch.cat(found)).abs().max().item()
+
+    for by, longer in ((window, None), (window, -1), (window, 1), (window + 1, 0), (window - 1, 0)):
+        assert error(by, longer) > FAULT, (by, longer)
+    return error(window, 0)
+
+
+@pytest.mark.parametrize("window", [WINDOW, WINDOW - 3])
+def test_positions_of_an_image_see_each_other(window: int) -> None:
+    """Within the window, whole spans, also one longer than it; a causal span, or one off by one, is seen."""
+    assert spanned(window, None) < TOLERANCE
+
+
+def interpreted_images() -> None:
+    """As for the reference, in tiles that spans reach over."""
+    assert spanned(WINDOW - 3, 16) < TOLERANCE
 
 
 def test_a_tile_fills_the_rows_of_a_product() -> None:

@@ -32,7 +32,8 @@ def decode(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
 
 
 def chunk_nodes(layer: Layer, target: tuple[int, int]) -> list[Node]:
-    """What comes before attention, and attention, for prefill chunks and for rows that verify drafts."""
+    """What comes before attention, and attention, for prefill chunks, for rows that verify drafts and, in sliding layers, for
+    chunks with images."""
     pool, table, tokens = meta(9, 2, layer.kv_heads, PAGE, layer.d), ints(3, WIDTH), 100
     q = meta(tokens, layer.heads, layer.d)
     with record(target) as nodes:
@@ -41,6 +42,8 @@ def chunk_nodes(layer: Layer, target: tuple[int, int]) -> list[Node]:
         qkv_post(qkv, pool, table, ints(tokens), ints(tokens), cos_sin, meta(layer.d), meta(layer.d), 1e-6, q)
         for size in (None, 4):
             extend_attention(q, pool, table, ints(5, 4), layer.window, meta(tokens, layer.heads, layer.d), size)
+        if layer.window is not None:
+            extend_attention(q, pool, table, ints(5, 4), layer.window, meta(tokens, layer.heads, layer.d), None, ints(tokens))
     return nodes
 
 
@@ -108,7 +111,7 @@ def test_only_norm_weights_are_read_before_the_wait() -> None:
         assert early_reads(compiled) == {"q_norm", "k_norm"}
         late = replace(compiled, ptx=compiled.ptx.replace("griddepcontrol.wait", "", 1) + "griddepcontrol.wait")
         assert {"positions", "page_ids", "qkv", "pool"} <= early_reads(late)
-    post, extend, _ = (compile_node(node, HOPPER) for node in chunk_nodes(named("31b-tp4-sliding"), HOPPER))
+    post, extend, *_ = (compile_node(node, HOPPER) for node in chunk_nodes(named("31b-tp4-sliding"), HOPPER))
     assert early_reads(post) <= {"q_norm", "k_norm"}
     assert early_reads(extend) == set()
 

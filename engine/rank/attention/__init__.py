@@ -12,8 +12,8 @@ from engine.attention.backend_entry import BackendEntry, RowKind
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry
-from engine.rank.attention.base import AttentionBackend, AttentionParts, CopyCheck, PartSettings
-from engine.rank.attention.router import AttentionRouter
+from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, PartSettings
+from engine.rank.attention.router import AttentionRouter, SpanExtend
 from engine.rank.kv import GroupCache, KVCache
 
 FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
@@ -45,7 +45,8 @@ def attention_backend(
     check: CopyCheck | None = None,
     width: int = 1,
 ) -> AttentionBackend:
-    """The backends asked for, one name for all; ConfigError lists the names there are, or says why one cannot run here.
+    """The backends asked for, one name for all; ConfigError lists the names there are, or says why one cannot run here. Tokens that
+    see each other both ways are left to our own.
 
     buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
     width: decode rows of a sequence at most
@@ -59,8 +60,14 @@ def attention_backend(
     def parts(kind: RowKind, group: GroupCache) -> AttentionParts:
         return made(_entry(None, device) if (kind, group.group.index) in asked.failed_checks else entries[kind])
 
+    def extend(group: GroupCache) -> AttentionPart:
+        usual, own = parts("extend", group), made(_entry(None, device))
+        if usual is own or not group.group.bidirectional:
+            return usual.extend(group)
+        return SpanExtend(usual.extend(group), own.extend(group))
+
     decodes = [parts("decode", group).decode(group) for group in cache]
-    extends = [parts("extend", group).extend(group) for group in cache]
+    extends = [extend(group) for group in cache]
     return AttentionRouter({"decode": decodes, "extend": extends})
 
 

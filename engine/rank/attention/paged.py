@@ -1,5 +1,7 @@
 """Attention by Quartet's own ops: decode rows in one launch a layer; chunks by a launch for K and V, and one for all queries.
 
+Where tokens of an image see each other both ways (`KVGroup.bidirectional`), steps with such tokens say what each row sees.
+
 The ops choose: Triton kernels on a GPU, plain torch elsewhere. So the backends `triton` and `reference` are the same parts.
 """
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from engine.geometry import Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings
-from engine.rank.batch import RowBlock
+from engine.rank.batch import Chunk, RowBlock
 from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
 from kernels.decode import DecodeScratch, decode_attention, decode_cut
@@ -19,6 +21,8 @@ from kernels.launch import processors
 from kernels.prefill import extend_attention, extend_tiles, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.verify import verify_attention
+
+ExtendPlan = tuple[Tensor, Tensor | None]
 
 
 class PagedDecode:
@@ -57,18 +61,31 @@ class PagedExtend:
         self._cache, self._settings = cache, settings
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads, cache.group.head_dim)
 
-    def prepare(self, block: RowBlock) -> Tensor:
-        """The tiles, int32 [n, 4] (`kernels.prefill.extend_tiles`)."""
+    def prepare(self, block: RowBlock) -> ExtendPlan:
+        """The tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`)."""
         chunks = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in block.chunks]
-        return uploaded(torch.tensor(extend_tiles(chunks, self._tokens), dtype=torch.int32), self._settings.device)
+        tiles = uploaded(torch.tensor(extend_tiles(chunks, self._tokens), dtype=torch.int32), self._settings.device)
+        if not (self._cache.group.bidirectional and block.has_spans):
+            return tiles, None
+        last_seen = torch.cat([_last_seen(chunk) for chunk in block.chunks])
+        return tiles, uploaded(last_seen, self._settings.device)
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: Tensor, out: Tensor) -> None:
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: ExtendPlan, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
         cache, settings = self._cache, self._settings
         q, pool = qkv.new_empty(len(qkv), settings.heads, layer.head_dim), cache.layer(layer.kv_source)
         rope = block.rope[layer.rope, layer.head_dim]
         qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
-        extend_attention(q, pool, cache.table, plan, cache.group.window, out.view(q.shape))
+        tiles, last_seen = plan
+        extend_attention(q, pool, cache.table, tiles, cache.group.window, out.view(q.shape), last_seen=last_seen)
+
+
+def _last_seen(chunk: Chunk) -> Tensor:
+    """int32 [size]: the last position that each of its rows sees: its own, or its span's last."""
+    seen = torch.arange(chunk.start, chunk.end, dtype=torch.int32)
+    for first, last in chunk.spans:
+        seen[first - chunk.start : last - chunk.start] = last - 1
+    return seen
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:

@@ -1,14 +1,34 @@
 """Sends each block of a step's rows to the part that was chosen for its kind and KV group."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from engine.attention.backend_entry import RowKind
 from engine.geometry import Layer
 from engine.rank.attention.base import AttentionPart, AttentionPlan, Norms
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import ForwardBatch, RowBlock
 from engine.rank.kv import GroupCache
+
+
+class SpanExtend:
+    """Chunks by `usual`; those of a step in which tokens see each other both ways by `own`, which alone masks them so."""
+
+    def __init__(self, usual: AttentionPart, own: AttentionPart) -> None:
+        self._usual, self._own = usual, own
+
+    def prepare(self, block: RowBlock) -> tuple[AttentionPart, Any]:
+        """The part, and what it prepared."""
+        part = self._own if block.has_spans else self._usual
+        return part, part.prepare(block)
+
+    def attend(
+        self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: tuple[AttentionPart, Any], out: Tensor
+    ) -> None:
+        """As `AttentionPart.attend`."""
+        part, prepared = plan
+        part.attend(qkv, layer, norms, block, prepared, out)
 
 
 class AttentionRouter:
@@ -18,10 +38,7 @@ class AttentionRouter:
         self._parts = parts
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
-        """As `AttentionBackend.prepare`. NotImplementedError for tokens that see each other both ways: no part masks them yet, and
-        to run them causally would be a wrong answer."""
-        if any(chunk.spans for chunk in batch.chunks):
-            raise NotImplementedError("attention: spans that see both ways have no kernel yet")
+        """As `AttentionBackend.prepare`."""
         return tuple(tuple(part.prepare(block) for part in self._parts[block.kind]) for block in batch.blocks)
 
     def attend(

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,10 @@ from engine.errors import ConfigError
 from engine.geometry import read_geometry
 from engine.rank.attention import AskedAttention, attention_backend
 from engine.rank.attention.base import AttentionParts, PartSettings
-from engine.rank.attention.paged import PagedDecode, PagedExtend
+from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
 from engine.rank.attention.router import AttentionRouter
-from engine.rank.kv import GroupCache, KVCache
+from engine.rank.batch import RowBlock
+from engine.rank.kv import KVCache
 from engine.rank.parallel import Single
 from engine.rank.start_checks import check_attention
 from tests.support.engine.kv_scene import Kind, attended, ours, scene
@@ -48,13 +50,21 @@ class FakeDecode(PagedDecode):
         rest[-1].add_(self.error)
 
 
+class CausalExtend(PagedExtend):
+    """Our own, but that tokens never see each other both ways; counts its rows."""
+
+    rows = 0
+
+    def prepare(self, block: RowBlock) -> ExtendPlan:
+        """As `AttentionPart.prepare`."""
+        CausalExtend.rows += len(block.slots)
+        return super().prepare(replace(block, chunks=tuple(replace(chunk, spans=()) for chunk in block.chunks)))
+
+
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:
     """The fake backend's."""
 
-    def extend(cache: GroupCache) -> PagedExtend:
-        raise AssertionError("nobody asked the fake backend for chunks")
-
-    return AttentionParts(lambda cache: FakeDecode(cache, settings), extend)
+    return AttentionParts(lambda cache: FakeDecode(cache, settings), lambda cache: CausalExtend(cache, settings))
 
 
 def obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
@@ -136,3 +146,22 @@ def test_a_name_is_spelled_once() -> None:
     """In product code a backend's name is its entry's; "triton" is a package's name too."""
     for name in BACKENDS.keys() - {"fake", "triton"}:
         assert sum(path.read_text().count(f'"{name}"') for path in sources()) == 1, name
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_images_are_left_to_our_own(monkeypatch: pytest.MonkeyPatch, bidirectional: bool) -> None:
+    """Where tokens see each other both ways, a step's chunks with such tokens go to our own part, others to the one asked for."""
+    it = scene(Kind(4, 2, 32, 300, page=16), [500], [(0, 70), (100, 130)])
+    it.cache.group = replace(it.cache.group, bidirectional=bidirectional)
+    first, second = it.batch.chunks
+    image = replace(it, batch=replace(it.batch, chunks=(replace(first, spans=((3, 60),)), second)))
+    shape: Any = SimpleNamespace(heads=4, eps=1e-6)
+    router = attention_backend(AskedAttention(None, "fake"), shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
+    assert isinstance(router, AttentionRouter)
+    monkeypatch.setattr(CausalExtend, "rows", 0)
+    causal, seen = ours(it), ours(image)
+    assert attended(image, router).equal(seen)
+    assert CausalExtend.rows == (0 if bidirectional else 100)
+    assert attended(it, router).equal(causal)
+    assert CausalExtend.rows == (100 if bidirectional else 200)
+    assert seen.equal(causal) != bidirectional

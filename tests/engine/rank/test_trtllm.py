@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from engine.geometry import Geometry, KVGroup, read_geometry
 from engine.rank.attention import attention_backend, trtllm
 from engine.rank.attention.base import PartSettings
-from engine.rank.attention.paged import PagedDecode, PagedExtend
+from engine.rank.attention.paged import PagedExtend
 from engine.rank.attention.router import AttentionRouter
 from engine.rank.attention.trtllm import TableRows, TrtllmDecode, TrtllmExtend, TrtllmScratch, call_decode, check_group
 from engine.rank.batch import eager_batch
@@ -375,16 +375,6 @@ def test_a_cpu_is_refused() -> None:
     """trtllm_mha on the CPU is a ConfigError that says what runs there."""
     with pytest.raises(ConfigError, match="trtllm_mha needs a GPU; this engine runs on the CPU, where reference"):
         attention_backend("trtllm_mha", None, KVCache([]), 1, (1,), CPU)  # type: ignore[arg-type]
-
-
-def test_spans_are_refused() -> None:
-    """A chunk whose tokens see each other both ways raises: no backend may run it causally."""
-    it = scene(SMALL, [], [(0, 20)])
-    router = routed(PagedDecode(it.cache, it.settings), PagedExtend(it.cache, it.settings))
-    spans = replace(it.batch, chunks=(replace(it.batch.chunks[0], spans=((3, 9),)),))
-    router.prepare(it.batch)
-    with pytest.raises(NotImplementedError, match="see both ways"):
-        router.prepare(spans)
 
 
 def test_the_launchers_arguments_are_pinned() -> None:

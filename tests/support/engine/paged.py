@@ -20,6 +20,7 @@ from engine.rank.models.gemma4 import Gemma4
 
 Rows = tuple[int, int, int]  # slot, start, end
 Entry = tuple[int, int, int, int]  # group, slot, table entry, page
+Spans = Sequence[Sequence[tuple[int, int]]]  # of each slot: positions [first, last)
 Logits = dict[tuple[int, int], Tensor]  # (slot, position) -> fp32 [vocab], before the soft cap
 PlantFault = Callable[[int, KVCache], None]
 Backend = Callable[..., AttentionBackend]  # `attention_backend`, or what stands in for it
@@ -27,13 +28,15 @@ Backend = Callable[..., AttentionBackend]  # `attention_backend`, or what stands
 
 @dataclass(frozen=True)
 class Step:
-    """Chunks and decode rows of one step, the batch rows whose logits are wanted, and what happens to pages before it."""
+    """Chunks and decode rows of one step, the batch rows whose logits are wanted, what happens to pages before it, and of each slot
+    the positions of images, which no chunk cuts."""
 
     chunks: tuple[Rows, ...]
     decodes: tuple[Rows, ...]
     wanted: tuple[int, ...]
     released: tuple[Entry, ...]
     mapped: tuple[Entry, ...]
+    spans: Spans = ()
 
 
 class _Pages:
@@ -59,7 +62,9 @@ class _Pages:
         return released, mapped
 
 
-def script(geometry: Geometry, lengths: Sequence[tuple[int, int]], pages: int, seed: int, *, whole: bool) -> list[Step]:
+def script(
+    geometry: Geometry, lengths: Sequence[tuple[int, int]], pages: int, seed: int, *, whole: bool, spans: Spans = ()
+) -> list[Step]:
     """Steps that run sequences of (prompt, decoded) tokens, one a slot.
 
     whole: prompts in one chunk each, all logits wanted; else random chunks, of which all, the last or no logits are wanted.
@@ -69,26 +74,29 @@ def script(geometry: Geometry, lengths: Sequence[tuple[int, int]], pages: int, s
     done = [0] * len(lengths)
     steps = []
     while any(at < sum(length) for at, length in zip(done, lengths, strict=True)):
-        rows = _rows(lengths, done, rng, whole=whole)
+        rows = _rows(lengths, done, rng, spans or ((),) * len(lengths), whole=whole)
         if not rows:
             continue
         moves = [allocator.move(*row) for row in rows]
         chunks = tuple(row for row in rows if row[1] < lengths[row[0]][0])
         decodes = tuple(row for row in rows if row not in chunks)
         released, mapped = (tuple(entry for move in moves for entry in move[side]) for side in (0, 1))
-        steps.append(Step(chunks, decodes, _wanted(chunks, decodes, rng, whole=whole), released, mapped))
+        steps.append(Step(chunks, decodes, _wanted(chunks, decodes, rng, whole=whole), released, mapped, spans))
         for slot, _, end in rows:
             done[slot] = end
     return steps
 
 
-def _rows(lengths: Sequence[tuple[int, int]], done: Sequence[int], rng: random.Random, *, whole: bool) -> list[Rows]:
+def _rows(
+    lengths: Sequence[tuple[int, int]], done: Sequence[int], rng: random.Random, spans: Spans, *, whole: bool
+) -> list[Rows]:
     rows = []
     for slot, ((prompt, decoded), at) in enumerate(zip(lengths, done, strict=True)):
         if at == prompt + decoded or rng.random() < 0.25:
             continue
         size = 1 if at >= prompt else prompt - at if whole else min(prompt - at, rng.choice((1, 5, 32, 33, 70, 130)))
-        rows.append((slot, at, at + size))
+        end = max([at + size, *(last for first, last in spans[slot] if first < at + size)])
+        rows.append((slot, at, end))
     rng.shuffle(rows)
     return rows
 
@@ -161,6 +169,10 @@ def _batch(step: Step, ids: Sequence[Tensor], model: Gemma4, cache: KVCache) -> 
         torch.stack([ids[slot][position] for slot, position in places]),
         torch.tensor([slot for slot, _ in places]),
         torch.tensor([position for _, position in places]),
-        tuple(Chunk(*row, offset) for row, offset in zip(step.chunks, offsets, strict=True)),
+        tuple(Chunk(*row, offset, _spans(step, *row)) for row, offset in zip(step.chunks, offsets, strict=True)),
         torch.tensor(step.wanted, dtype=torch.int64),
     )
+
+
+def _spans(step: Step, slot: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
+    return tuple(span for span in step.spans[slot] if start <= span[0] < end) if step.spans else ()

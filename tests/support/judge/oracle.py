@@ -1,5 +1,7 @@
 """transformers as the judge of our model: its logits, and how close its routers' choices were."""
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,8 @@ def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> transformer
 
 
 @torch.no_grad()
-def judge(model: transformers.PreTrainedModel, ids: Tensor) -> Verdict:
-    """One full forward over ids int64 [n]."""
+def judge(model: transformers.PreTrainedModel, ids: Tensor, spans: Sequence[tuple[int, int]] = ()) -> Verdict:
+    """One full forward over ids int64 [n]; positions [first, last) of each span are an image's."""
     margins = [torch.full((ids.shape[0],), torch.inf, device=ids.device)]
     routers = [module for module in model.modules() if type(module).__name__ == "Gemma4TextRouter"]
 
@@ -44,11 +46,23 @@ def judge(model: transformers.PreTrainedModel, ids: Tensor) -> Verdict:
         margins.append(top[:, -2] - top[:, -1])
 
     hooks = [router.register_forward_hook(look) for router in routers]
-    logits = model(ids[None]).logits[0].float()
+    logits = model(ids[None], attention_mask=image_masks(model, ids, spans) if spans else None).logits[0].float()
     for hook in hooks:
         hook.remove()
     close = (torch.stack(margins).amin(0) < ROUTER_MARGIN).nonzero()
     return Verdict(logits, int(close[0]) if len(close) else ids.shape[0])
+
+
+def image_masks(model: transformers.PreTrainedModel, ids: Tensor, spans: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    """The masks that transformers makes for a prompt with images in `spans`."""
+    code, types = sys.modules[type(model).__module__], torch.zeros_like(ids)
+    for first, last in spans:
+        types[first:last] = 1
+    given = {"inputs_embeds": model.get_input_embeddings()(ids[None]), "attention_mask": None, "past_key_values": None}
+    given |= {"config": model.config.get_text_config(), "position_ids": torch.arange(len(ids))[None]}
+    blocks = code.get_block_sequence_ids_for_mask(types[None], ids.device)
+    masks: dict[str, Tensor] = code.create_masks_for_vision_model(**given, block_sequence_ids=blocks)
+    return masks
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
