@@ -144,18 +144,11 @@ def float_order(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Whether each is among the `count` highest; equal ones: the first. The lowest of them is found two bits a turn: one sum counts
-    those at and above three values."""
+    """Whether each is among the `count` highest; equal ones: the first. The lowest of them is found bit by bit."""
     key = tl.full([], -2147483648, tl.int32)
-    one = tl.full([], 1, tl.int32)
-    for turn in range(16):
-        shift = 30 - 2 * turn
-        counts = tl.zeros(orders.shape, tl.int64)
-        for digit in tl.static_range(1, 4):
-            counts += (orders >= (key ^ (one * digit << shift))).to(tl.int64) << (20 * digit - 20)
-        total = tl.sum(counts, 0)
-        for digit in tl.static_range(1, 4):
-            key ^= tl.where((total >> (20 * digit - 20) & 0xFFFFF) >= count, (digit ^ (digit - 1)) * one << shift, 0)
+    for bit in range(32):
+        trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
+        key = tl.where(tl.sum((orders >= trial).to(tl.int32), 0) >= count, trial, key)
     over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
     return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))
 
