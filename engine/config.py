@@ -129,6 +129,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         """Tokens that a decode row computes at most: its own and its drafts."""
         return 1 + self.mtp.drafts if self.mtp.model else 1
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens a row that decode steps are padded to on a GPU, ascending."""
+        return tuple(sorted({1, self.widest}))
+
     def kv_groups(self, geometry: Geometry) -> tuple[KVGroup, ...]:
         """The KV groups of a rank."""
         return kv_groups(geometry, self.tp, self.page, self.dtype)

@@ -1,10 +1,14 @@
-"""Which of a row's drafts stand: the longest prefix that equals what the target itself sampled, up to the first stop id.
+"""Which of a row's drafts stand, and where its sequence drafts on: what lies between a step's sampling and a drafter's first pass.
 
     sampled   s_0 s_1 .. s_W      s_i is the target's token behind the row's input and drafts d_1 .. d_i
-    stand     s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less where an earlier one of them is a stop id
+    stand     s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less where an earlier one of them is a stop id, or where
+                                  one has no token
 
 Equality with the target's own sample is exact at every temperature: the noise of a token is keyed by seed, position and id alone.
+The sequence's length advances by a, and its drafter begins with s_a and the hidden row that gave it.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,51 +19,130 @@ from kernels.grid import next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
 
 _BLOCK = 128  # stop ids compared at once
+_COLUMNS = 2048  # of a hidden row copied at once
 
 
-def accept(sampled: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor, stop: Tensor) -> Tensor:
-    """sampled int32 [n, W + 1], drafts int32 [n, W], -1: none -> int32 [n], how many of the sampled tokens stand: 1 to W + 1.
+class DraftInputs(NamedTuple):
+    """Of a drafter's n rows, one a sequence, padding behind them.
 
-    slots, positions int32 [n] of each row's input; position -1: padding, of which none stands. stop int32 [slots, ids], -1: none.
+    ids        int32 [n]: the last token that stands, whose K and V are not there yet
+    slots      int32 [n]
+    positions  int32 [1 + drafts, n]: of the last K and V, then of the inputs that each draft comes behind; -1: padding
+    hidden     [n, m], the row that gave the last token; of padding whatever was there
     """
-    (rows, width), stops = drafts.shape, stop.shape[1]
-    assert sampled.shape == (rows, width + 1), (sampled.shape, drafts.shape)
-    assert len(slots) == len(positions) == rows, (slots.shape, positions.shape, drafts.shape)
-    assert sampled.is_contiguous(), sampled.stride()
-    assert drafts.is_contiguous(), drafts.stride()
-    if not enabled(sampled, __name__):
-        return _reference(sampled, drafts, stop[slots.long()]) * (positions >= 0)
-    accepted = torch.empty(rows, dtype=torch.int32, device=sampled.device)
+
+    ids: Tensor
+    slots: Tensor
+    positions: Tensor
+    hidden: Tensor
+
+
+class Verified(NamedTuple):
+    """Sequences of `width` sampled rows each, one behind the other.
+
+    chosen     int32 [n * width, 2]: each row's token, and its flags, 0 if it has one (`kernels.choose`)
+    ids        int32 [n * width]: the rows' inputs;   slots, positions  int32 [n * width], of them; -1: padding
+    hidden     [n * width, m], that the tokens come of
+    """
+
+    chosen: Tensor
+    ids: Tensor
+    slots: Tensor
+    positions: Tensor
+    hidden: Tensor
+    width: int
+
+
+def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
+    """int32 [m], of as many sequences as `out` has rows: how many of each one's sampled tokens stand, 1 to width; 0: padding.
+
+    stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than that. padding: slot of `out`'s rows behind the
+    last sequence. Fills `out`.
+    """
+    width, count = rows.width, len(out.ids)
+    sequences = len(rows.chosen) // width
+    assert len(rows.chosen) == len(rows.slots) == len(rows.positions) == len(rows.hidden) == sequences * width <= count * width, (
+        rows.chosen.shape, rows.slots.shape, rows.hidden.shape, out.ids.shape
+    )  # fmt: skip
+    assert width == 1 or len(rows.ids) == len(rows.chosen), (rows.ids.shape, rows.chosen.shape)
+    for x in (*rows[:-1], out.hidden):
+        assert x.is_contiguous(), (x.shape, x.stride())
+    if not enabled(rows.chosen, __name__):
+        return _reference(rows, stop, lengths, padding, out)
+    accepted, stops, hidden = torch.empty_like(out.ids), stop.shape[1], rows.hidden.shape[1]
     launch(
-        _accept, (rows,),
-        sampled, drafts, slots, positions, stop, accepted,
-        WIDTH=width, LANES=next_power_of_2(width + 1), STOPS=stops, BLOCK=min(_BLOCK, next_power_of_2(stops)), warps=1,
+        _accept, (count,),
+        rows.chosen, rows.ids, rows.slots, rows.positions, rows.hidden, stop, lengths, *out, out.positions.stride(0), accepted,
+        sequences, padding,
+        WIDTH=width, LANES=next_power_of_2(width), STOPS=stops, BLOCK=min(_BLOCK, next_power_of_2(stops)),
+        PLACES=len(out.positions), PLACE_LANES=next_power_of_2(len(out.positions)),
+        HIDDEN=hidden, COLUMNS=min(_COLUMNS, next_power_of_2(hidden)), warps=4,
     )  # fmt: skip
     return accepted
 
 
-def _reference(sampled: Tensor, drafts: Tensor, stop: Tensor) -> Tensor:
-    stops = (sampled[:, :-1, None] == stop[:, None]).any(-1)
-    goes_on = (sampled[:, :-1] == drafts) & ~stops
-    return 1 + goes_on.int().cumprod(1).sum(1, dtype=torch.int32)
+def _reference(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
+    width, live = rows.width, len(rows.chosen) // rows.width
+    slots, positions = rows.slots[::width], rows.positions[::width]
+    sampled, flags = (x.view(live, width) for x in rows.chosen.unbind(1))
+    stands = torch.ones((live, width), dtype=torch.int32, device=sampled.device)
+    if width > 1:
+        ids, drafted = rows.ids.view(live, width)[:, 1:], rows.positions.view(live, width)[:, 1:] >= 0
+        stops = (sampled[:, :-1, None] == stop[slots.long()][:, None]).any(-1)
+        stands[:, 1:] = (sampled[:, :-1] == ids) & drafted & ~stops & (flags[:, 1:] == 0) & (flags[:, :1] == 0)
+    accepted = torch.zeros_like(out.ids)
+    accepted[:live] = stands.cumprod(1).sum(1, dtype=torch.int32) * (positions >= 0)
+    ahead = (accepted[:live] - 1).clamp(min=0)
+    lengths[slots.long()] += ahead
+    last = torch.arange(live, device=ahead.device) * width + ahead
+    out.ids[:live], out.ids[live:] = rows.chosen[last, 0], 0
+    out.slots[:live], out.slots[live:] = slots, padding
+    places = torch.arange(len(out.positions), dtype=torch.int32, device=ahead.device)[:, None]
+    out.positions[:, :live], out.positions[:, live:] = torch.where(positions >= 0, positions + ahead + places, -1), -1
+    out.hidden[:live] = torch.where((positions >= 0)[:, None], rows.hidden[last], out.hidden[:live])
+    return accepted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["places_stride", "sequences", "padding", "ids", "slots", "positions"])
 def _accept(
-    sampled: tl.tensor, drafts: tl.tensor, slots: tl.tensor, positions: tl.tensor, stop: tl.tensor, accepted: tl.tensor,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    chosen: tl.tensor, ids: tl.tensor, slots: tl.tensor, positions: tl.tensor, hidden: tl.tensor, stop: tl.tensor,
+    lengths: tl.tensor, out_ids: tl.tensor, out_slots: tl.tensor, out_positions: tl.tensor, out_hidden: tl.tensor,
+    places_stride: tl.tensor, accepted: tl.tensor, sequences: tl.tensor, padding: tl.tensor,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
+    PLACE_LANES: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row: the first place at which it ends."""
+    """One sequence: the first place at which it ends."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
+    at = row * WIDTH + lane
     wait(PDL)
-    slot = tl.load(slots + row).to(tl.int64)
-    token = tl.load(sampled + row * (WIDTH + 1) + lane, lane < WIDTH, -2)
-    ends = (token != tl.load(drafts + row * WIDTH + lane, lane < WIDTH, -1)).to(tl.int32)
-    for at in range(0, STOPS, BLOCK):
-        ids = at + tl.arange(0, BLOCK)
-        ids = tl.load(stop + slot * STOPS + ids, ids < STOPS, -1)
-        ends = tl.maximum(ends, tl.max((token[:, None] == ids[None, :]).to(tl.int32), 1))
-    count = tl.min(tl.where(ends > 0, lane, WIDTH), 0) + 1
-    tl.store(accepted + row, tl.where(tl.load(positions + row) >= 0, count, 0))
+    here = row < sequences
+    inside, behind = here & (lane < WIDTH), here & (lane < WIDTH - 1)
+    position = tl.load(positions + row * WIDTH, here, -1)
+    slot = tl.load(slots + row * WIDTH, here, padding).to(tl.int64)
+    token = tl.load(chosen + at * 2, inside, -2)
+    failed = tl.load(chosen + at * 2 + 1, inside, 0) != 0
+    draft = tl.load(ids + at + 1, behind, -1)
+    drafted = tl.load(positions + at + 1, behind, -1) >= 0
+    ends = ((token != draft) | (drafted == 0) | (lane >= WIDTH - 1)).to(tl.int32)
+    if WIDTH > 1:
+        for first in range(0, STOPS, BLOCK):
+            stops = first + tl.arange(0, BLOCK)
+            stops = tl.load(stop + slot * STOPS + stops, stops < STOPS, -1)
+            ends = tl.maximum(ends, tl.max((token[:, None] == stops[None, :]).to(tl.int32), 1))
+    whole = tl.min(tl.where(failed, lane, LANES), 0)  # rows in front of the first one without a token
+    last = tl.maximum(tl.minimum(tl.min(tl.where(ends > 0, lane, LANES), 0), whole - 1), 0)
+    live = position >= 0
+    tl.store(accepted + row, tl.where(live, last + 1, 0))
+    tl.store(out_ids + row, tl.sum(tl.where((lane == last) & inside, token, 0), 0))
+    tl.store(out_slots + row, slot)
+    place = tl.arange(0, PLACE_LANES)
+    tl.store(out_positions + place * places_stride + row, tl.where(live, position + last + place, -1), place < PLACES)
+    if live & (last > 0):
+        tl.store(lengths + slot, tl.load(lengths + slot) + last)
+    if live:
+        for first in range(0, HIDDEN, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            values = tl.load(hidden + (row * WIDTH + last) * HIDDEN + column, column < HIDDEN)
+            tl.store(out_hidden + row * HIDDEN + column, values, column < HIDDEN)

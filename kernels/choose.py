@@ -153,10 +153,10 @@ def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> T
 
 def _choose_reference(best: Tensor, batch: SamplingBatch, results: Tensor) -> None:
     values, ids, nan, _ = best.unbind(-1)
-    top, part = values.max(-1)
+    top = values.amax(-1)
     bad = nan.any(-1)
     none = ~bad & top.isneginf()
-    results[:, 0] = ids.gather(1, part[:, None])[:, 0].masked_fill(bad | none, 0).int()
+    results[:, 0] = ids.masked_fill(values != top[:, None], torch.inf).amin(-1).masked_fill(bad | none, 0).int()
     results[:, 1] = torch.where(bad, ROW_HAS_NAN, 0) + torch.where(none, ROW_NO_TOKEN, 0)
     store(batch, results[:, 0])
 
@@ -235,10 +235,9 @@ def _local_best(
 
 @triton.jit
 def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
-    """(value, id, bad) of the largest value; equal values: the first."""
-    top, where = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-    lane = tl.arange(0, values.shape[0])
-    return top, tl.sum(tl.where(lane == where, ids, 0.0), 0), tl.max(bad, 0)
+    """(value, id, bad) of the largest value; equal values: the lowest id."""
+    top = tl.max(values, 0)
+    return top, tl.min(tl.where(values == top, ids, float("inf")), 0), tl.max(bad, 0)
 
 
 @triton.jit(do_not_specialize=["tokens_width", "rank", "rank_stride"])

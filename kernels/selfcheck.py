@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from kernels.accept import accept
+from kernels.accept import DraftInputs, Verified, accept
 from kernels.activation import geglu
 from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import choose_best, local_best
+from kernels.clusters import best_of_clusters
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
@@ -341,8 +342,20 @@ def _small_top_k(draw: RandomInputs, *, adjusted: bool) -> Outputs:
 
 def _accept(draw: RandomInputs) -> Outputs:
     """No draft stands, all do, a stop id ends the row, and padding."""
-    sampled, drafts = draw.ints(7, 8, 9).repeat(4, 1), draw.ints(6, 8, 7, 8, 7, 8, 7, 8).view(4, 2)
-    return (accept(sampled, drafts, draw.ints(0, 1, 2, 0), draw.ints(5, 6, 7, -1), draw.ints(-1, -1, 7).view(3, 1)),)
+    chosen = torch.stack([draw.ints(7, 8, 9).repeat(4), draw.ints(*[0] * 12)], dim=1)
+    ids, slots = draw.ints(0, 6, 8, 0, 7, 8, 0, 7, 8, 0, 7, 8), draw.ints(0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0)
+    positions, lengths = draw.ints(5, 6, 7, 6, 7, 8, 7, 8, 9, -1, -1, -1), draw.ints(6, 7, 8, 0)
+    out = DraftInputs(draw.ints(*[9] * 5), draw.ints(*[9] * 5), draw.ints(*[9] * 15).view(3, 5), draw.floats(5, 40))
+    rows = Verified(chosen, ids, slots, positions, draw.floats(12, 40), 3)
+    return accept(rows, draw.ints(-1, -1, 7, -1).view(4, 1), lengths, 3, out), lengths, *out
+
+
+def _clusters(draw: RandomInputs) -> Outputs:
+    """Clusters of no power of two."""
+    order = torch.randperm(6 * 20, generator=draw.generator).to(draw.device)
+    clusters = torch.tensor([[0, 5], [3, 2], [4, 1]], device=draw.device)
+    best = best_of_clusters(draw.floats(3, 72), draw.floats(6 * 20, 72), order, clusters, 6)
+    return best[..., 0], best[..., 1:].int()
 
 
 def _table_check(draw: RandomInputs) -> Outputs:
@@ -403,6 +416,7 @@ CHECKS = (
         for adjusted in (False, True)
     ),
     Check("kernels.accept", "drafts that stand", _accept),
+    Check("kernels.clusters", "a drafter's head by cluster", _clusters),
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),
     *(Check("kernels.experts", f"experts of {rows} tokens", _experts(rows)) for rows in (1, 3, 20, 45, 90, 300)),

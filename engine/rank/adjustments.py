@@ -28,7 +28,7 @@ class Adjustments:
     """
 
     def __init__(self, slots: int, ids: range, device: torch.device) -> None:
-        self._ids, self._device = ids, device
+        self.ids, self._device = ids, device
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
         self.tables = _tables(slots, len(ids), len(self._words), device)
         pinned = device.type == "cuda"
@@ -72,10 +72,10 @@ class Adjustments:
 
     def _counts(self, admission: Admission) -> np.ndarray:
         """int16 [n], as the table has them, of the admission's tokens."""
-        mine = np.asarray(admission.tokens, np.int64) - self._ids.start
-        here = (mine >= 0) & (mine < len(self._ids))
+        mine = np.asarray(admission.tokens, np.int64) - self.ids.start
+        here = (mine >= 0) & (mine < len(self.ids))
         prompt, generated = mine[: admission.prompt][here[: admission.prompt]], mine[admission.prompt :][here[admission.prompt :]]
-        counts = np.minimum(np.bincount(generated, minlength=len(self._ids)), MOST_COUNTED)
+        counts = np.minimum(np.bincount(generated, minlength=len(self.ids)), MOST_COUNTED)
         counts[prompt] |= IN_PROMPT
         return counts.astype(np.uint16).view(np.int16)
 

@@ -62,6 +62,11 @@ class Inboxes:
     argmax: ArgmaxInbox
 
 
+def inboxes_of(inboxes: Inboxes | None, rows: int) -> tuple[AllReduceInbox, ArgmaxInbox] | tuple[None, None]:
+    """Both, if there are any and they hold so many rows; without them sums and choices are collectives."""
+    return (inboxes.allreduce, inboxes.argmax) if inboxes is not None and rows <= inboxes.allreduce.rows else (None, None)
+
+
 class Single:
     """A group of one; or, on the meta device, the first of `size`."""
 

@@ -23,6 +23,7 @@ from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES
 from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
+from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
@@ -32,10 +33,10 @@ from engine.rank.parallel import Inboxes
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import SlotState
-from engine.rank.stages.draft_stage import DraftStage, accepted_tokens
+from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
-from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, captured_sampler
+from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, StepTokens, captured_sampler
 from engine.rank.step import StepBuffers
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
@@ -83,7 +84,8 @@ class Runner:
         share, parallel = vocab_share(geometry.vocab, model.parallel.size), model.parallel
         ids = range(parallel.rank * share, (parallel.rank + 1) * share)
         self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, device, config.widest - 1)
-        self._first_id, widest = ids.start, config.widest
+        widest = config.widest
+        self._widths = config.widths if on_gpu else tuple(range(1, widest + 1))
         self._inputs = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets, widest)
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
@@ -91,18 +93,16 @@ class Runner:
         asked = AskedAttention.of(config, failed_checks)
         attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check, widest)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
-        peers, argmax = (inboxes.allreduce, inboxes.argmax) if inboxes else (None, None)
-        self.forward_stage = ForwardStage(model, cache, attention, self._inputs, peers, self.pages)
-        self.sample_stage = SampleStage(model, sampler, self.slots, argmax, share)
+        self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
+        self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(asked, drafter.geometry, cache, config.tp, self._buckets, device, check)
-            self.draft_stage = DraftStage(drafter, widest - 1, model, cache, reads, self._inputs)
+            self.draft_stage = DraftStage(drafter, widest - 1, reads, self._inputs, self.sample_stage)
         rows = widest * (self._buckets[-1] + config.prefill_budget)
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
         self._prefill = min(config.prefill_budget, config.max_len)
-        # plain torch synchronises with the host; steps that draft are not captured yet
-        self.capturable = on_gpu and config.graphs and not disabled() and drafter is None
+        self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
         self.graphs: StageGraphs | None = None
 
     @property
@@ -112,7 +112,7 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Capture the decode step of every bucket, or of `sizes`; on a GPU, once, before the first plan, on every rank.
+        """Capture the decode steps of every bucket, or of `sizes`; on a GPU, once, before the first plan, on every rank.
 
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
@@ -125,20 +125,35 @@ class Runner:
         """The captured decode steps of these buckets. Every rank must call it."""
         graphs, plan = StageGraphs(self._device), self._inputs.plan
         for rows in sorted(sizes, reverse=True):
-            forward = partial(self.forward_stage.decode, rows, plan)
-            for name in SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
-                graphs.warm(partial(self.repeat, rows, name))
-            state = graphs.capture("forward", rows, forward)
-            for name in SAMPLERS:
-                graphs.capture(name, rows, partial(self.sample_stage.captured, name, plan, *state))
+            for width in reversed(self._widths):
+                for name in SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
+                    graphs.warm(partial(self.repeat, rows, name, width))
+                state = graphs.capture("forward", rows, partial(self.forward_stage.decode, rows, plan, width), width)
+                for name in SAMPLERS:
+                    graphs.capture(name, rows, partial(self._sampled, name, plan, *state), width)
+                if self.draft_stage is not None and width > 1:
+                    graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
         torch.cuda.synchronize(self._device)
         return graphs
 
     @torch.inference_mode()
-    def repeat(self, rows: int, sampler: str = "argmax") -> None:
-        """Run the decode step of `rows` rows eagerly, of the plan uploaded last; on a GPU."""
+    def repeat(self, rows: int, sampler: str = "argmax", width: int = 1) -> None:
+        """Run the decode step of `rows` sequences of `width` tokens eagerly, of the plan uploaded last, with as many drafts behind
+        them; on a GPU."""
         plan = self._inputs.plan
-        self.sample_stage.captured(sampler, plan, *self.forward_stage.decode(rows, plan))
+        self._sampled(sampler, plan, *self.forward_stage.decode(rows, plan, width))
+        if self.draft_stage is not None and width > 1:
+            self.draft_stage.draft(rows, width - 1)
+
+    def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
+        """What the sampler of that name gives of a decode step, and how much of it stands. Capturable."""
+        sampled = self.sample_stage.captured(name, plan, batch, hidden)
+        return self._accepted(batch, hidden, sampled, adjusted=name.startswith("adjusted"))
+
+    def _accepted(self, batch: ForwardBatch, hidden: Tensor, sampled: StepTokens, *, adjusted: bool) -> StepTokens:
+        if self.draft_stage is None:
+            return sampled
+        return replace(sampled, accepted=self.draft_stage.accept(batch, sampled.chosen, hidden, adjusted=adjusted))
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -187,10 +202,11 @@ class Runner:
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
+        width = next(width for width in self._widths if width >= plan.width)
         if len(plan.rows) and not len(plan.chunks):
-            final = self._decode(plan, uploaded)
+            final = self._decode(self.bucket(len(plan.rows)), width, uploaded)
         else:
-            final = self.forward_stage.mixed(plan, uploaded, self.slots.prompts)
+            final = self.forward_stage.mixed(plan, uploaded, self.slots.prompts, width)
         return Forwarded(plan, data, uploaded, final, start)
 
     @torch.inference_mode()
@@ -200,19 +216,18 @@ class Runner:
         self.report_stage.state.launched(plan.step, step.data, masks)
         if plan.masked:
             self._set_masks(plan.step, masks)
-        rows = self.slots.result_rows(plan.result_slots, plan.step, plan.width)
+        width = 1 if final.batch is None else final.batch.width
+        rows = self.slots.result_rows(plan.result_slots, plan.step, width)
         sampled = None
         if final.batch is not None and len(rows.slots):
-            name = captured_sampler(rows) if final.captured else None
+            bucket, name = self.bucket(len(plan.result_slots)), captured_sampler(rows) if final.captured else None
             if self.graphs and name:
-                sampled = self.graphs.replay(name, self.bucket(len(rows.slots)))
+                sampled = self.graphs.replay(name, bucket, width)
             else:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
-        if self.draft_stage is not None and sampled is not None and final.batch is not None:
-            accepted = accepted_tokens(self.slots, final.batch, sampled.chosen, self._first_id, adjusted=rows.adjusted)
-            self.draft_stage.draft(self.slots, final.batch, final.hidden, accepted)
-            sampled = replace(sampled, accepted=accepted)
+                sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
+            self._draft(bucket)
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
@@ -234,11 +249,20 @@ class Runner:
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
         self.slots.set_masks(step, masks.slots, masks.bits, after=self.report_stage.end)
 
-    def _decode(self, plan: PlanView, uploaded: Tensor) -> FinalRows:
-        """The forward of decode rows alone, padded to a bucket."""
-        bucket = self.bucket(len(plan.rows))
+    def _decode(self, bucket: int, width: int, uploaded: Tensor) -> FinalRows:
+        """The forward of decode rows alone, padded to so many of so many tokens."""
         if self.graphs is None or uploaded is not self._inputs.plan:
-            batch, hidden = self.forward_stage.decode(bucket, uploaded, plan.width)
+            batch, hidden = self.forward_stage.decode(bucket, uploaded, width)
             return FinalRows(hidden, batch)
-        batch, hidden = self.graphs.replay("forward", bucket)
+        batch, hidden = self.graphs.replay("forward", bucket, width)
         return FinalRows(hidden, batch, captured=True)
+
+    def _draft(self, sequences: int) -> None:
+        """Draft behind what was accepted, of so many sequences, padded to a bucket."""
+        if self.draft_stage is None:
+            return
+        width = self._widths[-1]
+        if self.graphs is not None:
+            self.graphs.replay("draft", sequences, width)
+        else:
+            self.draft_stage.draft(sequences, width - 1)

@@ -35,7 +35,7 @@ class StepBuffers:
         self, slots: SlotState, frequencies: Mapping[RopeKey, Tensor], prefill: int, sizes: tuple[int, ...], widest: int = 1
     ) -> None:
         device, self._most = slots.device, sizes[-1]
-        self._slots, self._frequencies, self._sizes = slots, frequencies, sizes
+        self._slots, self._frequencies, self.sizes = slots, frequencies, sizes
         rows = prefill + self._most * widest
         self.ids, self.positions, self.slots = torch.zeros((3, rows), dtype=torch.int32, device=device).unbind()
         self._pages = tuple(
@@ -53,7 +53,7 @@ class StepBuffers:
 
     def bucket(self, decodes: int) -> int:
         """The rows that `decodes` decode rows are padded to."""
-        return self._sizes[bisect.bisect_left(self._sizes, decodes)]
+        return self.sizes[bisect.bisect_left(self.sizes, decodes)]
 
     def upload(self, plan: PlanView) -> Tensor:
         """The plan on the device: in `self.plan`, or in memory of its own if it is larger."""
@@ -80,12 +80,12 @@ class StepBuffers:
         pages = self._gathered(slots, positions, sequences)
         return ForwardBatch(ids, positions, slots, self._rotary_rows(first, end), pages, width=width)
 
-    def drafting(self, slots: Tensor, positions: Tensor) -> ForwardBatch:
-        """Rows at `positions` int32 [n] of `slots`, whose queries are turned as at the position behind: a drafter's."""
+    def drafting(self, slots: Tensor, positions: Tensor, turned: Tensor) -> ForwardBatch:
+        """Rows at `positions` int32 [n] of `slots`, whose queries are turned as at positions `turned`: a drafter's."""
         pages = self._gathered(slots, positions, len(slots))
         rope = {key: table[: len(slots)] for key, table in self._rope.items()}
         for key, table in rope.items():
-            rotary_table(positions + 1, self._frequencies[key], table)
+            rotary_table(turned, self._frequencies[key], table)
         return ForwardBatch(slots, positions, slots, rope, pages)
 
     def mixed(self, plan: PlanView, device_plan: Tensor, width: int = 1) -> ForwardBatch:

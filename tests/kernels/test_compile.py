@@ -22,11 +22,12 @@ from torch import Tensor
 
 from engine.plan_layout import STEP
 from engine.rank.step import LAYOUT
-from kernels.accept import accept
+from kernels.accept import DraftInputs, Verified, accept
 from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
+from kernels.clusters import best_of_clusters
 from kernels.experts import experts
 from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
@@ -135,7 +136,19 @@ def adjust_nodes(target: Target) -> Iterator[Node]:
         scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
         adjust(logits, replace(batch, adjustments=tables, plan=ints(500), step=STEP, width=8), 65536, parts)
         count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
-        accept(ints(ROWS, 8), ints(ROWS, 7), ints(ROWS), ints(ROWS), ints(9, 1024))
+    yield from nodes
+
+
+def draft_nodes(target: Target) -> Iterator[Node]:
+    """Between a step and a drafter's passes: rows of one token, and of eight; and the heads of the small members' drafters."""
+    out = DraftInputs(ints(ROWS), ints(ROWS), ints(8, ROWS), meta(ROWS, HIDDEN))
+    with record(target) as nodes:
+        for width in (1, 8):
+            rows = ROWS * width
+            verified = Verified(ints(rows, 2), ints(rows), ints(rows), ints(rows), meta(rows, HIDDEN), width)
+            accept(verified, ints(9, 1024), ints(9), 8, out)
+        long = partial(meta, dtype=torch.int64)
+        best_of_clusters(meta(ROWS, 256), meta(262144, 256), long(262144), long(ROWS, 32), 2048)
     yield from nodes
 
 
@@ -223,6 +236,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "choose": choose_nodes,
     "experts": experts_nodes,
     "candidates": candidates_nodes,
+    "drafts": draft_nodes,
     "filters": filters_nodes,
     "slots": slots_nodes,
     "table_check": table_check_nodes,

@@ -14,7 +14,7 @@ from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
-from engine.rank.models.layers import Shard, VocabTable
+from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
 from engine.rank.parallel import Parallel
 from kernels.fused_allreduce_norm import AllReduceInbox
 
@@ -30,7 +30,7 @@ class Model(Shard, ABC):
         """The table that logits come of."""
 
     @abstractmethod
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
         """ids int32 [R] -> the scaled rows [R, hidden] that the layers would begin with."""
 
     @abstractmethod

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
-from engine.rank.attention.base import AttentionBackend
-from engine.rank.batch import ForwardBatch, RopeKey
-from engine.rank.kv import KVCache
+from engine.rank.batch import RopeKey
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.assistant_geometry import AssistantGeometry
@@ -27,12 +25,22 @@ from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of
 from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
+from engine.rank.sampler import Sampler
+from kernels.choose import ArgmaxInbox, choose_best
+from kernels.clusters import best_of_clusters
+from kernels.sampling_batch import SamplingBatch
+
+Embed = Callable[[Tensor, AllReduceNorm], Tensor]
+Choose = Callable[[Tensor, int], Tensor]
 
 
 class Head(Protocol):
-    """The drafter's head: final rows [R, hidden] -> the best ids int32 [R], the same on every rank."""
+    """The drafter's head."""
 
-    def __call__(self, rows: Tensor) -> Tensor: ...
+    def __call__(self, rows: Tensor, sampler: Sampler, batch: SamplingBatch, inbox: ArgmaxInbox | None, /) -> Tensor:
+        """Final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`), the likeliest ids, the same on every rank; of equal logits the
+        lowest id. They are written behind the rows' inputs; `batch` is greedy."""
+        ...
 
 
 class DenseHead(Module):
@@ -40,17 +48,10 @@ class DenseHead(Module):
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
-        self._parallel = shard.parallel
         self.table = VocabTable(shard, shard.geometry.vocab, shard.geometry.hidden)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Of equal logits the lowest id."""
-        logits = self.table.logits(rows)
-        best = logits.max(dim=1)
-        ids = best.indices + self._parallel.rank * logits.shape[1]
-        gathered = self._parallel.all_gather(torch.stack([best.values, ids.float()], dim=1)).view(len(rows), -1, 2)
-        winner = gathered[:, :, 0].argmax(dim=1, keepdim=True)  # ranks hold ascending ids; an id is exact below 2^24
-        return gathered[:, :, 1].gather(1, winner).flatten().int()
+    def forward(self, rows: Tensor, sampler: Sampler, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
+        return sampler.sample(self.table.logits(rows), batch, inbox)[0]
 
 
 class OrderedHead(Module):
@@ -61,7 +62,7 @@ class OrderedHead(Module):
 
     def __init__(self, shard: Shard, geometry: AssistantGeometry) -> None:
         super().__init__()
-        self._clusters, self._top_k = geometry.centroids, geometry.centroid_top_k
+        self._top_k = geometry.centroid_top_k
         self.weight = shard.parameter(geometry.vocab, geometry.hidden)
         self.centroids = shard.matrix(geometry.centroids, geometry.hidden)
         self.order = torch.arange(geometry.vocab, device=shard.device)
@@ -73,13 +74,12 @@ class OrderedHead(Module):
         self.order = order.to(self.weight.device)
         self.weight.copy_(self.weight[self.order])
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Of equal logits that of the best cluster."""
-        clusters = self.centroids.fp32(rows).topk(self._top_k).indices
-        table = self.weight.view(self._clusters, -1, rows.shape[1])[clusters].flatten(1, 2)
-        best = torch.bmm(table, rows[:, :, None]).squeeze(2).argmax(dim=1, keepdim=True)
-        ids = self.order.view(self._clusters, -1)[clusters].flatten(1)
-        return ids.gather(1, best).flatten().int()
+    def forward(self, rows: Tensor, _sampler: Sampler, batch: SamplingBatch, _inbox: ArgmaxInbox | None) -> Tensor:
+        scores = self.centroids.fp32(rows)
+        clusters = scores.topk(self._top_k).indices
+        chosen = torch.empty((len(rows), 2), dtype=torch.int32, device=rows.device)
+        choose_best(best_of_clusters(rows, self.weight, self.order, clusters, scores.shape[1]), batch, chosen, None)
+        return chosen
 
 
 class Assistant(Shard):
@@ -96,41 +96,33 @@ class Assistant(Shard):
         self.head = OrderedHead(self, geometry) if geometry.centroids else DenseHead(self)
         self.frequencies: dict[RopeKey, Tensor] = frequencies_of(geometry, device)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        batch: ForwardBatch,
-        cache: KVCache,
-        attention: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:
-        """embedded and hidden [R, backbone] of decode rows -> (hidden of the next pass [R, backbone], final rows [R, hidden]).
+    def forward(self, embedded: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
+        """embedded and hidden [R, backbone] of decode rows -> final rows [R, hidden]; `post` of them is the next pass's `hidden`.
 
-        A row sees keys up to its position; its rotary embedding is of `batch.rope`.
+        A row sees keys up to its position; its rotary embedding is of `step.batch.rope`.
         """
-        norm = AllReduceNorm(self.parallel, None, self.geometry.eps)
-        step = LayerStep(batch, cache, attention, attention.prepare(batch), norm, None)
+        norm = step.allreduce_norm
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
         h, x = norm(self.pre(torch.cat([embedded, hidden], dim=1)), None, None, first[0], summed=True)
         for block, next_norm in zip(blocks, [*first[1:], self.norm], strict=True):
             h, x = block(h, x, next_norm, step)
-        return self.post(x), x
+        return x
 
     def drafts(
-        self, count: int, ids: Tensor, hidden: Tensor, embed: Callable[[Tensor], Tensor], batch: ForwardBatch,
-        cache: KVCache, attention: AttentionBackend,
-    ) -> Tensor:  # fmt: skip
-        """int32 [R, count]: the drafts behind ids int32 [R], whose rows the target's final `hidden` [R, backbone] gave.
+        self, count: int, ids: Tensor, hidden: Tensor, step: LayerStep, embed: Embed, choose: Choose,
+    ) -> list[Tensor]:  # fmt: skip
+        """int32 [R] each: `count` drafts behind ids int32 [R], whose rows the target's final `hidden` [R, backbone] gave.
 
-        embed: the target's scaled rows of ids
+        embed: the target's scaled rows of ids;  choose: the draft of each final row, of the pass of that number
         """
         drafted = []
-        for _ in range(count):
-            hidden, rows = self(embed(ids), hidden, batch, cache, attention)
-            ids = self.head(rows)
-            drafted.append(ids)
-        return torch.stack(drafted, dim=1)
+        for at in range(count):
+            rows = self(embed(ids, step.allreduce_norm), hidden, step)
+            drafted.append(ids := choose(rows, at))
+            if at + 1 < count:
+                hidden = self.post(rows)
+        return drafted
 
 
 def load_assistant(model: Assistant, folder: Path, progress: bool = False) -> None:

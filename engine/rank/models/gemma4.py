@@ -154,9 +154,9 @@ class Embedding(Module):
             self.ple_projection = shard.matrix(width, geometry.hidden)
             self.ple_norm = shard.parameter(geometry.ple)
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
         """ids int32 [T] -> the scaled rows [T, hidden] alone."""
-        return self._parallel.all_reduce(self.tokens(ids, self._placeholders, self._geometry.pad)) * self._scale
+        return allreduce_norm(self.tokens(ids, self._placeholders, self._geometry.pad), None, None, None, scale=self._scale)[0]
 
     def forward(self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None)."""
@@ -187,8 +187,8 @@ class Gemma4(Model):
     def head(self) -> VocabTable:
         return self.embedding.tokens if self.own_head is None else self.own_head
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.embedding.rows(ids)
+    def embed(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
+        return self.embedding.rows(ids, allreduce_norm)
 
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None

@@ -3,6 +3,8 @@
     tokens  ... input  d_1 .. d_W  |                    sampled: s_0 .. s_W, s_i behind d_i
                 s_0 .. s_a                              s_i stands while d_i = s_(i-1); lengths advance by a
                        s_a  e_1 .. e_n                  new drafts behind the last one that stands
+
+What the passes begin with lies at fixed addresses, whatever step it comes of: a graph of them depends on their rows alone.
 """
 
 import torch
@@ -10,52 +12,60 @@ from torch import Tensor
 
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
-from engine.rank.kv import KVCache
-from engine.rank.models.architecture import Model
 from engine.rank.models.assistant import Assistant
-from engine.rank.slots import SlotState
+from engine.rank.models.gemma4 import LayerStep
+from engine.rank.models.layers import AllReduceNorm
+from engine.rank.parallel import inboxes_of
+from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.step import StepBuffers
-from kernels.accept import accept
+from kernels.accept import DraftInputs, Verified, accept
 from kernels.adjust import count_accepted
+from kernels.sampling_batch import SlotParameters
 
 
 class DraftStage:
-    """A rank's drafter. count: drafts behind each sequence; attention: of the drafter's shape, over the target's cache."""
+    """A rank's drafter. count: drafts behind each sequence at most; attention: of the drafter's shape, over the target's cache."""
 
     def __init__(
-        self, drafter: Assistant, count: int, target: Model, cache: KVCache, attention: AttentionBackend, inputs: StepBuffers
+        self, drafter: Assistant, count: int, attention: AttentionBackend, inputs: StepBuffers, sampling: SampleStage
     ) -> None:
-        self._drafter, self._count, self._target = drafter, count, target
-        self._cache, self._attention, self._inputs = cache, attention, inputs
+        self._drafter, self._attention, self._inputs = drafter, attention, inputs
+        self._target, self._sampler, self._slots, self._inboxes = sampling.model, sampling.sampler, sampling.slots, sampling.inboxes
+        rows, device = inputs.sizes[-1], self._slots.device
+        ids, of_slots, *positions = torch.zeros((3 + count, rows), dtype=torch.int32, device=device)
+        hidden = torch.zeros((rows, self._target.geometry.hidden), dtype=self._target.dtype, device=device)
+        self._rows = DraftInputs(ids, of_slots, torch.stack(positions), hidden)
+        parameters = self._slots.parameters
+        zeros = torch.zeros_like(parameters.integers), torch.zeros_like(parameters.floats)
+        self._greedy = SlotParameters(*zeros, parameters.stop)
 
-    def draft(self, slots: SlotState, batch: ForwardBatch, hidden: Tensor, accepted: Tensor) -> None:
-        """Draft behind the last accepted token of each sequence of `batch`, of whose rows `hidden` has the final ones."""
-        width = batch.width
-        sequences, live = batch.slots[::width].contiguous(), accepted > 0
-        rows = sequences.long()
-        ends = slots.lengths[rows]  # of the last accepted tokens, whose K and V are not there yet
-        last = torch.arange(0, len(batch.slots), width, device=rows.device) + (accepted.long() - 1).clamp(min=0)
-        ids = slots.tokens[rows, ends.long()]
-        inputs = self._inputs.drafting(sequences, torch.where(live, ends - 1, -1))
-        embed = self._target.embed
-        drafts = self._drafter.drafts(self._count, ids, hidden[last], embed, inputs, self._cache, self._attention)
-        columns = ends.long()[:, None] + 1 + torch.arange(self._count, device=rows.device)
-        slots.tokens[rows[:, None], columns] = drafts
+    def accept(self, batch: ForwardBatch, chosen: Tensor, hidden: Tensor, *, adjusted: bool) -> Tensor:
+        """int32 [sequences, padded]: how many of each sequence's sampled tokens, chosen int32 [rows, 2], stand; lengths advance by
+        the drafts among them, and `draft` goes on from there. hidden: the batch's final rows."""
+        width, slots = batch.width, self._slots
+        rows = self._first(self._inputs.bucket(len(chosen) // width))
+        verified = Verified(chosen, batch.ids, batch.slots, batch.positions, hidden, width)
+        accepted = accept(verified, slots.parameters.stop, slots.lengths, slots.padding, rows)
+        if adjusted and width > 1:
+            first = batch.positions[::width].contiguous()
+            counted = rows.slots[: len(first)], first, batch.ids.view(-1, width), accepted[: len(first)]
+            count_accepted(slots.adjustments.tables, *counted, slots.adjustments.ids.start)
+        return accepted
 
+    def draft(self, sequences: int, count: int) -> None:
+        """Draft `count` tokens behind the last accepted one of each of the step's sequences, padded to so many. Capturable."""
+        rows, drafter = self._first(sequences), self._drafter
+        peers, inbox = inboxes_of(self._inboxes, sequences)
+        batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
+        norm = AllReduceNorm(drafter.parallel, peers, drafter.geometry.eps)
+        step = LayerStep(batch, self._slots.cache, self._attention, self._attention.prepare(batch), norm, None)
 
-def accepted_tokens(slots: SlotState, batch: ForwardBatch, chosen: Tensor, first_id: int, *, adjusted: bool) -> Tensor:
-    """int32 [sequences]: how many of each sequence's sampled tokens, chosen int32 [rows, 2], stand; lengths advance by the drafts
-    among them. first_id: of this rank's logits."""
-    sequences = batch.slots[:: batch.width].contiguous()
-    if batch.width == 1:
-        return (batch.positions >= 0).int()
-    ids, positions = batch.ids.view(-1, batch.width), batch.positions.view(-1, batch.width)
-    sampled, failed = chosen[:, 0].view(ids.shape).contiguous(), chosen[:, 1].view(ids.shape) != 0
-    drafts = torch.where(positions[:, 1:] >= 0, ids[:, 1:], -1).contiguous()
-    first, stop = positions[:, 0].contiguous(), slots.parameters.stop
-    whole = (~failed).int().cumprod(1).sum(1, dtype=torch.int32).clamp(min=1)  # in front of the first row without a token
-    accepted = torch.minimum(accept(sampled, drafts, sequences, first, stop), whole)
-    slots.lengths[sequences.long()] += (accepted - 1).clamp(min=0)
-    if adjusted:
-        count_accepted(slots.adjustments.tables, sequences, first, ids.contiguous(), accepted, first_id)
-    return accepted
+        def choose(final: Tensor, at: int) -> Tensor:
+            drafts = self._sampler.batch(rows.slots, rows.positions[1 + at], self._greedy, self._slots.tokens)
+            return drafter.head(final, self._sampler, drafts, inbox)[:, 0].contiguous()
+
+        drafter.drafts(count, rows.ids, rows.hidden, step, self._target.embed, choose)
+
+    def _first(self, sequences: int) -> DraftInputs:
+        ids, slots, positions, hidden = self._rows
+        return DraftInputs(ids[:sequences], slots[:sequences], positions[:, :sequences], hidden[:sequences])

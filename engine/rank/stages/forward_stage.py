@@ -15,9 +15,9 @@ from engine.rank.batch import ForwardBatch
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
+from engine.rank.parallel import Inboxes, inboxes_of
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, scored_rows
 from engine.rank.step import StepBuffers
-from kernels.fused_allreduce_norm import AllReduceInbox
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FinalRows:
 
 
 class ForwardStage:
-    """Runs the model over a step's rows. `peers`: the group's all-reduce inboxes, for decode rows; None: collectives."""
+    """Runs the model over a step's rows. `inboxes`: the group's, for decode rows; None: collectives."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class ForwardStage:
         cache: KVCache,
         attention: AttentionBackend,
         inputs: StepBuffers,
-        peers: AllReduceInbox | None,
+        inboxes: Inboxes | None,
         pages: PageCheck | None,
     ) -> None:
         self.model, self._cache, self._attention = model, cache, attention
-        self._inputs, self._peers, self._pages = inputs, peers, pages
+        self._inputs, self._inboxes, self._pages = inputs, inboxes, pages
 
     def decode(self, bucket: int, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decode rows, padded to `bucket` rows of `width` tokens. Capturable."""
@@ -64,15 +64,16 @@ class ForwardStage:
         batch = self._inputs.decodes(plan, bucket, width=width)
         if self._pages is not None:
             self._pages.check(plan, batch)
-        peers = self._peers if width == 1 else None  # the inboxes have room for a row a sequence
+        peers, _ = inboxes_of(self._inboxes, batch.rows)
         return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
-    def mixed(self, plan: PlanView, uploaded: Tensor, wanted: Mapping[int, WantedLogprobs]) -> FinalRows:
-        """The forward of a step with chunks, or with no rows at all. wanted: slots that report logprobs of their prompts."""
+    def mixed(self, plan: PlanView, uploaded: Tensor, wanted: Mapping[int, WantedLogprobs], width: int = 1) -> FinalRows:
+        """The forward of a step with chunks, and decode rows of `width` tokens, or with no rows at all. wanted: slots that report
+        logprobs of their prompts."""
         self._inputs.apply(uploaded)
         if not len(plan.chunks):
             return FinalRows(self._inputs.ids[:0])
-        batch = self._inputs.mixed(plan, uploaded, plan.width)
+        batch = self._inputs.mixed(plan, uploaded, width)
         if self._pages is not None:
             self._pages.check(uploaded, batch)
         ends = _sampling_rows(batch, len(plan.result_slots) - len(plan.rows))

@@ -9,11 +9,11 @@ from torch import Tensor
 from engine.plan_layout import STEP
 from engine.rank.batch import ForwardBatch
 from engine.rank.models.architecture import Model
+from engine.rank.parallel import Inboxes, inboxes_of
 from engine.rank.prompt_logprobs import ScoredRows, token_logprobs
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.stages.forward_stage import ScoredBatch
-from kernels.choose import ArgmaxInbox
 
 SAMPLERS = ("argmax", "small_top_k", "adjusted_argmax", "adjusted_small_top_k")  # of captured steps
 
@@ -44,10 +44,10 @@ def captured_sampler(rows: ResultRows) -> str | None:
 
 
 class SampleStage:
-    """Samples from this rank's slice of the logits. inbox: the group's inbox for argmax; share: logits of a row on this rank."""
+    """Samples from this rank's slice of the logits. inboxes: the group's, if it has any; share: logits of a row on this rank."""
 
-    def __init__(self, model: Model, sampler: Sampler, slots: SlotState, inbox: ArgmaxInbox | None, share: int) -> None:
-        self._model, self.sampler, self._slots, self._inbox, self._share = model, sampler, slots, inbox, share
+    def __init__(self, model: Model, sampler: Sampler, slots: SlotState, inboxes: Inboxes | None, share: int) -> None:
+        self.model, self.sampler, self.slots, self.inboxes, self._share = model, sampler, slots, inboxes, share
 
     def captured(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
         """Tokens of the batch's rows by one of SAMPLERS. Capturable."""
@@ -56,12 +56,12 @@ class SampleStage:
 
     def sample(self, plan: Tensor | None, batch: ForwardBatch, hidden: Tensor, special: SpecialRows) -> StepTokens:
         """Tokens of the batch's rows; with the step's `plan`, their logits are adjusted as their slots say."""
-        rows = self.sampler.batch(batch.slots, batch.positions, self._slots.parameters, self._slots.tokens)
+        rows = self.sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if plan is not None:
-            tables = self._slots.adjustments.tables
+            tables = self.slots.adjustments.tables
             rows = replace(rows, adjustments=tables, plan=plan, step=STEP, width=batch.width)
-        inbox = self._inbox if batch.width == 1 else None  # it has room for a row a sequence
-        return StepTokens(*self.sampler.sample(self._model.logits(hidden), rows, inbox, special))
+        _, inbox = inboxes_of(self.inboxes, len(hidden))
+        return StepTokens(*self.sampler.sample(self.model.logits(hidden), rows, inbox, special))
 
     def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:
         """`sampled`, or nothing, with the logprobs of prompt tokens."""
@@ -72,6 +72,6 @@ class SampleStage:
         """As `token_logprobs`, from the final hidden rows of a whole batch."""
 
         def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
-            return self.sampler.token_logprobs(self._model.logits(prompts.hidden[rows]), ids, alternatives)
+            return self.sampler.token_logprobs(self.model.logits(prompts.hidden[rows]), ids, alternatives)
 
-        return token_logprobs(prompts.scored, prompts.batch, self._slots.tokens, report, self._share)
+        return token_logprobs(prompts.scored, prompts.batch, self.slots.tokens, report, self._share)

@@ -51,7 +51,7 @@ class Bigram(Model):
     def head(self) -> VocabTable:
         return self.second
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, _: object) -> Tensor:
         return self.first(ids, torch.empty(0, dtype=torch.int32), 0)
 
     def states(

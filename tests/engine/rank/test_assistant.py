@@ -12,13 +12,16 @@ from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError
 from engine.geometry import kv_groups, read_geometry
 from engine.rank.attention import attention_backend
-from engine.rank.batch import Chunk, ForwardBatch, eager_batch
+from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
 from engine.rank.models.assistant import Assistant, load_assistant
 from engine.rank.models.assistant_geometry import AssistantGeometry, check_shards, read_assistant
-from engine.rank.models.gemma4 import GEMMA4, Gemma4
+from engine.rank.models.gemma4 import GEMMA4, Gemma4, LayerStep
+from engine.rank.models.layers import AllReduceNorm
 from engine.rank.parallel import Single
+from engine.rank.sampler import Sampler
+from kernels.sampling_batch import SlotParameters
 from kernels.slots import rotary_table
 from tests.conftest import Nano
 from tests.support.judge import assistants
@@ -63,19 +66,33 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
 
 
 def own_drafts(it: Pair, count: int, length: int, rotary: int) -> Tensor:
-    """Of a decode row that sees `length` keys."""
-    rows = eager_batch(it.cache, it.target.frequencies, it.ids, torch.zeros(1), torch.tensor([length - 1]), ())
-    attention = attention_backend("reference", it.drafter.geometry, it.cache, 1, (1,), CPU)
+    """Of a decode row that sees `length` keys; they are in the token table too, where the head writes them."""
+    sampler = Sampler(Single(), it.target.geometry.vocab, None, (), CPU)
+    greedy = SlotParameters(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, 3)), torch.full((1, 1), -1, dtype=torch.int32))
+    slots, tokens = torch.zeros(1, dtype=torch.int32), torch.zeros((1, length + count + 1), dtype=torch.int32)
+
+    def choose(final: Tensor, at: int) -> Tensor:
+        return it.drafter.head(final, sampler, sampler.batch(slots, slots + length + at, greedy, tokens), None)[:, 0]
+
     with torch.inference_mode():
-        return it.drafter.drafts(count, it.ids, it.hidden, it.target.embedding.rows, turned(rows, it, rotary), it.cache, attention)
+        drafts = it.drafter.drafts(count, it.ids, it.hidden, step_of(it, length, rotary), it.target.embed, choose)
+    assert torch.equal(tokens[:, length + 1 :], torch.stack(drafts, dim=1))
+    return torch.stack(drafts, dim=1)
 
 
-def turned(batch: ForwardBatch, it: Pair, position: int) -> ForwardBatch:
-    """The batch with its rotary embeddings at `position`."""
+def step_of(it: Pair, length: int, rotary: int) -> LayerStep:
+    """A decode row that sees `length` keys, with its rotary embedding at a position of its own."""
+    batch = eager_batch(it.cache, it.target.frequencies, it.ids, torch.zeros(1), torch.tensor([length - 1]), ())
     rope = {key: torch.empty_like(table) for key, table in batch.rope.items()}
     for key, table in rope.items():
-        rotary_table(torch.tensor([position], dtype=torch.int32), it.target.frequencies[key], table)
-    return replace(batch, rope=rope)
+        rotary_table(torch.tensor([rotary], dtype=torch.int32), it.target.frequencies[key], table)
+    attention = attention_backend("reference", it.drafter.geometry, it.cache, 1, (1,), CPU)
+    batch = replace(batch, rope=rope)
+    return LayerStep(batch, it.cache, attention, attention.prepare(batch), norm(it), None)
+
+
+def norm(it: Pair) -> AllReduceNorm:
+    return AllReduceNorm(Single(), None, it.drafter.geometry.eps)
 
 
 def visible(it: Pair, length: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -96,7 +113,7 @@ def test_drafts_equal_transformers(nano: Nano, tmp_path: Path, member: str, leng
     """Eight drafts behind prompts shorter than the window, of its length and longer: ids and logits, of the same K and V. A rotary
     position, a key or a hidden row off by one changes the logits by a hundred tolerances."""
     it = pair(nano(member), member, tmp_path, length)
-    embed = it.target.embedding.rows
+    embed = partial(it.target.embed, allreduce_norm=norm(it))
     judged = partial(assistants.drafts, it.judge, 8, it.ids.long(), it.hidden.clone(), embed)
     ids, logits = judged(visible(it, length), length)
     assert own_drafts(it, 8, length, length).tolist() == [ids]
@@ -109,11 +126,8 @@ def test_drafts_equal_transformers(nano: Nano, tmp_path: Path, member: str, leng
 
 def logits_error(it: Pair, expected: Tensor, length: int, rotary: int) -> float:
     """The largest difference of the first pass's logits; of an ordered head, of the clusters that were looked at."""
-    rows = eager_batch(it.cache, it.target.frequencies, it.ids, torch.zeros(1), torch.tensor([length - 1]), ())
-    attention = attention_backend("reference", it.drafter.geometry, it.cache, 1, (1,), CPU)
     with torch.inference_mode():
-        embedded = it.target.embedding.rows(it.ids)
-        _, final = it.drafter(embedded, it.hidden, turned(rows, it, rotary), it.cache, attention)
+        final = it.drafter(it.target.embed(it.ids, norm(it)), it.hidden, step_of(it, length, rotary))
     head = it.drafter.head
     if isinstance(it.drafter.geometry, AssistantGeometry) and it.drafter.geometry.centroids:
         logits = torch.empty_like(expected)

@@ -19,12 +19,11 @@ from engine.core.scheduler import Scheduler
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan, StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output
-from engine.rank.batch import ForwardBatch
 from engine.rank.builder import build
 from engine.rank.runner import Runner
-from engine.rank.slots import SlotState
 from engine.rank.stages import draft_stage
 from engine.step_masks import decode_masks
+from kernels.accept import Verified, accept
 from tests.conftest import Nano
 from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.recording import PAGES, config_of, constrained, request
@@ -155,21 +154,29 @@ def test_right_drafts_save_steps(
     known = {request.id: [*memoryview(request.prompt).cast("i"), *texts(expected)[request.id][0]] for request in requests()}
     rng = random.Random(5)
 
-    def guesses(slots: SlotState, batch: ForwardBatch, _: Tensor, accepted: Tensor) -> None:
-        for slot, count in zip(batch.slots[:: batch.width].tolist(), accepted.tolist(), strict=True):
+    stage, slots = runner.draft_stage, runner.slots
+    assert stage is not None
+
+    def guesses(sequences: int, _: int) -> None:
+        rows = stage._first(sequences)
+        for slot in rows.slots[rows.positions[0] >= 0].tolist():
             length = int(slots.lengths[slot])
             begun = slots.tokens[slot, : length + 1].tolist()
             for whole in known.values():
-                if count and whole[: length + 1] == begun:
+                if whole[: length + 1] == begun:
                     ahead = (whole[length + 1 :] + [5] * drafts)[:drafts]
                     ahead = [token if rng.random() < right else token ^ 1 for token in ahead]
                     slots.tokens[slot, length + 1 : length + 1 + drafts] = torch.tensor(ahead)
 
-    monkeypatch.setattr(runner.draft_stage, "draft", guesses)
+    monkeypatch.setattr(stage, "draft", guesses)
     given, plans, _ = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(expected)
     longest = max(len(tokens) for tokens, _, _ in texts(given).values())
     assert right < 1 or len(plans) < 45 + 2 * longest / (1 + drafts)
 
-    monkeypatch.setattr(draft_stage, "accept", lambda _, drafts, *__: 1 + (drafts >= 0).sum(1, dtype=torch.int32))
+    def unseen(rows: Verified, *rest: Any) -> Tensor:
+        sampled = rows.chosen[:, 0].view(-1, rows.width).roll(1, 1)
+        return accept(rows._replace(ids=sampled.flatten()), *rest)
+
+    monkeypatch.setattr(draft_stage, "accept", unseen)
     assert right == 1 or texts(answers(partial(run, runner), config, requests())[0]) != texts(expected)

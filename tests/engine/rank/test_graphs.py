@@ -19,9 +19,9 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
     ran: list[str] = []
     runner = Runner.__new__(Runner)
-    runner._device, runner._inputs = MagicMock(), MagicMock()
+    runner._device, runner._inputs, runner._widths, runner.draft_stage = MagicMock(), MagicMock(), (1,), None
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
-    runner.forward_stage.decode = lambda rows, _: ran.append(f"forward {rows}") or (rows, None)
+    runner.forward_stage.decode = lambda rows, *_: ran.append(f"forward {rows}") or (rows, None)
     runner.sample_stage.captured = lambda name, _, rows, __: ran.append(f"{name} {rows}")
     made = runner.graphs_of((1, 8))
     warmed = [entry for name in SAMPLERS for entry in ("forward 8", f"{name} 8")]

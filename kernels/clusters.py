@@ -1,0 +1,80 @@
+"""The best rows of a table whose rows lie by cluster, of a few clusters of each query: a drafter's head.
+
+    best(x; c)  = max_j  x . table[c * size + j]           of cluster c, in fp32; equal values: the lowest id
+    id          = order[c * size + j]
+
+A query reads each of its clusters once, as one contiguous block of the table, and gathers nothing. What comes out is what
+`kernels.choose.local_best` gives of the parts of a vocabulary: `choose_best` decides among the clusters.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.grid import next_power_of_2
+from kernels.launch import enabled, launch, trigger, wait
+from kernels.numerics import cast
+
+_COLUMNS = 64
+
+
+def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, count: int) -> Tensor:
+    """x [R, n], table [rows, n] of `count` clusters of equal size, order int64 [rows], the id of each row; clusters int64 [R, k] of
+    each query -> fp32 [R, k, 4]: value, id, 1 where there was a NaN, nothing."""
+    (rows, n), chosen, size = x.shape, clusters.shape[1], len(table) // count
+    assert table.shape == (count * size, n), (table.shape, count, x.shape)
+    assert clusters.shape == (rows, chosen), (clusters.shape, x.shape)
+    assert x.dtype == table.dtype, (x.dtype, table.dtype)
+    for tensor in (x, table, order, clusters):
+        assert tensor.is_contiguous(), tensor.stride()
+    if not enabled(x, __name__):
+        return _reference(x, table, order, clusters, size)
+    best = torch.empty((rows, chosen, 4), dtype=torch.float32, device=x.device)
+    launch(
+        _best_of_clusters, (rows, chosen),
+        x, table, order, clusters, best, n,
+        SIZE=size, LANES=next_power_of_2(size), COLUMNS=min(_COLUMNS, next_power_of_2(n)), warps=4,
+    )  # fmt: skip
+    return best
+
+
+def _reference(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, size: int) -> Tensor:
+    blocks, ids = table.view(-1, size, x.shape[1])[clusters].float(), order.view(-1, size)[clusters].float()
+    scores = (blocks @ x.float()[:, None, :, None]).squeeze(3)
+    nan = scores.isnan().any(2).float()
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    top = scores.amax(2)
+    lowest = ids.masked_fill(scores != top[:, :, None], torch.inf).amin(2)
+    return torch.stack([top, lowest, nan, torch.zeros_like(top)], dim=2)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _best_of_clusters(
+    x: tl.tensor, table: tl.tensor, order: tl.tensor, clusters: tl.tensor, best: tl.tensor, n: tl.tensor,
+    SIZE: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """A query and one of its clusters."""
+    trigger(PDL)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, LANES)
+    live = lane < SIZE
+    wait(PDL)
+    chosen = row * tl.num_programs(1) + at
+    line = tl.load(clusters + chosen) * SIZE + lane
+    sums = tl.zeros([LANES, COLUMNS], tl.float32)
+    for first in range(0, n, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        query = cast(tl.load(x + row * n + column, column < n, 0.0), tl.float32)
+        keys = tl.load(table + line[:, None] * n + column[None, :], live[:, None] & (column[None, :] < n), 0.0)
+        sums += cast(keys, tl.float32) * query[None, :]
+    scores = tl.sum(sums, 1)
+    bad = tl.max(((scores != scores) & live).to(tl.int32), 0)
+    scores = tl.where(live & (scores == scores), scores, float("-inf"))
+    top = tl.max(scores, 0)
+    ids = cast(tl.load(order + line, live, 0), tl.float32)
+    out = best + chosen * 4
+    tl.store(out, top)
+    tl.store(out + 1, tl.min(tl.where(live & (scores == top), ids, float("inf")), 0))
+    tl.store(out + 2, cast(bad, tl.float32))
+    tl.store(out + 3, 0.0)
