@@ -16,6 +16,7 @@ from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, scored_rows
+from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.step import StepBuffers
 from kernels.fused_allreduce_norm import AllReduceInbox
 
@@ -67,12 +68,17 @@ class ForwardStage:
         peers = self._peers if width == 1 else None  # the inboxes have room for a row a sequence
         return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
-    def mixed(self, plan: PlanView, uploaded: Tensor, wanted: Mapping[int, WantedLogprobs]) -> FinalRows:
-        """The forward of a step with chunks, or with no rows at all. wanted: slots that report logprobs of their prompts."""
+    def mixed(
+        self, plan: PlanView, uploaded: Tensor, wanted: Mapping[int, WantedLogprobs], media: EncodeStage | None = None
+    ) -> FinalRows:
+        """The forward of a step with chunks, or with no rows at all. wanted: slots that report logprobs of their prompts; media:
+        holds what encoders put into chunks."""
         self._inputs.apply(uploaded)
         if not len(plan.chunks):
             return FinalRows(self._inputs.ids[:0])
         batch = self._inputs.mixed(plan, uploaded, plan.width)
+        if media is not None:
+            batch = replace(batch, soft=media.soft_tokens(batch.chunks))
         if self._pages is not None:
             self._pages.check(uploaded, batch)
         ends = _sampling_rows(batch, len(plan.result_slots) - len(plan.rows))
