@@ -37,6 +37,7 @@ from engine.memory import longest_sequence, pages_of
 from engine.protocol import Control, encode_message, frame
 from engine.rank_status import RankStatus, StatusBlock
 from engine.step_masks import masks_capacity
+from engine.step_media import MEDIA_BYTES
 
 REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
 SPIN_POLLS = 2000
@@ -52,6 +53,7 @@ class _Shared:
 
     plan: int
     masks: int
+    media: int
     result: int
     status: int
     reduce: int
@@ -214,6 +216,7 @@ def _shared(config: EngineConfig) -> Iterator[_Shared]:
     sizes = {
         "plan": ring_bytes(tp),
         "masks": ring_bytes(tp, masks_capacity(config.max_seqs, vocabulary)),
+        "media": ring_bytes(tp, MEDIA_BYTES),
         "result": ring_bytes(1),
         "status": StatusBlock.size(tp + 1),
         "reduce": REDUCE_BYTES,
@@ -237,6 +240,7 @@ def _boot_args(index: int, tp: int, shared: _Shared, front: int, lifeline: int, 
         status=shared.status,
         plan=shared.plan,
         masks=shared.masks,
+        media=shared.media,
         result=shared.result,
         reduce=-1 if core else shared.reduce,
         front=front if core else -1,
@@ -248,7 +252,7 @@ def _boot_args(index: int, tp: int, shared: _Shared, front: int, lifeline: int, 
 def _descriptors(args: BootArgs, shared: _Shared) -> list[int]:
     """The descriptors that this child inherits."""
     own = [args.front] if args.role == "core" else [args.reduce, shared.store]
-    return [args.lifeline, args.status, args.plan, args.masks, args.result, *own]
+    return [args.lifeline, args.status, args.plan, args.masks, args.media, args.result, *own]
 
 
 def _unmap(memory: memoryview) -> None:

@@ -58,6 +58,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra=_SIZES,
         ),
     ] = 512
+    language_model_only: Annotated[
+        bool, Meta(description="leave out encoders of pictures and sound: their memory goes to the KV cache", extra=_SIZES)
+    ] = False
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the device that weights and KV pools may take", extra=_SIZES)
     ] = 0.9

@@ -35,9 +35,9 @@ _PR_SET_PDEATHSIG = 1
 class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
     """argv[1] of a child, as JSON: its role, and the inherited descriptors by purpose.
 
-    `plan` is the ring core -> ranks, `masks` another for the masks of its steps; `result` the ring rank 0 -> core; `reduce` the CPU
-    all-reduce memory; `front` the core's message socket; `store` a file for torch.distributed's rendezvous. `spin`: polls a ring
-    reader may make before it sleeps.
+    `plan` is the ring core -> ranks, `masks` another for the masks of its steps, `media` for what they encode; `result` the ring
+    rank 0 -> core; `reduce` the CPU all-reduce memory; `front` the core's message socket; `store` a file for torch.distributed's
+    rendezvous. `spin`: polls a ring reader may make before it sleeps.
     """
 
     role: str
@@ -48,6 +48,7 @@ class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     plan: int
     masks: int
+    media: int
     result: int
     reduce: int = -1
     front: int = -1

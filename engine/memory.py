@@ -7,14 +7,17 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import KVGroup, read_geometry, vocab_share
+from engine.geometry import ITEMSIZE, KVGroup, read_geometry, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.plan import DEPTH
+from engine.vision_geometry import CELL, SIDE, VisionGeometry, read_vision
 
 PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
+ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
+ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
 BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 
 
@@ -27,11 +30,23 @@ def gpu_budget(total: int, used: int, fraction: float) -> int:
 
 
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
-    """Bytes that a rank may spend on all pools: `cpu_budget`, or `gpu_budget` without what it takes for sampling later."""
+    """Bytes that a rank may spend on all pools: `cpu_budget`, or `gpu_budget` without `reserved_bytes`."""
     if config.device == "cpu":
         return cpu_budget(config.tp)
+    return gpu_budget(total, used + reserved_bytes(config), config.memory_fraction)
+
+
+def reserved_bytes(config: EngineConfig) -> int:
+    """Bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
     sampling = sampling_bytes(config.max_seqs * config.widest, read_geometry(Path(config.model)).vocab, config.tp)
-    return gpu_budget(total, used + sampling, config.memory_fraction)
+    vision = None if config.language_model_only else read_vision(Path(config.model))
+    return sampling + (0 if vision is None else encoder_bytes(vision, ITEMSIZE[config.dtype]))
+
+
+def encoder_bytes(vision: VisionGeometry, itemsize: int) -> int:
+    """Bytes that pictures take: the activations of ENCODER_ROWS rows, in an MLP or where pixels become numbers; the cache."""
+    width = 4 * (vision.hidden + vision.layers[0].intermediate) * itemsize + 8 * vision.hidden
+    return ENCODER_ROWS * max(CELL**2 * width, 12 * 3 * SIDE**2) + ENCODER_CACHE_BYTES
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:

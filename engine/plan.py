@@ -34,13 +34,23 @@ import numpy as np
 
 from engine import logit_adjustments
 from engine.plan_layout import COUNTS, HEADER, PLAN_VERSION, RESULT_HEAD, SECTIONS
-from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
+from engine.protocol import (
+    MAX_ALTERNATIVES,
+    MAX_SPAN,
+    MAX_STOP_IDS,
+    Logprobs,
+    MediaItem,
+    PromptLogprobs,
+    SamplingParams,
+    token_bytes,
+)
 
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
 _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 1}I{4 * (HEADER - COUNTS - len(SECTIONS) - 1)}x")
+_ENCODES = list(SECTIONS).index("encodes")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _ADMISSION = struct.Struct("<iiqqfff10i")
 _RESULT = struct.Struct("<QIIII")
@@ -85,7 +95,7 @@ class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
 
     Sections of which there may be many are arrays in the core. `masked`: in some rows not every token may come; the step's
-    StepMasks say which.
+    StepMasks say which. `media`: the items of its encodes, which go another way (`engine.step_media`).
     """
 
     step: int
@@ -99,6 +109,7 @@ class StepPlan:
     spans: list[tuple[int, ...]] = field(default_factory=list)
     encodes: list[tuple[int, ...]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)
 
     @property
     def decodes(self) -> "array[int]":
@@ -158,6 +169,7 @@ class PlanHeader(NamedTuple):
     step: int
     stop: bool
     masked: bool
+    media: bool
 
 
 class ResultRow(NamedTuple):
@@ -268,15 +280,15 @@ def admission_size(tokens: int, stop_ids: int, adjustments: int, pages: int) -> 
 
 def read_header(data: bytes) -> PlanHeader:
     """The head of the plan in `data`; ValueError when it is of another version."""
-    version, flags, step, *_ = _PLAN.unpack_from(data)
+    version, flags, step, *counts = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
-    return PlanHeader(step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED))
+    return PlanHeader(step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED), counts[_ENCODES] > 0)
 
 
 def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
-    step, stop, masked = read_header(data)
+    step, stop, masked, _ = read_header(data)
     _, _, _, *counts, n_admissions = _PLAN.unpack_from(data)
     widths = SECTIONS.values()
     ends = list(accumulate((count * width for count, width in zip(counts, widths, strict=True)), initial=HEADER))

@@ -120,6 +120,11 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         """The position after its last token."""
         return self.first + self.length
 
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Positions [begin, end) that the encoder's rows take, in order: of its spans, or all; between a video's frames is text."""
+        return self.spans or ((self.first, self.end),)
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.

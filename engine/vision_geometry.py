@@ -11,6 +11,7 @@ from typing import Any, Final
 from engine.checkpoint import read_json
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, Rope, read_geometry
+from engine.protocol import MediaKind
 
 PATCH: Final = 16
 CELL: Final = 3
@@ -38,6 +39,10 @@ class VisionGeometry(Geometry):
     unified: bool = False
     clipped: bool = False
     standardize: bool = False
+
+    def longest_sides(self) -> dict[MediaKind, int]:
+        """By the kind of media that it takes: the most cells of a picture's side."""
+        return dict.fromkeys(("image", "video"), self.positions // (1 if self.unified else CELL))
 
 
 def read_vision(folder: Path) -> VisionGeometry | None:

@@ -36,8 +36,8 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
 def _reference(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
     out = torch.empty_like(q)
     for first, last in pairwise(starts.tolist()):
-        heads = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
-        out[first:last] = functional.scaled_dot_product_attention(*heads, scale=1.0)[0].transpose(0, 1)
+        queries, keys, values = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        out[first:last] = functional.scaled_dot_product_attention(queries, keys, values, scale=1.0)[0].transpose(0, 1)
     return out
 
 

@@ -23,7 +23,7 @@ from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import MAX_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
-from engine.memory import kv_budget, longest_sequence, sampling_bytes
+from engine.memory import kv_budget, longest_sequence, reserved_bytes
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -79,16 +79,15 @@ class Sizing:
 
         engine = msgspec.structs.replace(self.config, max_seqs=slots, pages=None)
         try:
-            pages = pages_of(engine, self.budget + _for_sampling(self.config) - _for_sampling(engine))
+            pages = pages_of(engine, self.budget + _reserved(self.config) - _reserved(engine))
         except ConfigError:
             return False
         return all(_holds(pool.group, count, tokens) >= slots for pool, count in zip(self.pools, pages, strict=True))
 
 
-def _for_sampling(engine: EngineConfig) -> int:
+def _reserved(engine: EngineConfig) -> int:
     """Bytes of a GPU that the budget leaves out; they grow with max_seqs."""
-    rows, vocab = engine.max_seqs * engine.widest, read_geometry(Path(engine.model)).vocab
-    return 0 if engine.device == "cpu" else sampling_bytes(rows, vocab, engine.tp)
+    return 0 if engine.device == "cpu" else reserved_bytes(engine)
 
 
 def _holds(group: KVGroup, pages: int, tokens: int) -> int:
@@ -166,7 +165,7 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
-    """(bytes of one rank's weights, its drafter's too, elements of the whole text model)."""
+    """(bytes of one rank's weights, its drafter's and encoders' too, elements of the whole text model)."""
     from engine.rank.load.slices import elements
     from engine.rank.models.gemma4_weights import TENSORS
 

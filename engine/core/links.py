@@ -8,6 +8,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.lifeline import BootArgs
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import FrameReader, TokenBatch, encode_message, frame
+from engine.step_media import MediaWriter
 
 MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as hung
 
@@ -26,18 +27,21 @@ class Executor(Protocol):
 
 
 class RingExecutor:
-    """The real one: a ring to all ranks, a ring back from rank 0."""
+    """The real one: rings to all ranks, a ring back from rank 0."""
 
     def __init__(self, args: BootArgs) -> None:
         waiter = Waiter(args.spin)
         self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
         self._masks = RingWriter(map_shared(args.masks), args.tp, waiter)
         self._masked = 0  # steps so far that had masks
+        self._media = MediaWriter(RingWriter(map_shared(args.media), args.tp, waiter))
         self._results = RingReader(map_shared(args.result), 1, 0)
 
     def submit(self, plan: StepPlan) -> None:
-        """Write to the ring of plans."""
+        """Write to the ring of plans, and what the plan encodes to that of media."""
         self._plans.write(plan.step, encode_plan(plan))
+        if plan.media:
+            self._media.write(plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
         """Write to the ring of masks."""

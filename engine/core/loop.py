@@ -35,6 +35,7 @@ from engine.matcher import Vocabulary
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, TokenBatch, decode_front_message
 from engine.rank_status import Phase
+from engine.vision_geometry import read_vision
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,9 @@ def _request_id(raw: bytes) -> int | None:
 
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
     """The scheduler's settings, once the pools are sized and the ranks are ready."""
-    groups = config.kv_groups(read_geometry(Path(config.model)))
+    folder = Path(config.model)
+    groups = config.kv_groups(read_geometry(folder))
+    vision = None if config.language_model_only else read_vision(folder)
     share = config.prefix_cache_share if config.prefix_cache else None
     return SchedulerConfig(
         groups,
@@ -210,6 +213,7 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTi
         policy=config.policy,
         step_times=times,
         tpot_target_ms=config.tpot_target_ms,
+        encoders=vision.longest_sides() if vision is not None else {},
     )
 
 

@@ -4,8 +4,9 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
+import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.core.allocator import Allocator
@@ -21,8 +22,10 @@ from engine.protocol import (
     FinishReason,
     GenerateRequest,
     MediaItem,
+    MediaKind,
     Output,
 )
+from engine.vision_geometry import SIDE
 
 
 @dataclass
@@ -46,9 +49,13 @@ class Counters:
 
 class Requests:
     """The queue, the slots and the outputs. `waiting` and `running` are in order of precedence. `longest`: tokens of one sequence
-    that the pools can hold."""
+    that the pools can hold. `encoders`: kinds of media that the model takes, with the most soft tokens of a picture's side; None:
+    anything, unchecked."""
 
-    def __init__(self, allocator: Allocator, slots: int, max_len: int, longest: int) -> None:
+    def __init__(
+        self, allocator: Allocator, slots: int, max_len: int, longest: int, encoders: Mapping[MediaKind, int] | None = None
+    ) -> None:
+        self.encoders = encoders
         self.allocator = allocator
         self.counters = Counters()
         self.waiting: list[Sequence] = []
@@ -127,12 +134,26 @@ class Requests:
         """Raise InvalidRequest unless the items stand one after the other in the prompt, and their spans in them."""
         end = 0
         for item in media:
+            self._check_picture(item)
             if not end <= item.first < item.end <= prompt:
                 raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
             if len(item.digest) != DIGEST_BYTES:
                 raise InvalidRequest(f"the digest of a media item has {len(item.digest)} bytes, not {DIGEST_BYTES}")
             self._check_spans(item)
             end = item.end
+
+    def _check_picture(self, item: MediaItem) -> None:
+        """Raise InvalidRequest unless the model takes such an item, and its data gives a row for each of its positions."""
+        if self.encoders is None:
+            return
+        if (longest := self.encoders.get(item.kind)) is None:
+            raise InvalidRequest(f"this model takes no {item.kind}")
+        *frames, height, width, channels = item.shape if len(item.shape) > 2 else (0, 0, 0)
+        cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
+        if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
+            raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
+        if max(height, width) > SIDE * longest or cells != sum(end - begin for begin, end in item.runs):
+            raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {longest}")
 
     def _check_spans(self, item: MediaItem) -> None:
         end = item.first

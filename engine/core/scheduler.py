@@ -14,7 +14,7 @@ always advances: its worst case fits the empty pools (or it was refused), and al
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.core.admit import Admissions
@@ -25,9 +25,9 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.memory import longest_sequence
+from engine.memory import ENCODER_ROWS, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan, StepResult
-from engine.protocol import Load, PoolLoad
+from engine.protocol import Load, MediaKind, PoolLoad
 
 Width = Callable[[Sequence], int]  # the tokens, drafts included, that a sequence's next row should compute; at least 1
 
@@ -45,6 +45,7 @@ class SchedulerConfig:
     cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
     policy          a name of core/step_budget.py
     encoder_rows    positions of media items that a step encodes at most; one item may have more
+    encoders        as of `Requests`
     tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
     """
 
@@ -58,7 +59,8 @@ class SchedulerConfig:
     policy: str = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
-    encoder_rows: int = 4096
+    encoder_rows: int = ENCODER_ROWS
+    encoders: Mapping[MediaKind, int] | None = None
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Scheduler:
         self.config = config
         self.allocator = Allocator(config.groups, config.pages, config.cache_share)
         longest = longest_sequence(config.groups, config.pages)
-        self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest)
+        self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest, config.encoders)
         self._results = Results(self.requests)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, self.allocator, policy, config.prefill_budget)
@@ -263,6 +265,7 @@ class Scheduler:
                     self._encoder_waits.append(sequence)
                     return max(0, item.first - sequence.high)
                 draft.plan.encodes.append((sequence.slot, item.first, item.length, sequence.encoded))
+                draft.plan.media.append(item)
                 draft.encoder_rows -= item.length
             sequence.encoded += 1
         return size

@@ -63,6 +63,14 @@ class RowBlock:
 
 
 @dataclass(frozen=True)
+class SoftTokens:
+    """rows int64 [n] of a batch whose embeddings are not the table's but values [n, hidden], unscaled."""
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """One step's inputs; complete when built, read-only after. T rows: chunk tokens, then decode rows, padding rows last.
 
@@ -74,6 +82,7 @@ class ForwardBatch:
     logit_rows int64 [R] rows of [0, T) whose logits are wanted, ascending; None: all rows
     chunks               host facts of the prefill chunks, in row order
     width                decode rows of a sequence
+    soft                 what encoders put into rows of the chunks; None: nothing
     """
 
     ids: Tensor
@@ -84,6 +93,7 @@ class ForwardBatch:
     logit_rows: Tensor | None = None
     chunks: tuple[Chunk, ...] = ()
     width: int = 1
+    soft: SoftTokens | None = None
 
     @property
     def rows(self) -> int:

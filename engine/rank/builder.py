@@ -1,7 +1,7 @@
 """Builds what a rank holds, alike for workers, benchmarks and plans: model, inboxes, KV cache, runner."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -9,19 +9,23 @@ import torch
 from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.memory import buckets, kv_budget
+from engine.protocol import MediaKind
 from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import allocate
-from engine.rank.models.architecture import Architecture, Model
+from engine.rank.models.architecture import Architecture, MediaEncoder, Model
 from engine.rank.models.assistant import Assistant, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import GEMMA4
-from engine.rank.parallel import Inboxes, Parallel
+from engine.rank.models.vision import encoder_of, load_encoder
+from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
+from engine.rank.parallel import Inboxes, Parallel, Single
 from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
+from engine.vision_geometry import read_vision
 from engine.weight_formats import weight_format
 
 
@@ -38,11 +42,12 @@ class Rank:
     failed_checks: FailedChecks = ()
     fallbacks: tuple[str, ...] = ()
     drafter: Assistant | None = None
+    encoders: Mapping[MediaKind, MediaEncoder] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model, and of its drafter."""
-        models = (self.model,) if self.drafter is None else (self.model, self.drafter)
+        """Of the model, of its drafter, and of encoders."""
+        models = {self.model, *self.encoders.values()} | ({self.drafter} if self.drafter else set())
         return sum(parameter.nbytes for model in models for parameter in model.parameters())
 
 
@@ -81,6 +86,7 @@ def load_rank(
     else:
         allocate(model, architecture.tensors, weights)
     drafter = _drafter(config, geometry, parallel, dtype, device)
+    encoders = _encoders(config, source, dtype, device, progress=first)
     rows, width = buckets(config.max_seqs)[-1], geometry.hidden * (2 if geometry.moe else 1)
     if checked:
         with torch.inference_mode():
@@ -88,7 +94,7 @@ def load_rank(
             fallbacks += alone
     else:
         inboxes = parallel.inboxes(rows, width, dtype)
-    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks), drafter)
+    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks), drafter, encoders)
 
 
 def _drafter(
@@ -108,6 +114,24 @@ def _drafter(
     return drafter
 
 
+def _encoders(
+    config: EngineConfig, source: str, dtype: torch.dtype, device: torch.device, *, progress: bool
+) -> dict[MediaKind, MediaEncoder]:
+    """What the checkpoint has for media, whole on every rank; source: what fills it."""
+    folder = Path(config.model)
+    vision = None if config.language_model_only else read_vision(folder)
+    if vision is None:
+        return {}
+    encoder = encoder_of(vision, Single(), dtype, device)
+    if source == "safetensors":
+        load_encoder(encoder, folder, progress)
+    elif source == "dummy":
+        dummy(encoder, VISION_TENSORS)
+    else:
+        allocate(encoder, VISION_TENSORS)
+    return {"image": encoder, "video": encoder}
+
+
 def kv_bytes(rank: Rank) -> int:
     """Bytes that this rank may spend on KV pages."""
     free, total = torch.cuda.mem_get_info(rank.device) if rank.device.type == "cuda" else (0, 0)
@@ -124,4 +148,4 @@ def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], dev
 def build(rank: Rank, pages: Sequence[int]) -> Runner:
     """The runner of a loaded rank, over a new `kv_cache`."""
     cache = kv_cache(rank.config, rank.geometry, pages, rank.device)
-    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.failed_checks, rank.drafter)
+    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.failed_checks, rank.drafter, rank.encoders)

@@ -1,5 +1,6 @@
 """One plan in, one result out: the stages of a step in order.
 
+    encode   encode the media items that the plan names                  likewise
     forward  upload the plan, run the model                              does not wait for the device
     sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
     result   wait for the copy; the result's bytes                       in plan order
@@ -10,7 +11,7 @@ eagerly. A plan with chunks runs eagerly. Two steps may be launched and not fini
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,12 +22,12 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
-from engine.protocol import MAX_ALTERNATIVES
+from engine.protocol import MAX_ALTERNATIVES, MediaItem, MediaKind
 from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
-from engine.rank.models.architecture import Model
+from engine.rank.models.architecture import MediaEncoder, Model
 from engine.rank.models.assistant import Assistant
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
@@ -34,6 +35,7 @@ from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
+from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, StepTokens, captured_sampler
@@ -66,6 +68,7 @@ class Runner:
     pages    the check of the setting `debug_pages`, or None
     failed_checks  parts of attention that failed their check
     drafter  the model's, if each step is to draft
+    encoders  of media, by kind
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Runner:
         inboxes: Inboxes | None = None,
         failed_checks: FailedChecks = (),
         drafter: Assistant | None = None,
+        encoders: Mapping[MediaKind, MediaEncoder] | None = None,
     ) -> None:
         device = self._device = next(iter(cache)).table.device
         on_gpu = device.type == "cuda"
@@ -95,6 +99,7 @@ class Runner:
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
+        self.encode_stage = EncodeStage(encoders, device) if encoders else None
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(asked, drafter.geometry, cache, config.tp, self._buckets, device, check)
@@ -192,6 +197,12 @@ class Runner:
         return self.sample(self.forward(data), masks)
 
     @torch.inference_mode()
+    def encode(self, items: Sequence[MediaItem]) -> None:
+        """Start encoding the items that the next plan names; before its `forward`."""
+        assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
+        self.encode_stage.encode(items)
+
+    @torch.inference_mode()
     def forward(self, data: bytes) -> Forwarded:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
@@ -199,6 +210,8 @@ class Runner:
             self.pages.follow(plan)
         start = mark(self._device)
         self.slots.admit(plan.admissions)
+        if self.encode_stage is not None:
+            self.encode_stage.take(plan)
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
@@ -206,7 +219,7 @@ class Runner:
         if len(plan.rows) and not len(plan.chunks):
             final = self._decode(self.bucket(len(plan.rows)), width, uploaded)
         else:
-            final = self.forward_stage.mixed(plan, uploaded, self.slots.prompts, width)
+            final = self.forward_stage.mixed(plan, uploaded, self.slots.prompts, width, self.encode_stage)
         return Forwarded(plan, data, uploaded, final, start)
 
     @torch.inference_mode()

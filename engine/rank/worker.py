@@ -4,6 +4,7 @@
            Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
     loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
            one, poll its end and the plan ring together, or the device would idle after every second step
+    media  a plan that encodes items is launched when they have come behind it
     masks  of a plan with masked rows launch the forward at once, and the sampling when the step's masks come. The core makes them
            from the step before: until they come nothing else is launched, but results are published
 
@@ -28,6 +29,7 @@ from engine.rank.stages.report_stage import Launched
 from engine.rank.start_checks import residual_rms
 from engine.rank.step_times import measure
 from engine.rank_status import Phase
+from engine.step_media import MediaReader
 from kernels import launch
 from kernels.allreduce import MappedCollectives
 
@@ -87,6 +89,7 @@ class Worker:
         self._lifeline = lifeline
         self._plans = RingReader(map_shared(args.plan), args.tp, args.index)
         self._masks = RingReader(map_shared(args.masks), args.tp, args.index)
+        self._media = MediaReader(RingReader(map_shared(args.media), args.tp, args.index))
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
         self._launched: deque[tuple[int, Launched, int]] = deque()
@@ -128,6 +131,8 @@ class Worker:
         started = time.monotonic_ns()
         self._last = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
+        if header.media:
+            self._runner.encode(self._media.read(self._waiter))
         if header.masked:
             self._forwarded = (step, self._runner.forward(data), started)
         else:

@@ -55,7 +55,7 @@ class CoreProcess:
     """A core that this process boots. plans, masks, results: the rank's ends of its rings; front: the replica's of its socket."""
 
     def __init__(self, config: EngineConfig, pages: tuple[int, int]) -> None:
-        shared = {name: create_shared(name, ring_bytes(1)) for name in ("plan", "result", "masks")}
+        shared = {name: create_shared(name, ring_bytes(1)) for name in ("plan", "result", "masks", "media")}
         shared["status"] = create_shared("status", StatusBlock.size(2))
         (lifeline, theirs), (ours, front) = socket.socketpair(), socket.socketpair()
         args = BootArgs(

@@ -1,7 +1,7 @@
 """What the rest of a rank knows of models: how one is read, filled and built, and what a text model answers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -53,6 +53,22 @@ class Model(Shard, ABC):
         """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
         behind the vocabulary's end."""
         return self.head.logits(hidden)
+
+
+class MediaEncoder(Shard, ABC):
+    """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings."""
+
+    @abstractmethod
+    def inputs(self, data: Tensor) -> list[Tensor]:
+        """An item's data on the device, as `MediaItem` has it -> what is encoded by itself: a picture, or each frame of a video."""
+
+    @abstractmethod
+    def rows(self, one: Tensor) -> int:
+        """Rows that one input gives."""
+
+    @abstractmethod
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        """Inputs -> their rows [n, hidden of the text model], in order."""
 
 
 S_co = TypeVar("S_co", bound=Shard, covariant=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
-from engine.rank.batch import ForwardBatch, RopeKey
+from engine.rank.batch import ForwardBatch, RopeKey, SoftTokens
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import TENSORS
@@ -158,14 +158,23 @@ class Embedding(Module):
         """ids int32 [T] -> the scaled rows [T, hidden] alone."""
         return allreduce_norm(self.tokens(ids, self._placeholders, self._geometry.pad), None, None, None, scale=self._scale)[0]
 
-    def forward(self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm) -> tuple[Tensor, Tensor, Tensor | None]:
-        """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None)."""
-        rows = self.tokens(ids, self._placeholders, self._geometry.pad)
-        if not self._geometry.ple:
-            return *allreduce_norm(rows, None, None, next_norm, scale=self._scale), None
-        rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, self._geometry.pad))
-        h, x = allreduce_norm(rows.contiguous(), None, None, next_norm, scale=self._scale, summed=True)
-        geometry = self._geometry
+    def forward(
+        self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm, soft: SoftTokens | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None).
+
+        soft: rows of encoders, which take the places of the scaled ones; their per-layer embeddings are pad's."""
+        geometry, ple, scale = self._geometry, None, self._scale
+        rows = self.tokens(ids, self._placeholders, geometry.pad)
+        if geometry.ple:
+            rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, geometry.pad))
+        if soft is not None:
+            rows = (rows if geometry.ple else self._parallel.all_reduce(rows)) * scale
+            rows[soft.rows], scale = soft.values, 1.0
+        summed = ple is not None or soft is not None
+        h, x = allreduce_norm(rows.contiguous(), None, None, next_norm, scale=scale, summed=summed)
+        if ple is None:
+            return h, x, None
         context = self.ple_projection(h)
         ple = per_layer_inputs(context, ple.contiguous(), self.ple_norm, geometry.eps, geometry.hidden**-0.5, self._ple_scale)
         return h, x, ple
@@ -198,7 +207,7 @@ class Gemma4(Model):
         allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, keep_full_residual=residual_is_read)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         first = [block.norms["pre_attention"] for block in blocks]
-        h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm)
+        h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm, batch.soft)
         step = LayerStep(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and (len(batch.logit_rows) < batch.rows or batch.width > 1)
         for index, (block, next_norm) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):

@@ -25,6 +25,7 @@ from torch.nn import functional
 from engine.geometry import Geometry, Layer
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
+from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.layers import NormWeights, Shard
 from engine.rank.models.module import Module
 from engine.rank.models.vision_weights import BOUNDS, TENSORS
@@ -39,8 +40,8 @@ from kernels.qkv import inverse_frequencies
 from kernels.ragged_attention import ragged_attention
 
 
-class Encoder(Shard):
-    """One rank's encoder of pictures. Its geometry is a `VisionGeometry`."""
+class VisionEncoder(MediaEncoder):
+    """One rank's encoder of pictures and video. Its geometry is a `VisionGeometry`."""
 
     geometry: VisionGeometry
 
@@ -49,10 +50,16 @@ class Encoder(Shard):
         super().__init__(geometry, parallel, dtype, device)
         self.out = self.matrix(geometry.model, geometry.hidden)
 
-    def forward(self, pictures: Sequence[Tensor]) -> Tensor:
-        """pictures uint8 [frames, height, width, 3] on its device, sides multiples of 48 -> [cells, model], in order."""
-        cells: Tensor = self.out(rms_norm(self.cells(pictures), None, self.geometry.eps))
-        return cells
+    def inputs(self, data: Tensor) -> list[Tensor]:
+        return [data] if data.dim() == 3 else list(data)
+
+    def rows(self, one: Tensor) -> int:
+        return one.shape[0] * one.shape[1] // SIDE**2
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        """batch: pictures uint8 [height, width, 3] on its device, sides multiples of 48 -> [cells, model]."""
+        rows: Tensor = self.out(rms_norm(self.cells(batch), None, self.geometry.eps))
+        return rows
 
     @abstractmethod
     def cells(self, pictures: Sequence[Tensor]) -> Tensor:
@@ -117,7 +124,7 @@ class VisionBlock(Module):
         return h, h if x is None else x
 
 
-class Tower(Encoder):
+class Tower(VisionEncoder):
     """The towers."""
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
@@ -133,7 +140,7 @@ class Tower(Encoder):
         self._frequencies = frequencies.to(device)
 
     def cells(self, pictures: Sequence[Tensor]) -> Tensor:
-        sizes = [(height // PATCH, width // PATCH) for _, height, width, _ in frames_of(pictures)]
+        sizes = [(height // PATCH, width // PATCH) for height, width, _ in (picture.shape for picture in pictures)]
         x, y, rows = self._rows(sizes)
         pixels = torch.cat([_cells(picture, CELL).view(-1, 3 * PATCH**2) for picture in pictures])
         patches = (2 * (pixels * (1 / 255) - 0.5)).to(self.dtype)
@@ -174,7 +181,7 @@ class Affine(Module):
         return functional.linear(x, self.weight, self.bias)
 
 
-class VisionEmbedder(Encoder):
+class VisionEmbedder(VisionEncoder):
     """The 12B's."""
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
@@ -184,7 +191,7 @@ class VisionEmbedder(Encoder):
         self.positions, self.position_norm = self.parameter(self.geometry.positions, 2, hidden), Affine(self, hidden)
 
     def cells(self, pictures: Sequence[Tensor]) -> Tensor:
-        sizes = [(height // SIDE, width // SIDE) for _, height, width, _ in frames_of(pictures)]
+        sizes = [(height // SIDE, width // SIDE) for height, width, _ in (picture.shape for picture in pictures)]
         host = np.concatenate([places(rows, columns, 1) for rows, columns in sizes], axis=1)
         x, y = uploaded(torch.from_numpy(host), self.device)
         pixels = torch.cat([_cells(picture, 1).view(-1, 3 * SIDE**2) for picture in pictures])
@@ -192,18 +199,13 @@ class VisionEmbedder(Encoder):
         return self.position_norm.norm(h + (self.positions[x, 0] + self.positions[y, 1]))
 
 
-def frames_of(pictures: Sequence[Tensor]) -> list[torch.Size]:
-    """The shape of each frame's video, once a frame."""
-    return [picture.shape for picture in pictures for _ in range(picture.shape[0])]
-
-
 def _cells(picture: Tensor, cell: int) -> Tensor:
-    """uint8 [frames, height, width, 3] -> [cells, cell * cell, pixels] of patches of 48 / cell pixels a side; those of a cell lie
-    together, rows of patches and of pixels in raster order."""
-    frames, height, width, channels = picture.shape
+    """uint8 [height, width, 3] -> [cells, cell * cell, pixels] of patches of 48 / cell pixels a side; those of a cell lie together,
+    rows of cells, of patches and of pixels in raster order."""
+    height, width, channels = picture.shape
     side = SIDE // cell
-    cut = picture.view(frames, height // SIDE, cell, side, width // SIDE, cell, side, channels)
-    return cut.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(-1, cell * cell, side * side * channels)
+    cut = picture.view(height // SIDE, cell, side, width // SIDE, cell, side, channels)
+    return cut.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, cell * cell, side * side * channels)
 
 
 @lru_cache(maxsize=1024)
@@ -213,12 +215,12 @@ def places(rows: int, columns: int, cell: int) -> np.ndarray:
     return np.stack([cell * cell_x + x, cell * cell_y + y])
 
 
-def encoder_of(geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> Encoder:
+def encoder_of(geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
     """The empty encoder of a geometry."""
     return (VisionEmbedder if geometry.unified else Tower)(geometry, parallel, dtype, device)
 
 
-def load_encoder(model: Encoder, folder: Path, progress: bool = False) -> None:
+def load_encoder(model: VisionEncoder, folder: Path, progress: bool = False) -> None:
     """Fill an encoder from the checkpoint in `folder`; CheckpointError as `load`. A bound that is not there bounds nothing."""
     load(model, TENSORS, folder, progress)
     if not model.geometry.clipped:

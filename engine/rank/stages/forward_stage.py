@@ -17,6 +17,7 @@ from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, inboxes_of
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, scored_rows
+from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.step import StepBuffers
 
 
@@ -67,13 +68,22 @@ class ForwardStage:
         peers, _ = inboxes_of(self._inboxes, batch.rows)
         return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
-    def mixed(self, plan: PlanView, uploaded: Tensor, wanted: Mapping[int, WantedLogprobs], width: int = 1) -> FinalRows:
+    def mixed(
+        self,
+        plan: PlanView,
+        uploaded: Tensor,
+        wanted: Mapping[int, WantedLogprobs],
+        width: int = 1,
+        media: EncodeStage | None = None,
+    ) -> FinalRows:
         """The forward of a step with chunks, and decode rows of `width` tokens, or with no rows at all. wanted: slots that report
-        logprobs of their prompts."""
+        logprobs of their prompts; media: holds what encoders put into chunks."""
         self._inputs.apply(uploaded)
         if not len(plan.chunks):
             return FinalRows(self._inputs.ids[:0])
         batch = self._inputs.mixed(plan, uploaded, width)
+        if media is not None:
+            batch = replace(batch, soft=media.soft_tokens(batch.chunks))
         if self._pages is not None:
             self._pages.check(uploaded, batch)
         ends = _sampling_rows(batch, len(plan.result_slots) - len(plan.rows))

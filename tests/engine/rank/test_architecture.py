@@ -92,7 +92,7 @@ def config(nano: Nano, tmp_path: Path) -> EngineConfig:
     geometry = read(tmp_path)
     rows = torch.nn.functional.normalize(torch.randn((geometry.vocab, geometry.hidden), generator=torch.Generator().manual_seed(0)))
     save_file({"first": rows, "second": rows.roll(1, 0).contiguous()}, tmp_path / "model.safetensors")
-    return config_of(tmp_path, 1, pages=PAGES)
+    return config_of(tmp_path, 1, pages=PAGES, language_model_only=True)
 
 
 def tokens(rank: Rank, prompt: list[int], steps: int) -> list[int]:

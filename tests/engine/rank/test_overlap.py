@@ -79,8 +79,9 @@ class Wires:
 
 @contextmanager
 def wires() -> Iterator[Wires]:
-    rings = [create_shared(name, ring_bytes(1, 1 << 16)) for name in ("plan", "masks", "result")]
-    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, plan=rings[0], masks=rings[1], result=rings[2])
+    rings = [create_shared(name, ring_bytes(1, 1 << 16)) for name in ("plan", "masks", "media", "result")]
+    by_name = dict(zip(("plan", "masks", "media", "result"), rings, strict=True))
+    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, **by_name)
     yield Wires(args, StatusBlock(memoryview(bytearray(StatusBlock.size(2)))))
     for ring in rings:
         os.close(ring)

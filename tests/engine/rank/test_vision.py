@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.rank.models import vision
-from engine.rank.models.vision import Encoder, Product, Tower, VisionBlock, encoder_of, load_encoder
+from engine.rank.models.vision import Product, Tower, VisionBlock, VisionEncoder, encoder_of, load_encoder
 from engine.rank.parallel import Single
 from engine.vision_geometry import CELL, PATCH, read_vision
 from kernels.ragged_attention import ragged_attention
@@ -31,12 +31,12 @@ SIZES = ((1, 1), (2, 5), (5, 2), (4, 4), (2, 5))  # cells, rows and columns
 
 
 def pictures(*sizes: tuple[int, int], seed: int = 0) -> list[Tensor]:
-    """uint8 [1, height, width, 3] of so many cells."""
+    """uint8 [height, width, 3] of so many cells."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 256, (1, 48 * rows, 48 * columns, 3), generator=generator).byte() for rows, columns in sizes]
+    return [torch.randint(0, 256, (48 * rows, 48 * columns, 3), generator=generator).byte() for rows, columns in sizes]
 
 
-def encoder(folder: Path) -> Encoder:
+def encoder(folder: Path) -> VisionEncoder:
     geometry = read_vision(folder)
     assert geometry is not None
     model = encoder_of(geometry, Single(), torch.float32, torch.device("cpu"))
@@ -60,9 +60,9 @@ def theirs(oracle: Any, picture: Tensor, budget: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def both(nano: Nano) -> Callable[[str], tuple[Encoder, Any]]:
+def both(nano: Nano) -> Callable[[str], tuple[VisionEncoder, Any]]:
     @cache
-    def make(member: str) -> tuple[Encoder, Any]:
+    def make(member: str) -> tuple[VisionEncoder, Any]:
         return encoder(nano(member)), load_oracle(nano(member))
 
     return make
@@ -74,12 +74,12 @@ def error(found: Tensor, right: Tensor) -> float:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("member", MEMBERS)
-def test_rows_are_transformers(both: Callable[[str], tuple[Encoder, Any]], member: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_transformers(both: Callable[[str], tuple[VisionEncoder, Any]], member: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of pictures of many sizes has the rows that transformers gives each of them, padded; with x and y swapped it has not,
     nor without the bounds of products, nor where pictures see each other."""
     model, oracle = both(member)
     batch = pictures(*SIZES)
-    right = torch.cat([theirs(oracle, picture[0], 20) for picture in batch])
+    right = torch.cat([theirs(oracle, picture, 20) for picture in batch])
     print(f"{member}: {error(model(batch), right):.1e}")
     assert error(model(batch), right) < TOLERANCE
     swapped = {args: vision.places(*args)[::-1].copy() for args in ((*size, cell) for size in SIZES for cell in (1, CELL))}
@@ -100,24 +100,24 @@ def test_rows_are_transformers(both: Callable[[str], tuple[Encoder, Any]], membe
 
 @torch.inference_mode()
 @pytest.mark.parametrize("member", MEMBERS)
-def test_a_batch_is_its_pictures(both: Callable[[str], tuple[Encoder, Any]], member: str) -> None:
+def test_a_batch_is_its_pictures(both: Callable[[str], tuple[VisionEncoder, Any]], member: str) -> None:
     """A picture has the same rows alone, in a batch in any order, and as a frame of a video."""
     model, _ = both(member)
     batch = pictures(*SIZES)
     single = [model([picture]) for picture in batch]
     assert error(model(batch), torch.cat(single)) < TOLERANCE
     assert error(model(batch[::-1]), torch.cat(single[::-1])) < TOLERANCE
-    video = torch.cat([batch[1], batch[4]])
-    assert error(model([video]), torch.cat([single[1], single[4]])) < TOLERANCE
+    video = torch.stack([batch[1], batch[4]])
+    assert error(model(model.inputs(video)), torch.cat([single[1], single[4]])) < TOLERANCE
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("member", MEMBERS)
-def test_the_largest_picture_has_its_places(both: Callable[[str], tuple[Encoder, Any]], member: str) -> None:
+def test_the_largest_picture_has_its_places(both: Callable[[str], tuple[VisionEncoder, Any]], member: str) -> None:
     """The longest picture of the budget 1120, a row of 1120 cells, is within the table of places."""
     model, oracle = both(member)
     (picture,) = pictures((1, 1120))
-    assert error(model([picture]), theirs(oracle, picture[0], 1120)) < TOLERANCE
+    assert error(model([picture]), theirs(oracle, picture, 1120)) < TOLERANCE
 
 
 def test_a_bound_that_is_not_saved_bounds_nothing(nano: Nano, tmp_path: Path) -> None:

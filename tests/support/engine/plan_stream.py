@@ -23,7 +23,7 @@ import numpy as np
 from engine.errors import ConfigError
 from engine.plan import Admission, ResultRow, StepPlan, StepResult
 from engine.plan_layout import RESULT_HEAD, SECTIONS
-from engine.protocol import Logprobs, SamplingParams
+from engine.protocol import Logprobs, MediaItem, SamplingParams
 
 _NO_TOKENS = ("nan", "empty")  # flags of result rows
 
@@ -80,7 +80,8 @@ def _plan_of(data: dict[str, Any]) -> StepPlan:
     admissions = [
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])
     ]
-    return StepPlan(data["step"], masked=data.get("masked", False), admissions=admissions, **sections)
+    media = msgspec.convert(data.get("media", []), list[MediaItem])
+    return StepPlan(data["step"], masked=data.get("masked", False), admissions=admissions, media=media, **sections)
 
 
 def _result_to_json(result: StepResult) -> dict[str, Any]:

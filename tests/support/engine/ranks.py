@@ -28,6 +28,7 @@ from engine.rank.parallel import Single
 from engine.rank.runner import Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank_status import RankStatus, StatusBlock
+from engine.step_media import MEDIA_BYTES, MediaWriter
 from kernels.allreduce import shared_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,6 +49,7 @@ class Ranks:
         sizes = {
             "plan": ring_bytes(config.tp, 1 << 20),
             "masks": ring_bytes(config.tp, 1 << 20),
+            "media": ring_bytes(config.tp, MEDIA_BYTES),
             "result": ring_bytes(1, 1 << 20),
             "status": StatusBlock.size(config.tp + 1),
             "reduce": shared_bytes(config.tp),
@@ -57,6 +59,7 @@ class Ranks:
         self.plans = RingWriter(map_shared(shared["plan"]), config.tp)
         self._masks = RingWriter(map_shared(shared["masks"]), config.tp)
         self._masked = 0
+        self._media = MediaWriter(RingWriter(map_shared(shared["media"]), config.tp))
         self._results = RingReader(map_shared(shared["result"]), 1, 0)
         self._status = StatusBlock(map_shared(shared["status"]))
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -84,6 +87,7 @@ class Ranks:
                 status=shared["status"],
                 plan=shared["plan"],
                 masks=shared["masks"],
+                media=shared["media"],
                 result=shared["result"],
                 reduce=shared["reduce"],
                 store=f"/proc/self/fd/{shared['store']}",
@@ -136,6 +140,8 @@ class Ranks:
         if masks:
             self.submit_masks(masks)
         self.plans.write(plan.step, encode_plan(plan))
+        if plan.media:
+            self._media.write(plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
         """The masks of the next masked step."""

@@ -1,0 +1,119 @@
+"""Pictures, video and audio become rows in the place of embeddings, before the forward that reads them.
+
+    items of a plan --encoders--> rows, of all items in one batch --> held by slot until a chunk has passed the item's end
+                                  cache: rows by digest
+
+Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.memory import ENCODER_CACHE_BYTES, ENCODER_ROWS
+from engine.plan import PlanView
+from engine.protocol import MediaItem, MediaKind
+from engine.rank.batch import Chunk, SoftTokens
+from engine.rank.models.architecture import MediaEncoder
+from engine.rank.upload import uploaded
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    """positions int64 [n] of an item's soft tokens, ascending, on the host; rows [n, hidden] in their place;   end: of the item."""
+
+    positions: np.ndarray
+    rows: Tensor
+    end: int
+
+
+class EncodeStage:
+    """A rank's encoders by what they encode, and their outputs. cached: bytes of outputs that are kept by digest."""
+
+    def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, cached: int = ENCODER_CACHE_BYTES) -> None:
+        self._encoders, self._device, self._most = encoders, device, cached
+        self._encoded: list[EncodedItem] = []  # of the next plan, in the order of its encodes
+        self._held: dict[int, list[EncodedItem]] = {}
+        self._cache: OrderedDict[tuple[bytes, tuple[int, ...]], Tensor] = OrderedDict()
+        self._cached = 0
+
+    def encode(self, items: Sequence[MediaItem]) -> None:
+        """Start the encoders of the next plan's items, those in the cache apart."""
+        assert not self._encoded, "the items of a plan were not taken"
+        new = {_key(item): item for item in items if _key(item) not in self._cache}
+        outputs = {_key(item): self._cache[_key(item)] for item in items if _key(item) in self._cache}
+        for kind, encoder in self._encoders.items():
+            wanted = {key: item for key, item in new.items() if item.kind == kind}
+            outputs |= zip(wanted, self._run(encoder, list(wanted.values())), strict=True)
+        self._encoded = [EncodedItem(_positions(item), outputs[_key(item)], item.end) for item in items]
+        for key, rows in outputs.items():
+            self._keep(key, rows)
+
+    def take(self, plan: PlanView) -> None:
+        """Give what was encoded for `plan` to its slots, which new sequences leave empty."""
+        for admission in plan.admissions:
+            self._held.pop(admission.slot, None)
+        for slot, item in zip(plan.encodes[:, 0].tolist(), self._encoded, strict=True):
+            self._held.setdefault(slot, []).append(item)
+        self._encoded = []
+
+    def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
+        """The chunks' rows of a batch that items take; None: none do. Items that end in a chunk are dropped."""
+        places, rows = [], []
+        for chunk in chunks:
+            for item in self._held.get(chunk.slot, ()):
+                first, last = np.searchsorted(item.positions, (chunk.start, chunk.end)).tolist()
+                places.append(item.positions[first:last] + (chunk.offset - chunk.start))
+                rows.append(item.rows[first:last])
+            if chunk.slot in self._held:
+                self._held[chunk.slot] = [item for item in self._held[chunk.slot] if item.end > chunk.end]
+        if not places:
+            return None
+        return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
+
+    def _run(self, encoder: MediaEncoder, items: Sequence[MediaItem]) -> list[Tensor]:
+        """Rows of each item, in memory of its own."""
+        if not items:
+            return []
+        inputs = [one for item in items for one in encoder.inputs(self._uploaded(item))]
+        encoded = torch.cat([encoder(batch) for batch in _batches(encoder, inputs)])
+        return [rows.clone() for rows in encoded.split([len(_positions(item)) for item in items])]
+
+    def _uploaded(self, item: MediaItem) -> Tensor:
+        data = np.frombuffer(item.data, np.float32 if item.kind == "audio" else np.uint8).reshape(item.shape)
+        return uploaded(torch.from_numpy(data.copy()), self._device)
+
+    def _keep(self, key: tuple[bytes, tuple[int, ...]], rows: Tensor) -> None:
+        """Put rows into the cache, as the newest; the oldest go."""
+        if key not in self._cache:
+            self._cached += rows.nbytes
+        self._cache[key] = rows
+        self._cache.move_to_end(key)
+        while self._cached > self._most:
+            self._cached -= self._cache.popitem(last=False)[1].nbytes
+
+
+def _batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of inputs that give at most ENCODER_ROWS rows, or of one."""
+    batch: list[Tensor] = []
+    rows = 0
+    for one in inputs:
+        if batch and rows + encoder.rows(one) > ENCODER_ROWS:
+            yield batch
+            batch, rows = [], 0
+        batch.append(one)
+        rows += encoder.rows(one)
+    yield batch
+
+
+def _positions(item: MediaItem) -> np.ndarray:
+    return np.concatenate([np.arange(*run) for run in item.runs])
+
+
+def _key(item: MediaItem) -> tuple[bytes, tuple[int, ...]]:
+    """Of the same bytes another shape is another picture."""
+    return item.digest, item.shape
