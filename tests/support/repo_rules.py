@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
 _LEAF_NAMES = ("config", "checkpoint", "weight_formats", "geometry", "memory", "logit_adjustments", "protocol", "plan",
                "plan_layout", "rank_status", "channel", "lifeline", "matcher", "pieces", "step_masks", "events", "errors",
-               "attention")  # fmt: skip
+               "attention", "audio_geometry")  # fmt: skip
 LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset(
     {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "dashboards"}
