@@ -35,7 +35,7 @@ from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
-from deploy.edge.service_settings import Defaults, ServiceSettings
+from deploy.edge.service_settings import Defaults, ServiceSettings, media_kinds
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes
 from deploy.placement import configure, place
@@ -155,6 +155,8 @@ class Quartet:
             max_len=settings.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,
+            media=settings.media,
+            media_kinds=media_kinds(folder, text),
             logs=settings.logs,
             max_tokens=settings.max_tokens,
             tool_grammar=settings.tool_grammar,
@@ -173,6 +175,8 @@ class Quartet:
             grammars=grammars,
             about={"metrics": metrics, "attention": str(group.attention)},
         )
+        if served.media_kinds:
+            self._service.jobs.side_pool.start()
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
         self._watcher.start()
         self._client.report()

@@ -12,7 +12,15 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from deploy.edge.edge_settings import AbsolutePath, KeySettings, LimitSettings, LogSettings, Seconds, TracingSettings
+from deploy.edge.edge_settings import (
+    AbsolutePath,
+    KeySettings,
+    LimitSettings,
+    LogSettings,
+    MediaSettings,
+    Seconds,
+    TracingSettings,
+)
 from engine.config import EngineSettings, LoadFormat, Thinking, ToolGrammar
 from engine.errors import ConfigError
 
@@ -89,6 +97,7 @@ class Settings(EngineSettings, frozen=True, kw_only=True):
     ] = "auto"
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
+    media: MediaSettings = MediaSettings()
     keys: KeySettings = KeySettings()
     logs: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()

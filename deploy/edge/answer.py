@@ -169,7 +169,7 @@ class CompletionResponse(Response):
         each = self._job.choices_each
         found = sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        return Usage(self._job.prompt_tokens, self._tokens, found, reasoning)
+        return Usage(self._job.prompt_tokens, self._tokens, found, reasoning, self._job.media_tokens)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

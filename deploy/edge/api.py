@@ -3,7 +3,7 @@
 What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,18 @@ class GenerationApi(HttpEndpoint):
     parts: tuple[type[Struct], ...] = ()
 
 
+TokenAnswer = Callable[[], Any]  # takes a while
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenApi(HttpEndpoint):
     """A route that answers from the tokenizer alone. `read` takes a body, and `answer` what it gave, for what goes out as JSON.
 
-    Both raise InvalidRequest; `answer` may take a while.
+    Both raise InvalidRequest.
     """
 
     right: Right = "tokenize"
     body: type[Struct]
     read: Callable[[bytes], Any]
-    answer: Callable[[Service, Any], Any]
+    answer: Callable[[Service, Any], Awaitable[TokenAnswer]]
     parts: tuple[type[Struct], ...] = ()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.front.constraints import ToolChoice
+from engine.protocol import MediaKind
 
 _ANY_TOOL = ToolChoice()
 
@@ -16,7 +17,17 @@ class Text:
     text: str
 
 
-Part = Text  # what a content may consist of; each API has one function from a part's JSON to it
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A content part of another kind. `url`: data: or http(s). `budget`: soft tokens of an image at most; None: as few as do not
+    shrink it."""
+
+    kind: MediaKind
+    url: str
+    budget: int | None = None
+
+
+Part = Text | Media  # what a content may consist of; each API has one function from a part's JSON to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +56,16 @@ class ChatMessage:
         said = {
             "role": self.role,
             "name": self.name,
-            "content": content if isinstance(content, str | None) else [{"type": "text", "text": part.text} for part in content],
+            "content": content if isinstance(content, str | None) else [_plain_part(part) for part in content],
             "reasoning": self.thought,
             "tool_calls": [_plain_call(call) for call in self.calls] or None,
             "tool_call_id": self.call_id,
         }
         return {key: value for key, value in said.items() if value is not None}
+
+
+def _plain_part(part: Part) -> dict[str, Any]:
+    return {"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind}
 
 
 def _plain_call(call: PastCall) -> dict[str, Any]:
@@ -61,7 +76,8 @@ def _plain_call(call: PastCall) -> dict[str, Any]:
 class ChatPrompt:
     """A conversation. `tools` are declared as chat templates take them; `thinks` None: as the server's default.
 
-    `thought_tokens`: the most that its thoughts may have; `switches`: the template's own, of engine.front.template.EXTRAS.
+    `thought_tokens`: the most that its thoughts may have; `switches`: the template's own, of engine.front.template.EXTRAS;
+    `max_soft_tokens`: of each image, whatever its part says.
     """
 
     messages: Sequence[ChatMessage]
@@ -71,6 +87,13 @@ class ChatPrompt:
     thought_tokens: int | None = None
     add_generation_prompt: bool = True
     switches: Mapping[str, bool] = field(default_factory=dict)
+    max_soft_tokens: int | None = None
+
+    @property
+    def media(self) -> list[Media]:
+        """The parts that are no text, in order."""
+        contents = [message.content for message in self.messages if not isinstance(message.content, str | None)]
+        return [part for content in contents for part in content if isinstance(part, Media)]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,22 @@
-"""What several APIs' requests have in common: bounds, stop strings, text parts, and functions as chat templates take them."""
+"""What several APIs' requests have in common: bounds, stop strings, content parts, and functions as chat templates take them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import UnsetType
 
-from deploy.edge.ask import Text
+from deploy.edge.ask import Media, Part, Text
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, not_null, read_text
 from engine.errors import InvalidRequest
 from engine.front.template import MAX_VALUES
+from engine.protocol import MediaKind
 
 MESSAGES = 4096
 PARTS = 1024
 TOOLS = 128
 STOPS = 64
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
+DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "auto": None, None: None}  # to an image's soft tokens
 
 _STOPS = ListReader(str, STOPS)
 
@@ -37,12 +39,30 @@ def read_stops(raw: Json, key: str) -> tuple[str, ...]:
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
     """Of a content part. InvalidRequest: it is of no kind that is text, or has none."""
-    key = where.partition("[")[0].partition(".")[0]
     if kind not in kinds:
-        raise InvalidRequest(f"{where}: parts of type {kind!r} are not supported here, only 'text'", param=key)
+        raise _wrong(where, f"parts of type {kind!r} are not supported here, only 'text'")
     if text is None:
-        raise InvalidRequest(f"{where}: a text part has a text", param=key)
+        raise _wrong(where, "a text part has a text")
     return Text(text)
+
+
+def media_part(kind: MediaKind, url: str | None, where: str, detail: str | None = None) -> Media:
+    """Of a content part. InvalidRequest: it has no URL that can be read, or an unknown `detail`."""
+    if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
+        raise _wrong(where, f"the {kind} needs a URL: data:, http: or https:")
+    if detail not in DETAILS:
+        raise _wrong(where, f"detail: not one of {', '.join(filter(None, DETAILS))}")
+    return Media(kind, url, DETAILS[detail])
+
+
+def content_of(parts: list[Part]) -> str | list[Part]:
+    """The parts, as one text where they are nothing else."""
+    texts = [part.text for part in parts if isinstance(part, Text)]
+    return "".join(texts) if len(texts) == len(parts) else parts
+
+
+def _wrong(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {why}", param=where.partition("[")[0].partition(".")[0])
 
 
 def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -11,6 +12,9 @@ import msgspec
 
 from deploy.edge.ask import AnswerForm, Ask, ChatPrompt, RawPrompts
 from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
+from deploy.edge.media.media_reader import media_items, read_media
+from deploy.edge.media.side_pool import SidePool
+from deploy.edge.media.tasks import Prepared
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
 from engine.errors import InvalidRequest, ModelNotFound, Overloaded
@@ -44,6 +48,7 @@ class JobBuilder:
         self._text = text
         self._pool = pool
         self._grammars = grammars
+        self.side_pool = SidePool()
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is served here, or none is named."""
@@ -63,9 +68,10 @@ class JobBuilder:
         known = map(self._text.control_id, CALL_TOKENS)
         return forbid(adjustments, [number for number in known if number is not None])
 
-    def prompt(self, chat: ChatPrompt) -> list[int]:
-        """The token ids that a chat begins with; takes a while. InvalidRequest."""
-        return self._render(chat, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0]
+    async def prompt(self, chat: ChatPrompt) -> list[int]:
+        """The token ids that a chat begins with. InvalidRequest."""
+        media = await self._media(chat, "messages")
+        return await self._pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
@@ -83,20 +89,26 @@ class JobBuilder:
         return self._text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
-        job, tools, form = await self._pool.run(lambda: self._rendered(ask, chat))
+        media = await self._media(chat, ask.keys.prompt)
+        job, tools, form = await self._pool.run(lambda: self._rendered(ask, chat, media))
         rules = form.rules if form else None
         wants = Constraints(tools, chat.choice, rules, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
         return _with(job, grammar=kept, thought=wants.thought_budget(self._text, prompt))
 
-    def _rendered(self, ask: Ask, chat: ChatPrompt) -> tuple[Job, Tools, AnswerForm | None]:
+    async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
+        with _naming(key):
+            return await read_media(chat, self.settings.media_kinds, self.settings.media, self.side_pool)
+
+    def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
         """Without its grammar; takes a while."""
-        prompt, tools = self._render(chat, ask.keys.prompt, self.settings.max_len)
+        prompt, tools = self._render(chat, media, ask.keys.prompt, self.settings.max_len)
         if chat.choice.mode == "required":
             _check_end(ask, "a tool_choice that requires a call")
         job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len, scored=1)
-        return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one), tools, _form(ask)
+        items = media_items(prompt, media, self._text) if media else ()
+        return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
 
     def _thinks(self, chat: ChatPrompt) -> bool:
         return self.thinks if chat.thinks is None else chat.thinks
@@ -151,11 +163,11 @@ class JobBuilder:
         shown = job.skip_special_tokens
         return tuple(text if isinstance(text, str) else self._text.decode(text, skip_special_tokens=shown) for text in sources)
 
-    def _render(self, chat: ChatPrompt, key: str, most: int) -> tuple[list[int], Tools]:
+    def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
         """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
         messages, tools = [message.plain() for message in chat.messages], Tools(chat.tools)
         _check_choice(chat.choice, tools)
-        try:
+        with _naming(key):
             self._check_size(characters([messages, chat.tools]), "messages")
             prompt = self._text.render_chat(
                 messages,
@@ -163,10 +175,9 @@ class JobBuilder:
                 enable_thinking=self._thinks(chat),
                 add_generation_prompt=chat.add_generation_prompt,
                 most=most,
+                media=[(one.kind, one.text) for one in media],
                 **chat.switches,
             )
-        except InvalidRequest as error:
-            raise InvalidRequest(str(error).replace("messages", key, 1), key, error.code) from error
         return prompt, Tools(()) if chat.choice.mode == "none" else tools
 
     def _tokens(self, source: str | list[int], key: str) -> list[int]:
@@ -265,6 +276,15 @@ def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
     """The prompt leaves no room for a token."""
     message = f"This model's context is {max_len} tokens; the prompt has {size}, which leaves no room to generate."
     return InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """What is wrong with messages, with the client's key for them."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).replace("messages", key, 1), key, error.code) from error
 
 
 def _given(value: Any, default: Any) -> Any:

@@ -4,7 +4,8 @@
     whole     add ..., full
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import QuartetError
@@ -29,13 +30,15 @@ class ServedModel:
 class Usage:
     """Token counts of a request, all choices together.
 
-    `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included.
+    `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included;
+    `media` of the prompt's stand for images, videos and clips, by OpenAI's name of the count.
     """
 
     prompt: int
     completion: int
     cached: int = 0
     reasoning: int = 0
+    media: Mapping[str, int] = field(default_factory=dict)
 
 
 class ResponseFormat(Protocol):

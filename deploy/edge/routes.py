@@ -104,7 +104,8 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
             asked = await service.pool.read(api.read, await _body_of(request))
-            return json_response(Raw(await service.pool.run(lambda: msgspec.json.encode(api.answer(service, asked)))))
+            answer = await api.answer(service, asked)
+            return json_response(Raw(await service.pool.run(lambda: msgspec.json.encode(answer()))))
 
 
 @asynccontextmanager

@@ -91,7 +91,8 @@ class Service:
                 self.idle.set()
 
     def end(self, timeout_s: float) -> None:
-        """Hand over the last traces; blocks for `timeout_s` at most."""
+        """Hand over the last traces; blocks for `timeout_s` at most. Side processes end."""
+        self.jobs.side_pool.close()
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.edge.edge_settings import LimitSettings, LogSettings
-from engine.checkpoint import generation_config
+from deploy.edge.edge_settings import LimitSettings, LogSettings, MediaSettings
+from engine.checkpoint import generation_config, read_optional
 from engine.config import Thinking, ToolGrammar
+from engine.front.text import TextProcessor
+from engine.protocol import MediaKind
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,19 @@ class Defaults:
         return cls(**known)
 
 
+def media_kinds(folder: Path, text: TextProcessor) -> frozenset[MediaKind]:
+    """The kinds for which a checkpoint has an encoder, and its tokenizer a token."""
+    config = read_optional(folder / "config.json")
+    encoders: dict[MediaKind, str] = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}
+    return frozenset(kind for kind, name in encoders.items() if config.get(name) and text.control_id(f"<|{kind}|>") is not None)
+
+
 @dataclass(frozen=True)
 class ServiceSettings:
     """`name`: of the model; token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup.
 
-    `capacity` choices, and `queue_tokens` tokens of those that wait, are let in (admission_control.py).
+    `media_kinds`: that it reads. `capacity` choices, and `queue_tokens` tokens of those that wait, are let in
+    (admission_control.py).
     """
 
     name: str
@@ -38,6 +48,8 @@ class ServiceSettings:
     max_len: int
     defaults: Defaults = Defaults()
     limits: LimitSettings = field(default_factory=LimitSettings)
+    media: MediaSettings = field(default_factory=MediaSettings)
+    media_kinds: frozenset[MediaKind] = frozenset()
     logs: LogSettings = field(default_factory=LogSettings)
     max_tokens: int | None = None
     capacity: int = 1 << 20

@@ -40,6 +40,7 @@ from engine.protocol import (
     FrontMessage,
     GenerateRequest,
     Load,
+    MediaItem,
     Output,
     SamplingParams,
     decode_token_batch,
@@ -116,9 +117,16 @@ class EngineClient:
     # -- the interface: generate, abort, health
 
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        clip: bool = False,
+        salt: str = "",
+        priority: int = 0,
+        media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt` and `priority` as in GenerateRequest.
+        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest.
 
         Raises InvalidRequest only if it cannot be sent as it is.
         """
@@ -126,7 +134,7 @@ class EngineClient:
         stream = Stream(self._last_id, self.abort)
         message = self._frame(
             GenerateRequest(
-                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority
+                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
             )
         )
         if not self._requests:

@@ -9,6 +9,7 @@ calls are never cut.
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
@@ -21,7 +22,7 @@ from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStar
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import Detokenizer, StopStrings, TextProcessor
 from engine.front.tools import Tools
-from engine.protocol import AbortReason, FinishReason, Logprobs, Output, PromptLogprobs, SamplingParams
+from engine.protocol import AbortReason, FinishReason, Logprobs, MediaItem, Output, PromptLogprobs, SamplingParams
 
 TOOL_CALLS = "tool_calls"  # OpenAI's finish reason when the model waits for the results of its calls
 _MOST_LOGPROBS = 4096  # of tokens and alternatives in one delta: a few milliseconds of the event loop
@@ -52,7 +53,14 @@ class Engine(Protocol):
     def open(self) -> int: ...
 
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        clip: bool = False,
+        salt: str = "",
+        priority: int = 0,
+        media: tuple[MediaItem, ...] = (),
     ) -> EngineStream: ...
 
     def clock(self, request: int) -> Clock | None: ...
@@ -66,6 +74,7 @@ class Job:
     params     one per choice
     salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
     is_chat    the reply may have thoughts, and calls of `tools` if there are any;   one_call  it ends with its first call
+    media      of the one prompt of a chat
     echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else
     """
 
@@ -81,6 +90,7 @@ class Job:
     one_call: bool = False
     echoes: tuple[str, ...] = ()
     echo_only: bool = False
+    media: tuple[MediaItem, ...] = ()
 
     def prompt(self, choice: int) -> "array[int]":
         return self.prompts[choice // self.choices_each]
@@ -93,6 +103,14 @@ class Job:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts))
+
+    @property
+    def media_tokens(self) -> dict[str, int]:
+        """Soft tokens in the prompt, by the kind of media, as OpenAI's usage calls them."""
+        counts = Counter[str]()
+        for item in self.media:
+            counts[f"{item.kind}_tokens"] += sum(end - begin for begin, end in item.spans) or item.length
+        return dict(counts)
 
 
 @dataclass(slots=True)
@@ -226,7 +244,7 @@ class Generation:
         self.choice, self._prompt = choice, prompt
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
         self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
-        self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority)
+        self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
         self.clock = engine.clock(self._stream.id)
         self.cached = 0
         self.has_ended = False

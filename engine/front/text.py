@@ -18,8 +18,10 @@ from engine.checkpoint import model_vocabulary, read_optional
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.template import ChatTemplate, Conversation
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
+from engine.protocol import MediaKind
 
 _REPLACEMENT = "\ufffd"
+_PLACEHOLDER = re.compile(r"<\|(image|video|audio)\|>")
 NO_BOUND = 1 << 40
 _WINDOW = 1 << 15  # characters that are searched or tokenized at once
 _BYTES_A_TOKEN = 4  # of a text that is worth a look before it is tokenized: fewer than most texts have
@@ -152,19 +154,21 @@ class TextProcessor:
         enable_thinking: bool = False,
         add_generation_prompt: bool = True,
         most: int = NO_BOUND,
+        media: Sequence[tuple[MediaKind, str]] = (),
         **extra: bool,
     ) -> list[int]:
         """The prompt of a conversation as token ids, <bos> included.
 
-        messages and tools are in OpenAI's form; a content is a string, a list of {"type": "text"} parts, or (of a tool
-        message) a mapping. `extra` goes to the template: only its EXTRAS. Raises InvalidRequest, naming the field; also for what is
-        seen to have more than `most` tokens before all of it has been tokenized.
+        messages and tools are in OpenAI's form; a content is a string, a list of parts ({"type": "text"}, or a kind of media) or,
+        of a tool message, a mapping. `media`: in the parts' order, what stands for each in the prompt. `extra` goes to the
+        template: only its EXTRAS. Raises InvalidRequest, naming the field; also for what is seen to have more than `most` tokens
+        before all of it has been tokenized.
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
         conversation = Conversation(messages, tools, enable_thinking, add_generation_prompt, extra)
         text, sentinel = self._template.render(conversation)
-        return self._tokenize(text, "messages", most, sentinel)
+        return self._tokenize(expanded(text, media) if media else text, "messages", most, sentinel)
 
     def control_id(self, name: str) -> int | None:
         """The id of a control token; None: there is no such token."""
@@ -232,6 +236,15 @@ class TextProcessor:
         # one text as a batch: `encode` holds the interpreter's lock from begin to end, and every stream would wait
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+
+def expanded(text: str, media: Sequence[tuple[MediaKind, str]]) -> str:
+    """`text`, where a template has written one placeholder for each of `media`, with what stands for it instead."""
+    kinds = _PLACEHOLDER.findall(text)
+    if kinds != [kind for kind, _ in media]:
+        raise InvalidRequest("messages: the chat template has no place for media in one of them", param="messages")
+    left = iter(media)
+    return _PLACEHOLDER.sub(lambda _: next(left)[1], text)
 
 
 def _too_many(param: str, most: int) -> InvalidRequest:

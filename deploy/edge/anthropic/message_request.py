@@ -8,15 +8,25 @@ Accepted without effect: metadata, service_tier, cache_control, context_manageme
 display, is_error and the like; a thinking block's signature is not looked at. What is known and cannot be done is refused by name.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge.answer_form import response_form
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling, Text
 from deploy.edge.body_reader import AbsentKeys, BodyReader
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, declared_function, read_stops, text_part
+from deploy.edge.common_keys import (
+    MESSAGES,
+    PARTS,
+    TOOLS,
+    check_bounds,
+    content_of,
+    declared_function,
+    media_part,
+    read_stops,
+    text_part,
+)
 from deploy.edge.key_types import STRING, Count, Fraction, Kind, ModelName, Name, RawObject, RawTexts, TopK, shown_as
 from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
 from engine.errors import InvalidRequest
@@ -34,7 +44,22 @@ _TURNS_SCHEMA = {
 }
 _TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/ClientTool"}, "maxItems": TOOLS}
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+P = TypeVar("P", bound=Part)
 _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MediaSource(Struct, frozen=True):
+    """All of an image, in base64, or where it is."""
+
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["base64", "url"]})]
+    media_type: Kind | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @property
+    def address(self) -> str | None:
+        """As a URL."""
+        return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" else self.url
 
 
 class ContentBlock(Struct, frozen=True):
@@ -48,6 +73,7 @@ class ContentBlock(Struct, frozen=True):
     input: RawObject = UNSET
     tool_use_id: Name | None = None
     content: Annotated[Raw, shown_as(STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
+    source: MediaSource | None = None
 
 
 class Turn(Struct, frozen=True):
@@ -111,8 +137,9 @@ class CountRequest(Struct, frozen=True, kw_only=True):
         )
 
     def _system_message(self) -> list[ChatMessage]:
-        texts = [text for text in _texts(self.system, "system") if not text.lstrip().startswith(_BILLING)]
-        return [ChatMessage("system", "\n\n".join(texts))] if texts else []
+        texts = [part.text for part in _parts(self.system, "system", _text)]
+        kept = [text for text in texts if not text.lstrip().startswith(_BILLING)]
+        return [ChatMessage("system", "\n\n".join(kept))] if kept else []
 
     def _turns(self) -> list[ChatMessage]:
         turns = _TURNS.read(self.messages, "messages")
@@ -192,17 +219,23 @@ def _thinks(config: ThinkingConfig | None) -> bool | None:
 
 
 def _part(block: ContentBlock, where: str) -> Part:
+    if block.type == "image":
+        return media_part("image", block.source.address if block.source else None, where)
+    return _text(block, where)
+
+
+def _text(block: ContentBlock, where: str) -> Text:
     return text_part(block.type, block.text, where)
 
 
-def _texts(raw: Json, where: str) -> list[str]:
-    """Of a text, or of text blocks."""
+def _parts(raw: Json, where: str, part: Callable[[ContentBlock, str], P]) -> list[P]:
+    """Of a text, or of blocks, each as `part` has it."""
     if (given := not_null(raw)) is None:
         return []
     key = where.partition("[")[0]
-    if (text := read_text(given, key)) is not None:
-        return [text]
-    return [_part(block, f"{where}[{index}]").text for index, block in enumerate(_BLOCKS.read(given, key))]
+    text = read_text(given, key)
+    blocks = _BLOCKS.read(given, key) if text is None else [ContentBlock("text", text)]
+    return [part(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
@@ -228,7 +261,7 @@ def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
             case "tool_use":
                 calls.append(_call(block, f"{where}[{index}]"))
             case _:
-                texts.append(_part(block, f"{where}[{index}]").text)
+                texts.append(_text(block, f"{where}[{index}]").text)
     return ChatMessage("assistant", "".join(texts), thought="\n".join(filter(None, thoughts)) or None, calls=tuple(calls))
 
 
@@ -250,7 +283,7 @@ def _asked(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessag
     for index, block in enumerate(blocks):
         if block.type == "tool_result":
             results.append(_result(block, f"{where}[{index}]"))
-        elif (part := _part(block, f"{where}[{index}]")).text:
+        elif (part := _part(block, f"{where}[{index}]")) != Text(""):
             parts.append(part)
     return [*results, ChatMessage(role, parts)] if parts or not results else results
 
@@ -258,4 +291,4 @@ def _asked(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessag
 def _result(block: ContentBlock, where: str) -> ChatMessage:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{where}: a tool_result block has a tool_use_id", param="messages")
-    return ChatMessage("tool", "".join(_texts(block.content, f"{where}.content")), call_id=block.tool_use_id)
+    return ChatMessage("tool", content_of(_parts(block.content, f"{where}.content", _part)), call_id=block.tool_use_id)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.api import TokenApi
+from deploy.edge.api import TokenAnswer, TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import MESSAGES, TOOLS
@@ -56,19 +56,23 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     model: ModelName | None = None
 
 
-def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+async def _tokenized(service: Service, request: TokenizeRequest) -> TokenAnswer:
     service.jobs.check_model(request.model)
-    if (chat := request.chat()) is not None:
-        tokens = service.jobs.prompt(chat)
-    else:
-        tokens = service.jobs.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+    if (chat := await service.pool.run(request.chat)) is not None:
+        tokens = await service.jobs.prompt(chat)
+        return lambda: _about(service, request, tokens)
+    with_bos = request.add_special_tokens is not False
+    return lambda: _about(service, request, service.jobs.encode(request.prompt or "", add_special_tokens=with_bos))
+
+
+def _about(service: Service, request: TokenizeRequest, tokens: list[int]) -> dict[str, Any]:
     texts = [service.model.text_of(token) for token in tokens] if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts}
 
 
-def _text_of(service: Service, request: DetokenizeRequest) -> dict[str, str]:
+async def _text_of(service: Service, request: DetokenizeRequest) -> TokenAnswer:
     service.jobs.check_model(request.model)
-    return {"prompt": service.jobs.decode(token_ids(request.tokens, "tokens", PROMPT_IDS))}
+    return lambda: {"prompt": service.jobs.decode(token_ids(request.tokens, "tokens", PROMPT_IDS))}
 
 
 TOKENIZE = TokenApi(

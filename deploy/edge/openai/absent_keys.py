@@ -24,7 +24,7 @@ CHAT: AbsentKeys = {
     **COMMON,
     **dict.fromkeys(("audio", "chat_template", "documents", "functions", "reasoning"), _EMPTY),
     **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True,)),
-    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
+    "media_io_kwargs": ({},),
     **dict.fromkeys(("add_special_tokens", "continue_final_message", "echo"), (False,)),  # the template has all special tokens
     "best_of": (1,),
     "function_call": ("", "none", "auto"),

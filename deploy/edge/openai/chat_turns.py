@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, text_part
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, media_part, text_part
 from deploy.edge.key_types import Kind, Name, RawNull, RawTextOrObject
 from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_small
 from engine.errors import InvalidRequest
@@ -17,11 +17,20 @@ SWITCHES = ("enable_thinking", *sorted(EXTRAS))
 _ONLY_NULL = ("function_call", "audio", "refusal")  # what clients send back unasked
 
 
-class TextPart(Struct, frozen=True):
-    """The one kind of content part that is understood today."""
+class MediaUrl(Struct, frozen=True):
+    """Where an image or a video is, or all of it; `detail`: of an image."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["text"]})]
+    url: str | None = None
+    detail: Kind | None = None
+
+
+class ContentPart(Struct, frozen=True):
+    """A text, an image or a video."""
+
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["text", "image_url", "video_url"]})]
     text: str | None = None
+    image_url: MediaUrl | None = None
+    video_url: MediaUrl | None = None
 
 
 class FunctionCall(Struct, frozen=True):
@@ -43,7 +52,7 @@ class Message(Struct, frozen=True):
     """One turn."""
 
     role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": sorted(ROLES)})]
-    content: str | Annotated[list[TextPart], Meta(max_length=PARTS)] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=PARTS)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
     tool_call_id: Name | None = None
@@ -54,7 +63,7 @@ class Message(Struct, frozen=True):
     refusal: RawNull = UNSET
 
 
-_MESSAGES = BoundedList(Message, MESSAGES, "content", TextPart, PARTS)
+_MESSAGES = BoundedList(Message, MESSAGES, "content", ContentPart, PARTS)
 _TOOLS = ListReader(dict[str, Any], TOOLS)
 _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
 
@@ -96,7 +105,13 @@ def _message(message: Message, where: str) -> ChatMessage:
     )
 
 
-def _part(part: TextPart, where: str) -> Part:
+def _part(part: ContentPart, where: str) -> Part:
+    match part.type:
+        case "image_url":
+            given = part.image_url or MediaUrl()
+            return media_part("image", given.url, where, given.detail)
+        case "video_url":
+            return media_part("video", (part.video_url or MediaUrl()).url, where)
     return text_part(part.type, part.text, where)
 
 

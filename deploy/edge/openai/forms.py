@@ -37,7 +37,7 @@ encode = msgspec.json.encode
 def usage_json(usage: Usage) -> dict[str, Any]:
     """Token counts in OpenAI's words."""
     return _counts(usage.prompt, usage.completion) | {
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": {"cached_tokens": usage.cached, **usage.media},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 

@@ -25,7 +25,7 @@ from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
 from deploy.edge.body_reader import AbsentKeys, BodyReader
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, declared_function, text_part
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, content_of, declared_function, media_part, text_part
 from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
@@ -56,8 +56,10 @@ _ABSENT: AbsentKeys = {
 class InputPart(Struct, frozen=True):
     """Of a message's content, of a thought, or of what a call gave."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": [*_TEXTS]})]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": [*_TEXTS, "input_image"]})]
     text: str | None = None
+    image_url: str | None = None
+    detail: kt.Kind | None = None
 
 
 class InputItem(Struct, frozen=True):
@@ -231,7 +233,9 @@ def _joined(run: list[ChatMessage]) -> ChatMessage:
 
 def _message(item: InputItem, where: str) -> ChatMessage:
     match item.type or "message":
-        case "message" if item.role in ("user", "assistant", "system", "developer"):
+        case "message" if item.role == "user":
+            return ChatMessage("user", _content(item.content, f"{where}.content"))
+        case "message" if item.role in ("assistant", "system", "developer"):
             return ChatMessage(item.role, _text(item.content, f"{where}.content"))
         case "message":
             raise InvalidRequest(f"{where}.role: not one of user, assistant, system, developer", param="input")
@@ -261,22 +265,30 @@ def _thought(item: InputItem, where: str) -> str:
         raise InvalidRequest(f"{where}.encrypted_content: it is not as it was handed out", param="input") from error
 
 
-def _output(item: InputItem, where: str) -> str:
+def _output(item: InputItem, where: str) -> str | list[Part]:
     if (given := not_null(item.output)) is None:
         raise InvalidRequest(f"{where}.output: is required", param="input")
     text = read_text(given, "input")
-    return _text(_PART_LIST.read(given, "input"), f"{where}.output") if text is None else text
+    return _content(_PART_LIST.read(given, "input"), f"{where}.output") if text is None else text
 
 
 def _part(part: InputPart, where: str) -> Part:
+    if part.type == "input_image":
+        return media_part("image", part.image_url, where, part.detail)
     return text_part(part.type, part.text, where, _TEXTS)
+
+
+def _content(content: str | list[InputPart] | None, where: str) -> str | list[Part]:
+    if not isinstance(content, list):
+        return content or ""
+    return content_of([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
 
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
     """Of a content. InvalidRequest: some of it is no text."""
     if not isinstance(content, list):
         return content or ""
-    return "".join(_part(part, f"{where}[{index}]").text for index, part in enumerate(content))
+    return "".join(text_part(part.type, part.text, f"{where}[{index}]", _TEXTS).text for index, part in enumerate(content))
 
 
 def _required(value: str | None, where: str) -> str:

@@ -20,6 +20,7 @@ from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts, Sampling
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import MESSAGES, TOOLS, read_stops
+from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import SWITCHES, read_chat
 from deploy.edge.openai.effort import REASONING_EFFORTS, thinks_by_effort
@@ -138,6 +139,19 @@ class CompletionKeys(SamplingKeys, frozen=True, kw_only=True):
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
 
 
+class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
+    """`max_soft_tokens`: of each image, instead of its `detail` (vLLM's)."""
+
+    max_soft_tokens: kt.Natural | None = None
+
+    def checked(self) -> int | None:
+        """InvalidRequest: images have no such budget."""
+        if self.max_soft_tokens not in (None, *BUDGETS):
+            message = f"mm_processor_kwargs.max_soft_tokens: not one of {', '.join(map(str, BUDGETS))}"
+            raise InvalidRequest(message, param="mm_processor_kwargs")
+        return self.max_soft_tokens
+
+
 class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
@@ -152,6 +166,7 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     thinking_token_budget: kt.Natural | None = None
     reasoning_effort: Annotated[str, Meta(extra_json_schema={"enum": [*REASONING_EFFORTS]})] | None = None
+    mm_processor_kwargs: ProcessorKeys | None = None
 
     def ask(self) -> Ask:
         """InvalidRequest names the key that is wrong."""
@@ -164,6 +179,7 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
             choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
             thinks=effort if chat.thinks is None else chat.thinks,
             thought_tokens=self.thinking_token_budget,
+            max_soft_tokens=self.mm_processor_kwargs.checked() if self.mm_processor_kwargs else None,
         )
         ask = self.asking(self.model, chat, self.max_completion_tokens or self.max_tokens, stream=self.stream)
         return replace(ask, logprobs=(self.top_logprobs or 0) if self.logprobs else None, keys=KeyNames(logprobs="top_logprobs"))

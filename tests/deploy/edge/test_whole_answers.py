@@ -21,7 +21,7 @@ from engine.front.client import Clock
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
 from engine.front.stream import Stream
 from engine.front.text import TextProcessor
-from engine.protocol import FinishReason, Logprobs, Output, SamplingParams
+from engine.protocol import FinishReason, Logprobs, MediaItem, Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.edge.summed import sse, sum_chat, sum_message, sum_response, text_of
 from tests.support.engine.replies import NAMES, TOOLS, reply
@@ -43,7 +43,14 @@ class OneStream:
         self.stream = Stream(1, lambda request, reason: None)
 
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        clip: bool = False,
+        salt: str = "",
+        priority: int = 0,
+        media: tuple[MediaItem, ...] = (),
     ) -> Stream:
         return self.stream
 

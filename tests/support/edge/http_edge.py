@@ -25,6 +25,7 @@ from deploy.edge.service_settings import Defaults, ServiceSettings
 from engine.events import Event
 from engine.front.client import EngineClient
 from engine.front.text import TextProcessor
+from engine.protocol import MediaKind
 from tests.support.edge.scripted_core import ScriptedCore
 
 
@@ -39,6 +40,7 @@ class Edge:
         keys: KeyRing | None = None,
         vocab: int = 1024,
         max_len: int = 256,
+        media: frozenset[MediaKind] = frozenset(),
     ) -> None:
         self.core = ScriptedCore()
         self.events: list[Event] = []
@@ -47,7 +49,7 @@ class Edge:
         self._limits = limits or LimitSettings()
         self._defaults = Defaults.read(folder)
         self._keys = keys
-        self._sizes = {"vocab": vocab, "max_len": max_len}
+        self._served: dict[str, Any] = {"vocab": vocab, "max_len": max_len, "media_kinds": media}
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="edge")
 
@@ -112,7 +114,7 @@ class Edge:
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
         self.service = Service(
-            ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._sizes),
+            ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._served),
             self.text,
             self.client,
             keys=self._keys,
@@ -131,6 +133,7 @@ class Edge:
         server.should_exit = True
         server.force_exit = True
         await running
+        self.service.end(0)
         await self.client.close()
         core.cancel()
         await asyncio.gather(core, return_exceptions=True)

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from engine.front.client import Clock
 from engine.front.stream import Stream
-from engine.protocol import FinishReason, Output, SamplingParams
+from engine.protocol import FinishReason, MediaItem, Output, SamplingParams
 
 BODY = b'{"model":"nano","stream":true,"max_tokens":%d,"messages":[{"role":"user","content":"Hello"}]}'
 
@@ -26,7 +26,14 @@ class ReadyEngine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        clip: bool = False,
+        salt: str = "",
+        priority: int = 0,
+        media: tuple[MediaItem, ...] = (),
     ) -> Stream:
         """As EngineClient.generate."""
         self._last += 1

@@ -21,6 +21,7 @@ from engine.protocol import (
     FrontMessage,
     GenerateRequest,
     Load,
+    MediaItem,
     Output,
     SamplingParams,
     TokenBatch,
@@ -132,12 +133,22 @@ class FakeEngineClient:
         self._open: dict[int, tuple[Stream, asyncio.Task[None]]] = {}
 
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, clip: bool = False, salt: str = "", priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        clip: bool = False,
+        salt: str = "",
+        priority: int = 0,
+        media: tuple[MediaItem, ...] = (),
     ) -> Stream:
         """As EngineClient.generate."""
         stream = Stream(len(self.requests) + 1, self.abort)
         packed = pack_tokens(prompt)
-        self.requests.append(GenerateRequest(id=stream.id, prompt=packed, params=params, clip=clip, salt=salt, priority=priority))
+        request = GenerateRequest(
+            id=stream.id, prompt=packed, params=params, clip=clip, salt=salt, priority=priority, media=media
+        )
+        self.requests.append(request)
         if self.dead is not None:
             stream.fail(EngineDead(self.dead))
         elif self.refuse is not None:

@@ -1,0 +1,80 @@
+"""From a chat's media parts to what the engine gets: checked, prepared in side processes, and found again in the prompt."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+
+from deploy.edge.ask import ChatPrompt, Media
+from deploy.edge.edge_settings import MediaSettings
+from deploy.edge.media.side_pool import SidePool
+from deploy.edge.media.tasks import DecodeTask, Prepared
+from engine.errors import InvalidRequest
+from engine.front.text import TextProcessor
+from engine.protocol import MediaItem, MediaKind
+
+_PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+async def read_media(chat: ChatPrompt, kinds: frozenset[MediaKind], settings: MediaSettings, pool: SidePool) -> list[Prepared]:
+    """A chat's media, in the order of their parts. `kinds`: that the model reads. InvalidRequest of "messages"; Overloaded."""
+    media = chat.media
+    if len(media) > settings.max_media:
+        raise _wrong(f"{len(media)} images, videos and clips; at most {settings.max_media} are read")
+    for part in media:
+        if part.kind not in kinds:
+            raise _wrong(f"this model reads no {_PLURALS[part.kind]}")
+    prepared = (_prepared(part, chat.max_soft_tokens, settings, pool, f"{part.kind} {at}") for at, part in enumerate(media, 1))
+    tasks = [asyncio.ensure_future(one) for one in prepared]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _prepared(part: Media, budget: int | None, settings: MediaSettings, pool: SidePool, name: str) -> Prepared:
+    head, _, data = part.url.partition(",")
+    try:
+        if not head.lower().endswith(";base64"):
+            raise InvalidRequest("only data: URLs in base64 are read")
+        task = DecodeTask(
+            kind=part.kind,
+            source=data.encode(errors="replace"),
+            media_type=head[len("data:") :].partition(";")[0].lower(),
+            budget=budget or part.budget,
+            max_soft_tokens=settings.max_soft_tokens,
+            pixels=settings.pixels,
+        )
+        return await asyncio.get_running_loop().run_in_executor(pool.threads, partial(pool.run, task))
+    except InvalidRequest as error:
+        raise _wrong(f"{name}: {error}") from error
+
+
+def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
+    """Where each stands in the prompt: no message can hold a soft token, so every run of them is one of these."""
+    names = (text.control_id(f"<|{kind}|>") for kind in _PLURALS)
+    runs = _runs(tokens, {number for number in names if number is not None})
+    items = [_item(one, list(islice(runs, one.runs))) for one in media]
+    assert next(runs, None) is None, "the prompt has more soft tokens than its media"
+    return tuple(items)
+
+
+def _item(one: Prepared, runs: list[tuple[int, int]]) -> MediaItem:
+    first, end = runs[0][0], runs[-1][1]
+    return MediaItem(first, end - first, one.digest, tuple(runs) if one.has_spans else (), one.kind, one.shape, one.data)
+
+
+def _runs(tokens: Sequence[int], soft: set[int]) -> Iterator[tuple[int, int]]:
+    """[begin, end) of each run of ids in `soft`."""
+    begin = None
+    for place, token in enumerate(tokens):
+        if token in soft:
+            begin = place if begin is None else begin
+        elif begin is not None:
+            yield begin, place
+            begin = None
+
+
+def _wrong(why: str) -> InvalidRequest:
+    return InvalidRequest(f"messages: {why}", param="messages")

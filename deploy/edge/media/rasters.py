@@ -1,0 +1,108 @@
+"""Images as transformers' Gemma 4 processor has them: RGB, resized to what a budget of soft tokens holds, bicubic with antialias.
+
+    f = sqrt(budget * 48 * 48 / (height * width))        side = floor(f * side / 48) * 48
+
+A soft token stands for 48 x 48 pixels. Runs in a side process: a decoder is code of others that reads what anybody sends.
+"""
+
+import hashlib
+import io
+import math
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from deploy.edge.media.tasks import BUDGETS, DecodeTask, Prepared
+from engine.errors import InvalidRequest
+from engine.protocol import MediaKind
+
+CELL = 48  # pixels of a soft token's side
+MAX_SIDE = 1 << 16
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_STRIP_PIXELS = 1 << 20  # resized at once in width: the whole raster is never held twice
+
+
+def target_size(height: int, width: int, budget: int) -> tuple[int, int]:
+    """Height and width after the resize."""
+    factor = math.sqrt(budget * CELL**2 / (height * width))
+    rows, columns = math.floor(factor * height / CELL), math.floor(factor * width / CELL)
+    if rows == 0:
+        rows, columns = 1, min(width // height, budget)
+    elif columns == 0:
+        rows, columns = min(height // width, budget), 1
+    return rows * CELL, columns * CELL
+
+
+def least_budget(height: int, width: int, most: int) -> int:
+    """The least budget that shrinks neither side, of those up to `most`; where all do, the largest of them."""
+    allowed = [budget for budget in BUDGETS if budget <= most]
+    for budget in allowed:
+        rows, columns = target_size(height, width, budget)
+        if rows >= height and columns >= width:
+            return budget
+    return allowed[-1]
+
+
+def prepare_image(task: DecodeTask, data: bytes) -> Prepared:
+    """The first frame of an image. InvalidRequest."""
+    image = upright(opened(data, task.pixels))
+    width, height = image.size
+    budget = least_budget(height, width, task.max_soft_tokens) if task.budget is None else min(task.budget, task.max_soft_tokens)
+    raster = resized(image, target_size(height, width, budget))
+    return prepared("image", raster, f"<|image>{'<|image|>' * soft_tokens(raster)}<image|>")
+
+
+def soft_tokens(raster: "np.ndarray[Any, Any]") -> int:
+    """Of an image, or of each frame."""
+    rows, columns = raster.shape[-3:-1]
+    return int(rows * columns) // CELL**2
+
+
+def prepared(kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: int = 1) -> Prepared:
+    """With the digest of what the encoder gets."""
+    data = raster.tobytes()
+    digest = hashlib.sha256(f"{kind}:{raster.shape}:".encode() + data).digest()
+    return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest, text=text, runs=runs)
+
+
+def opened(data: bytes, pixels: int) -> Image.Image:
+    """Its header is read, and nothing decoded. InvalidRequest: it is of no format that we read, or larger than `pixels`."""
+    Image.MAX_IMAGE_PIXELS = None  # ours is looked at instead
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise InvalidRequest(f"it is none of {', '.join(FORMATS)}, or its header is damaged") from None
+    width, height = image.size
+    if width * height > pixels or max(width, height) > MAX_SIDE:
+        raise InvalidRequest(f"it has {width} x {height} pixels; at most {pixels}, and {MAX_SIDE} a side, are read")
+    return image
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Decoded, and turned as its EXIF says."""
+    image.load()
+    return ImageOps.exif_transpose(image)
+
+
+def resized(image: Image.Image, size: tuple[int, int]) -> "np.ndarray[Any, Any]":
+    """uint8 [*size, 3]. Rows are resized in width first, as torch does; so a strip at a time gives the same."""
+    import torch
+
+    def scaled(tensor: "torch.Tensor", height: int) -> "torch.Tensor":
+        return torch.nn.functional.interpolate(tensor, (height, size[1]), mode="bicubic", antialias=True)
+
+    width, height = image.size
+    step = max(1, _STRIP_PIXELS // width)
+    strips = (_rgb(image.crop((0, top, width, min(top + step, height)))) for top in range(0, height, step))
+    narrowed = [scaled(torch.from_numpy(strip).permute(2, 0, 1)[None], strip.shape[0]) for strip in strips]
+    return scaled(torch.cat(narrowed, 2), size[0])[0].permute(1, 2, 0).numpy()
+
+
+def _rgb(image: Image.Image) -> "np.ndarray[Any, Any]":
+    """uint8 [height, width, 3]: what is transparent on white, 16 bits as their upper 8."""
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return np.array(image.convert("RGB"))

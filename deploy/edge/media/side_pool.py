@@ -1,0 +1,95 @@
+"""The edge's end of its side processes: a task goes to a process of its own, and an answer comes, or the process is gone."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from deploy.edge.media.tasks import BEGUN, Prepared, Refused, Task, decode_answer, encode
+from engine.errors import InvalidRequest, Overloaded
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKERS = 4  # tasks at once; the others wait
+_CHUNK = 1 << 20
+
+
+class SidePool:
+    """Its side process starts with the first task, or by `start`, and is started again where it has ended."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="media")
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, task: Task) -> Prepared:
+        """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._hand_over(theirs)
+            try:
+                ours.sendall(encode(task))
+                ours.shutdown(socket.SHUT_WR)
+                answer = _read(ours)
+            except ConnectionError:
+                answer = b""
+        if not answer.startswith(BEGUN):
+            raise Overloaded("The process that decodes has ended; please try again shortly.")
+        if answer == BEGUN:
+            raise InvalidRequest("it takes too much time or memory to decode")
+        decoded = decode_answer(memoryview(answer)[len(BEGUN) :])
+        if isinstance(decoded, Refused):
+            raise InvalidRequest(decoded.why)
+        return decoded
+
+    def start(self) -> None:
+        """Ahead of the first task: it takes seconds."""
+        with self._lock:
+            self._start()
+
+    def close(self) -> None:
+        """No more of it."""
+        with self._lock:
+            self._end()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        with self._lock:
+            for _ in range(2):
+                try:
+                    socket.send_fds(self._start(), [b"t"], [connection.fileno()])
+                except ConnectionError:
+                    self._end()
+                else:
+                    return
+        raise Overloaded("The process that decodes cannot be started.")
+
+    def _start(self) -> socket.socket:
+        if self._control is None:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                command = [sys.executable, "-m", "deploy.edge.media.side_process", str(theirs.fileno())]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd=ROOT, env=environment
+                )
+        return self._control
+
+    def _end(self) -> None:
+        if self._control is None or self._process is None:
+            return
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._control = self._process = None
+
+
+def _read(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(_CHUNK):
+        parts.append(part)
+    return b"".join(parts)

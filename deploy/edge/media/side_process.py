@@ -1,0 +1,86 @@
+"""`python -m deploy.edge.media.side_process FD`: forks a process for each task that comes, which is bounded and can do no harm.
+
+    edge --a socket for each task--> this --fork--> a process: reads its task, answers, and is gone
+
+What decodes was written by others, and reads what anybody sends. A process of its own has one task, CPU_S of time and MEMORY_BYTES,
+and whatever it did ends with it. Libraries are loaded once, before any fork. It ends when the edge closes its end.
+"""
+
+import base64
+import gc
+import importlib
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image
+
+from deploy.edge.media.rasters import CELL, prepare_image, resized
+from deploy.edge.media.tasks import BEGUN, DecodeTask, Prepared, Refused, decode_task, encode
+from engine.errors import InvalidRequest
+
+CPU_S = 4
+MEMORY_BYTES = 448 << 20  # beside what the libraries take
+_PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {"image": prepare_image}
+
+
+def main() -> None:
+    """Until the edge closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the edge's to handle
+    _warm_up()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    control = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if os.fork() == 0:
+                control.close()
+                _serve(connection)
+                os._exit(0)
+
+
+def _warm_up() -> None:
+    """What would else be loaded in every process."""
+    importlib.import_module("torch").set_num_threads(1)
+    Image.init()
+    resized(Image.new("RGBA", (9, 9)), (CELL, CELL))
+    gc.freeze()  # a collection in a child would write to every page that it shares
+
+
+def _serve(connection: socket.socket) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    most = _data_bytes() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    connection.sendall(BEGUN)
+    with connection.makefile("rb") as stream:
+        answer = _answer(stream.read())
+    connection.sendall(encode(answer))
+
+
+def _answer(message: bytes) -> Prepared | Refused:
+    try:
+        task = decode_task(message)
+        return _PREPARERS[task.kind](task, base64.b64decode(task.source) if task.encoded else task.source)
+    except InvalidRequest as error:
+        return Refused(str(error))
+    except MemoryError:
+        return Refused("it takes too much memory to decode")
+    except Exception as error:  # noqa: BLE001 - decoders raise anything at all at what is damaged
+        return Refused(f"it cannot be decoded: {error}")
+
+
+def _data_bytes() -> int:
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, "the kernel says what a process has"
+    return int(found[1]) << 10
+
+
+if __name__ == "__main__":
+    main()

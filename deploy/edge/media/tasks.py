@@ -1,0 +1,53 @@
+"""What a side process is asked to do, and what it answers: msgpack over a socket, one task a connection."""
+
+import msgspec
+
+from engine.protocol import MediaKind
+
+BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
+
+
+class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode `source` (base64 where `encoded`) of a media type, and make of it what the encoder gets.
+
+    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `pixels`: of an image, and
+    of a video's frames together; `frames` of a video are looked at.
+    """
+
+    kind: MediaKind
+    source: bytes
+    media_type: str
+    encoded: bool = True
+    budget: int | None = None
+    max_soft_tokens: int = 1120
+    pixels: int = 1 << 25
+    frames: int = 32
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
+    """A medium as MediaItem has it (`kind`, `shape`, `data`, `digest`), and `text`, which stands for it in the prompt.
+
+    `runs`: of soft tokens in the text. Each is a span where `has_spans`.
+    """
+
+    kind: MediaKind
+    shape: tuple[int, ...]
+    data: bytes
+    digest: bytes
+    text: str
+    runs: int = 1
+    has_spans: bool = True
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Why it cannot be done, for the client."""
+
+    why: str
+
+
+BEGUN = b"+"  # before an answer: a process has the task
+Task = DecodeTask
+
+encode = msgspec.msgpack.Encoder().encode
+decode_task = msgspec.msgpack.Decoder(Task).decode
+decode_answer = msgspec.msgpack.Decoder(Prepared | Refused).decode
