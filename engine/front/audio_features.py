@@ -11,11 +11,12 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from engine.audio_geometry import MELS
+
 Array = npt.NDArray[np.float32]
 
 RATE = 16_000
 CLIP_SAMPLES = 30 * RATE  # the most that the tower was trained on
-MELS, ROW_SAMPLES = 128, 640
 _FRAME, _HOP, _FFT = 320, 160, 512
 _CUT_SAMPLES, _QUIET = 10 * RATE, RATE // 10  # a cut is in a clip's last 10 s, in the middle of their quietest 0.1 s
 
@@ -31,14 +32,9 @@ def log_mels(samples: Array) -> Array:
     return np.log(magnitudes @ _mel_filters() + 1e-3).astype(np.float32)
 
 
-def tower_tokens(frames: int) -> int:
-    """Soft tokens of so many log-mel frames: the tower's convolutions halve them twice."""
-    return -(-frames // 4)
-
-
-def raw_rows(samples: Array) -> Array:
-    """samples [n] -> [ceil(n / 640), 640], the last row padded with zeros: a soft token each."""
-    return np.pad(samples, (0, -len(samples) % ROW_SAMPLES)).reshape(-1, ROW_SAMPLES)
+def raw_rows(samples: Array, size: int) -> Array:
+    """samples [n] -> [ceil(n / size), size], the last row padded with zeros: a soft token each."""
+    return np.pad(samples, (0, -len(samples) % size)).reshape(-1, size)
 
 
 def cut_at_silences(samples: Array) -> list[Array]:

@@ -1,0 +1,91 @@
+"""The shape of an audio tower, or of the 12B's rows of raw samples: read from a checkpoint's `audio_config`. No torch.
+
+Source: the public configs and transformers' `models/gemma4` and `models/gemma4_unified`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine.checkpoint import read_json
+from engine.errors import CheckpointError
+from engine.geometry import Geometry, Layer, Rope, read_geometry
+
+MELS: Final = 128
+_IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
+    "attention_context_right": (0,),
+    "gradient_clipping": (1e10,),
+    "hidden_act": ("silu",),
+    "residual_weight": (0.5,),
+    "rms_norm_eps": (1e-6,),
+}
+
+
+@dataclass(frozen=True)
+class AudioGeometry(Geometry):
+    """An audio encoder's; what it has no use for is its model's.
+
+    model     hidden size of the model that reads its rows
+    features  of a row that it takes: of a log-mel frame or, without a tower, samples
+    output    width of what its tower yields, or of its rows
+    channels  of the tower's two convolutions
+    kernel    rows that a layer's convolution sees, the last one its own;   reach  that attention sees
+    cap       of attention's logits
+    """
+
+    model: int = 0
+    features: int = MELS
+    output: int = 0
+    channels: tuple[int, int] = (0, 0)
+    kernel: int = 0
+    reach: int = 0
+    cap: float = 0.0
+
+    @property
+    def unified(self) -> bool:
+        """It is the 12B's, without a tower."""
+        return not self.reach
+
+    def tokens(self, rows: int) -> int:
+        """Soft tokens of a clip of so many rows: a tower's convolutions halve them twice."""
+        return rows if self.unified else -(-rows // 4)
+
+
+def read_audio(folder: Path) -> AudioGeometry | None:
+    """The audio encoder of the checkpoint in `folder`; None: it has none. CheckpointError names the key that is wrong."""
+    path = folder / "config.json"
+    audio = read_json(path).get("audio_config")
+    if not audio:
+        return None
+    wrong = [f"{key} {audio[key]!r}" for key, values in _IMPLEMENTED.items() if audio.get(key, values[0]) not in values]
+    if wrong:
+        raise CheckpointError(f"{path}: audio_config: {'; '.join(wrong)} is not implemented")
+    try:
+        common = {**vars(geometry := read_geometry(folder)), "model": geometry.hidden, "ple": 0, "moe": None}
+        return _rows(audio, common) if "audio_embed_dim" in audio else _tower(audio, common)
+    except KeyError as error:
+        raise CheckpointError(f"{path}: audio_config: the key {error.args[0]!r} is missing") from error
+
+
+def _rows(audio: dict[str, Any], common: dict[str, Any]) -> AudioGeometry:
+    samples = audio["audio_embed_dim"]
+    return AudioGeometry(**{**common, "layers": _layers(1, 1, 0), "heads": 1}, features=samples, output=samples)
+
+
+def _tower(audio: dict[str, Any], common: dict[str, Any]) -> AudioGeometry:
+    heads, hidden = audio["num_attention_heads"], audio["hidden_size"]
+    first, second = audio["subsampling_conv_channels"]
+    return AudioGeometry(
+        **{**common, "hidden": hidden, "heads": heads, "layers": _layers(audio["num_hidden_layers"], heads, hidden)},
+        channels=(first, second),
+        kernel=audio["conv_kernel_size"],
+        reach=audio["attention_context_left"] - 1,
+        cap=audio["attention_logit_cap"],
+        output=audio["output_proj_dims"],
+    )
+
+
+def _layers(count: int, heads: int, hidden: int) -> tuple[Layer, ...]:
+    """Rows without a tower have one of width 0, whose tensors no rule names."""
+    rope = Rope(1.0, 0)
+    return tuple(Layer(i, "sliding", hidden // heads, heads, rope, 4 * hidden, k_eq_v=False, kv_source=i) for i in range(count))

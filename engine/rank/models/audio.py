@@ -1,0 +1,196 @@
+"""Gemma 4's audio encoders: the conformer tower of E2B and E4B, and the 12B's projection of raw samples.
+
+    frames [f, 128] --two convolutions, each halves them--> x [ceil(f / 4), hidden]
+    each layer   x = x + ff(x) / 2;  x = x + norm( attention( norm(x) ) );  x = x + convolution(x);  x = norm( x + ff'(x) / 2 )
+    soft token   = W norm( W' x + b )          norm without weight; the 12B's: W norm(640 samples)
+
+Clips are a ragged batch without padding: a row [T, hidden] sees `reach` rows, itself and those of its clip before it, by a table of
+their numbers. A clip's soft tokens depend on that clip alone.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.audio_geometry import AudioGeometry
+from engine.geometry import Geometry
+from engine.rank.load.loader import load
+from engine.rank.models.audio_weights import TENSORS
+from engine.rank.models.clipped import ClippedProduct, load_bounds
+from engine.rank.models.layers import Shard
+from engine.rank.models.module import Module
+from engine.rank.parallel import Parallel
+from engine.rank.upload import uploaded
+from kernels.norm import rms_norm
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Before:
+    """Rows int64 [T, n] that each row sees, the nearest first; bool, where there is none."""
+
+    rows: Tensor
+    none: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
+        """Of clips of so many rows, one behind the other."""
+        first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]).repeat_interleave(torch.tensor(lengths))
+        rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
+        none = rows < first[:, None]
+        return cls(uploaded(rows.masked_fill(none, 0), device), uploaded(none, device))
+
+
+class Subsample(Module):
+    """Two convolutions of stride 2 over time and mels, then one product."""
+
+    def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
+        super().__init__()
+        first, second = geometry.channels
+        self.convolutions = nn.ParameterList([shard.parameter(first, 1, 3, 3), shard.parameter(second, first, 3, 3)])
+        self.norms = nn.ParameterList([shard.parameter(first), shard.parameter(second)])
+        self.out = shard.matrix(geometry.hidden, geometry.features // 4 * second)
+
+    def forward(self, clips: Sequence[Tensor]) -> Tensor:
+        """clips [f, 128] each -> [T, hidden]."""
+        return self.out(torch.cat([self._convolved(clip) for clip in clips]))
+
+    def _convolved(self, clip: Tensor) -> Tensor:
+        x = clip[None, None]
+        for weight, norm in zip(self.convolutions, self.norms, strict=True):
+            x = functional.conv2d(x, weight, stride=2, padding=1).movedim(1, 3)
+            x = functional.relu(functional.layer_norm(x, norm.shape, norm, eps=_EPS)).movedim(3, 1)
+        return x[0].permute(1, 2, 0).flatten(1)
+
+
+class FeedForward(Module):
+    """norm( W silu( W' norm(x) ) )"""
+
+    def __init__(self, shard: Shard, width: int) -> None:
+        super().__init__()
+        self.pre, self.post = shard.parameter(width), shard.parameter(width)
+        self.up, self.down = ClippedProduct(shard, 4 * width, width), ClippedProduct(shard, width, 4 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(self.down(functional.silu(self.up(rms_norm(x, self.pre, _EPS)))), self.post, _EPS)
+
+
+class AudioAttention(Module):
+    """softmax( cap tanh( q (k + r) / cap ) ) v in fp32: r is of the distance between two rows."""
+
+    def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
+        super().__init__()
+        width = geometry.hidden
+        self._shape, self._cap = (-1, geometry.heads, width // geometry.heads), geometry.cap
+        self.q, self.k, self.v, self.o = (ClippedProduct(shard, width, width) for _ in range(4))
+        self.relative = shard.matrix(width, width)
+        self.scale = shard.parameter(width // geometry.heads)
+
+    def forward(self, x: Tensor, distances: Tensor, before: Before) -> Tensor:
+        """x [T, hidden], distances [reach, hidden]"""
+        q, k, v = (product(x).float().view(self._shape) for product in (self.q, self.k, self.v))
+        q = q * (q.shape[2] ** -0.5 / math.log(2)) * functional.softplus(self.scale)
+        near = k[before.rows] * math.log2(1 + math.e) + self.relative(distances).float().view(self._shape)
+        logits = self._cap * torch.tanh(torch.einsum("thd,tnhd->thn", q, near) / self._cap)
+        shares = logits.masked_fill(before.none[:, None], -torch.inf).softmax(-1)
+        return self.o(torch.einsum("thn,tnhd->thd", shares, v[before.rows]).flatten(1).to(x.dtype))
+
+
+class Convolution(Module):
+    """W silu( norm( depthwise( glu( W' norm(x) ) ) ) ), over a row and those before it."""
+
+    def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
+        super().__init__()
+        width = geometry.hidden
+        self.pre, self.norm = shard.parameter(width), shard.parameter(width)
+        self.start, self.end = ClippedProduct(shard, 2 * width, width), ClippedProduct(shard, width, width)
+        self.depthwise = shard.parameter(width, 1, geometry.kernel)
+
+    def forward(self, x: Tensor, before: Before) -> Tensor:
+        x = functional.glu(self.start(rms_norm(x, self.pre, _EPS)))
+        count = self.depthwise.shape[2]
+        near = x[before.rows[:, :count]].masked_fill(before.none[:, :count, None], 0)
+        x = torch.einsum("tnc,cn->tc", near, self.depthwise[:, 0].flip(1)).contiguous()
+        return self.end(functional.silu(rms_norm(x, self.norm, _EPS)))
+
+
+class AudioBlock(Module):
+    """One conformer layer."""
+
+    def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
+        super().__init__()
+        width = geometry.hidden
+        self.first, self.second = FeedForward(shard, width), FeedForward(shard, width)
+        self.attention, self.convolution = AudioAttention(shard, geometry), Convolution(shard, geometry)
+        self.pre_attention, self.post_attention, self.norm = (shard.parameter(width) for _ in range(3))
+
+    def forward(self, x: Tensor, distances: Tensor, before: Before) -> Tensor:
+        x = x + 0.5 * self.first(x)
+        attended = self.attention(rms_norm(x, self.pre_attention, _EPS), distances, before)
+        x = x + rms_norm(attended, self.post_attention, _EPS)
+        x = x + self.convolution(x, before)
+        return rms_norm(x + 0.5 * self.second(x), self.norm, _EPS)
+
+
+class AudioEncoder(Shard):
+    """One rank's encoder of clips. Its geometry is an `AudioGeometry`."""
+
+    geometry: AudioGeometry
+
+    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        assert isinstance(geometry, AudioGeometry), geometry
+        super().__init__(geometry, parallel, dtype, device)
+        self.out = self.matrix(geometry.model, geometry.output)
+
+    def forward(self, clips: Sequence[Tensor]) -> Tensor:
+        """clips fp32 [rows, features] each, on its device -> soft tokens [T, model], in order."""
+        encoded = self.encoded([clip.to(self.dtype) for clip in clips])
+        return self.out(rms_norm(encoded, None, _EPS))  # type: ignore[no-any-return]
+
+    def encoded(self, clips: Sequence[Tensor]) -> Tensor:
+        """[T, output]; without a tower the rows themselves."""
+        return torch.cat(list(clips))
+
+
+class AudioTower(AudioEncoder):
+    """The tower."""
+
+    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, parallel, dtype, device)
+        geometry = self.geometry
+        self.subsample = Subsample(self, geometry)
+        self.blocks = nn.ModuleList(AudioBlock(self, geometry) for _ in geometry.layers)
+        self.last, self.bias = self.parameter(geometry.output, geometry.hidden), self.parameter(geometry.output)
+        self._distances = _distances(geometry).to(device, dtype)
+
+    def encoded(self, clips: Sequence[Tensor]) -> Tensor:
+        before = Before.of([self.geometry.tokens(len(clip)) for clip in clips], self.geometry.reach, self.device)
+        x = self.subsample(clips)
+        for block in self.blocks:
+            x = block(x, self._distances, before)
+        return functional.linear(x, self.last, self.bias)
+
+
+def audio_encoder(geometry: AudioGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
+    """The empty encoder of a geometry."""
+    return (AudioEncoder if geometry.unified else AudioTower)(geometry, parallel, dtype, device)
+
+
+def load_audio_encoder(model: AudioEncoder, folder: Path, progress: bool = False) -> None:
+    """Fill an encoder from the checkpoint in `folder`; CheckpointError as `load`."""
+    load(model, TENSORS, folder, progress)
+    load_bounds(model, TENSORS, folder)
+
+
+def _distances(geometry: AudioGeometry) -> Tensor:
+    """[reach, hidden]: sines and cosines of a row's distance to one before it."""
+    half = geometry.hidden // 2
+    rates = torch.exp(torch.arange(half) * -(math.log(10_000) / max(half - 1, 1)))
+    angles = torch.arange(geometry.reach)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
