@@ -1,4 +1,4 @@
-"""How a command talks: JSON for scripts, Rich on a terminal, plain lines everywhere else."""
+"""How a command talks: JSON for scripts, plain lines for people."""
 
 import argparse
 import json
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; it cannot run like this
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ def emit(value: Any, parts: Iterable[Part], *, as_json: bool) -> None:
     """`value` as JSON, or `parts` as text, on stdout."""
     if as_json:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
-    elif sys.stdout.isatty():
-        _rich(parts)
     else:
         sys.stdout.write("".join(f"{line}\n" for line in plain(parts)))
     sys.stdout.flush()
@@ -68,26 +65,6 @@ def _columns(table: Table) -> Iterator[str]:
     for row in rows:
         cells = zip(row, widths, table.columns, strict=True)
         yield "  ".join(cell.rjust(width) if name.startswith(">") else cell.ljust(width) for cell, width, name in cells).rstrip()
-
-
-def _rich(parts: Iterable[Part]) -> None:
-    """The same with borders and colours."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console()
-    for part in parts:
-        if isinstance(part, str):
-            console.print(part, markup=False, highlight=False)
-            continue
-        table = RichTable(title=part.title or None, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(part.columns))
-        for name in part.columns:
-            table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-        for row in part.rows:
-            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-        console.print(table)
 
 
 def gib(size: float) -> str:
