@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; it cannot run like this
 
@@ -20,12 +20,7 @@ class Table:
 
 
 Part = Table | str
-
-
-class Subparsers(Protocol):
-    """What `add_subparsers` gives, as far as a command needs it."""
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser: ...
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command(commands: Subparsers, name: str, summary: str, teach: str, *, as_json: bool = True) -> argparse.ArgumentParser:
