@@ -6,33 +6,15 @@ How long a process has owed a step, cluster/health says. What idles is not stall
 import select
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
+from cluster.group import Group
 from cluster.health import Observation, stalls
 from engine.events import ProcessFigures, ScrapeGauges
+from engine.front.client import EngineClient
 from engine.rank_status import RankStatus
 
 
-class StatusSource(Protocol):
-    """What is needed of a group."""
-
-    @property
-    def pidfds(self) -> Mapping[str, int]: ...
-
-    def status(self) -> list[RankStatus]: ...
-
-
-class Front(Protocol):
-    """What is needed of an EngineClient."""
-
-    @property
-    def open(self) -> int: ...
-
-    @property
-    def waiting_since(self) -> int | None: ...
-
-
-def read_gauges(group: StatusSource, front: Front) -> ScrapeGauges:
+def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
     """The figures now; from any thread."""
     statuses = group.status()
     return ScrapeGauges(front.open, processes(statuses, alive(group.pidfds), time.monotonic_ns(), front.waiting_since))

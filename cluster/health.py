@@ -11,13 +11,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from cluster.children import ExitStatus, child_name, root_cause
+from cluster.group import Group
 from cluster.handshake import SETTLE_S
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.rank_status import RankStatus
 
@@ -148,20 +148,6 @@ def _names(indices: Sequence[int], statuses: Sequence[RankStatus]) -> str:
     return ", ".join(child_name(index, len(statuses) - 1) for index in indices)
 
 
-class WatchedGroup(Protocol):
-    """What the watcher needs of a group."""
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def pidfds(self) -> Mapping[str, int]: ...
-
-    def status(self) -> list[RankStatus]: ...
-
-    def exits(self) -> list[ExitStatus]: ...
-
-
 class Watcher:
     """Watches a group from the running loop and calls `on_death(death)` exactly once, unless it is closed first.
 
@@ -171,7 +157,7 @@ class Watcher:
 
     def __init__(
         self,
-        group: WatchedGroup,
+        group: Group,
         on_death: Callable[[Death], None],
         *,
         waiting: Callable[[], int | None] = lambda: None,

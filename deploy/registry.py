@@ -7,7 +7,7 @@ register everybody again within a second, and its counters begin at zero, as a r
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
@@ -53,18 +53,8 @@ class Discovery:
         self._registry.deregister(target, cause, counts)
 
 
-class RegistryClient(Protocol):
-    """Where a replica's words go. Every call may raise RayError, within its timeout."""
-
-    def url(self) -> str: ...
-
-    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply: ...
-
-    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None: ...
-
-
 class RayRegistryClient:
-    """The actor of this cluster, which is started where there is none."""
+    """The actor of this cluster, which is started where there is none. Every call may raise RayError, within its timeout."""
 
     def __init__(self, settings: DiscoverySettings) -> None:
         self._settings = settings
@@ -105,7 +95,7 @@ class HeartbeatSender:
 
     def __init__(
         self,
-        registry: RegistryClient,
+        registry: RayRegistryClient,
         target: ScrapeTarget,
         counts: Callable[[], Counts],
         on_url: Callable[[str], None],

@@ -13,11 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from engine.events import EngineLoad, Event, FirstToken, RequestFinished, RequestStarted
 from engine.protocol import Load
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 POLICY = "deploy.scaling:Scaling"
 TTFT_WINDOW_S = 15.0
@@ -87,22 +90,6 @@ class Demand:
         return 0.0 if oldest is None else self._clock() - oldest
 
 
-class Context(Protocol):
-    """What is read of Serve's AutoscalingContext; `policy_state` is what the call before returned."""
-
-    current_num_replicas: int
-    target_num_replicas: int
-    policy_state: dict[str, Any]
-    current_time: float
-    config: Any
-
-    @property
-    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
-
-    @property
-    def total_queued_requests(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class Scaling:
     """Wants the least number of replicas that keeps every figure within its target; ValueError for a target out of its range.
@@ -127,7 +114,7 @@ class Scaling:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
                 raise ValueError(f"policy_kwargs.{each.name}: {value!r} is not a number in (0, {most:g}]")
 
-    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
+    def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """(replicas wanted, state), as Serve asks every tick."""
         told, now = context.aggregated_metrics or {}, context.target_num_replicas
         sums = {name: sum(told.get(name, {}).values()) for name in SUMMED_FIGURES}
@@ -151,21 +138,21 @@ class Scaling:
         for name, total in sums.items():
             yield math.ceil(total / (share * getattr(self, name)) - _ROUNDING), name
 
-    def _settled(self, context: Context) -> float | None:
+    def _settled(self, context: "AutoscalingContext") -> float | None:
         """Since when all wanted replicas run; None while some are starting or ending."""
         if context.current_num_replicas != context.target_num_replicas:
             return None
         since: float | None = context.policy_state.get("settled")
         return context.current_time if since is None else since
 
-    def _say(self, context: Context, wanted: int, why: str, figures: Mapping[str, float]) -> None:
+    def _say(self, context: "AutoscalingContext", wanted: int, why: str, figures: Mapping[str, float]) -> None:
         """One line at each change of mind."""
         if wanted != context.policy_state.get("wanted", context.target_num_replicas):
             shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
             logger.info("scaling: %d replicas wanted, by %s (%s)", wanted, why, shown)
 
 
-def _seen(context: Context, settled: float | None) -> bool:
+def _seen(context: "AutoscalingContext", settled: float | None) -> bool:
     """Whether the figures speak of the replicas that there are now, and of no time before."""
     return settled is not None and context.current_time - settled >= TTFT_WINDOW_S + context.config.look_back_period_s
 

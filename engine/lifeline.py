@@ -26,7 +26,7 @@ from engine.channel import map_shared
 from engine.config import EngineConfig
 from engine.errors import QuartetError
 from engine.protocol import FrameReader, frame
-from engine.rank_status import Phase, StatusBlock
+from engine.rank_status import StatusBlock
 
 HEARTBEAT_S = 0.25
 _PR_SET_PDEATHSIG = 1
@@ -68,12 +68,10 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """rank -> replica: weights are in place; bytes left for KV pages, rms of the residual after the last layer."""
+    """rank -> replica: weights are in place; bytes left for KV pages."""
 
     kv_bytes: int
     weight_bytes: int
-    residual_rms: float
-    seconds: float
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
@@ -176,12 +174,7 @@ class Lifeline:
         self.status = StatusBlock(map_shared(args.status))
         self._boot = BootSocket(socket.socket(fileno=args.lifeline))
         self._boot.sock.setblocking(True)
-        self.phase(Phase.starting)
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
-
-    def phase(self, phase: int, memory_bytes: int = 0) -> None:
-        """Record the phase of this process."""
-        self.status.phase(self.args.status_index, memory_bytes, phase, os.getpid())
 
     def send(self, message: BootMessage) -> None:
         """Send a message to the replica."""

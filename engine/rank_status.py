@@ -3,13 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-class Phase:
-    """The phase of a process, in its status record."""
-
-    starting, loading, ready = range(3)
-
-
 STATUS_BYTES = 128
 HASHES = 8  # of the last steps
 _LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
@@ -29,9 +22,6 @@ class RankStatus:
     progress_ns: int = 0
     step_us: int = 0
     heartbeat_ns: int = 0
-    memory_bytes: int = 0
-    phase: int = Phase.starting
-    pid: int = 0
     busy_us: int = 0
     idle_us: int = 0
     late_compilations: int = 0
@@ -62,11 +52,10 @@ class StatusBlock:
     def read(self, index: int) -> RankStatus:
         """The current record; fields are read one by one, so they may differ by a step."""
         words = self._record(index).tolist()
-        launched, finished, progress_ns, step_us, heartbeat_ns, memory_bytes, phase_pid, device = words[:8]
-        phase, pid = phase_pid & _LOW, phase_pid >> 32
+        launched, finished, progress_ns, step_us, heartbeat_ns, device = words[:6]
         times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
         hashes = {word >> 32: word & _LOW for word in words[8:] if word}
-        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, memory_bytes, phase, pid, *times, hashes)
+        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, *times, hashes)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
         """Main thread: a step was launched or finished."""
@@ -80,17 +69,11 @@ class StatusBlock:
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
         """Main thread: how the device spent the last step; values saturate (16 s; 65 535)."""
         words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
-        self._record(index)[7] = words[0] | words[1] << 24 | words[2] << 48
+        self._record(index)[5] = words[0] | words[1] << 24 | words[2] << 48
 
     def heartbeat(self, index: int, now_ns: int) -> None:
         """Lifeline thread: the process is scheduled at all."""
         self._record(index)[4] = now_ns
-
-    def phase(self, index: int, memory_bytes: int, phase: int, pid: int) -> None:
-        """Main thread: the process moved to another phase."""
-        record = self._record(index)
-        record[5] = memory_bytes
-        record[6] = phase | pid << 32
 
     def _record(self, index: int) -> memoryview:
         """Its words; a temporary view, so that the memory's owner can unmap it."""

@@ -1,14 +1,13 @@
-"""How a command talks: JSON for scripts, Rich on a terminal, plain lines everywhere else."""
+"""How a command talks: JSON for scripts, plain lines for people."""
 
 import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; it cannot run like this
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,7 @@ class Table:
 
 
 Part = Table | str
-
-
-class Subparsers(Protocol):
-    """What `add_subparsers` gives, as far as a command needs it."""
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser: ...
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command(commands: Subparsers, name: str, summary: str, teach: str, *, as_json: bool = True) -> argparse.ArgumentParser:
@@ -43,8 +37,6 @@ def emit(value: Any, parts: Iterable[Part], *, as_json: bool) -> None:
     """`value` as JSON, or `parts` as text, on stdout."""
     if as_json:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
-    elif sys.stdout.isatty():
-        _rich(parts)
     else:
         sys.stdout.write("".join(f"{line}\n" for line in plain(parts)))
     sys.stdout.flush()
@@ -68,26 +60,6 @@ def _columns(table: Table) -> Iterator[str]:
     for row in rows:
         cells = zip(row, widths, table.columns, strict=True)
         yield "  ".join(cell.rjust(width) if name.startswith(">") else cell.ljust(width) for cell, width, name in cells).rstrip()
-
-
-def _rich(parts: Iterable[Part]) -> None:
-    """The same with borders and colours."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console()
-    for part in parts:
-        if isinstance(part, str):
-            console.print(part, markup=False, highlight=False)
-            continue
-        table = RichTable(title=part.title or None, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(part.columns))
-        for name in part.columns:
-            table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-        for row in part.rows:
-            table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-        console.print(table)
 
 
 def gib(size: float) -> str:

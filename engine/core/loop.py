@@ -34,7 +34,6 @@ from engine.lifeline import Lifeline, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, TokenBatch, decode_front_message
-from engine.rank_status import Phase
 from engine.vision_geometry import read_vision
 
 logger = logging.getLogger(__name__)
@@ -245,7 +244,6 @@ def serve(lifeline: Lifeline) -> None:
     vocabulary = read_vocabulary(config)  # while the ranks load their weights
     scheduler = Scheduler(scheduler_config(config, lifeline.allocate(), lifeline.ranks_ready()))
     collect_rarely()
-    lifeline.phase(Phase.ready)
     lifeline.send(Ready())
     try:
         waiter = Waiter(args.spin, idle_s=200e-6)

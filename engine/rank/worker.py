@@ -28,7 +28,6 @@ from engine.rank.runner import Forwarded, Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank.start_checks import residual_rms
 from engine.rank.step_times import measure
-from engine.rank_status import Phase
 from engine.step_media import MediaReader
 from kernels import launch
 from kernels.allreduce import MappedCollectives
@@ -46,13 +45,12 @@ def boot(lifeline: Lifeline) -> Runner:
     """The handshake, up to Ready."""
     started = time.monotonic()
     config = lifeline.configure()
-    lifeline.phase(Phase.loading)
     rank = load(config, lifeline.args)
     weight_bytes = rank.weight_bytes
     with torch.inference_mode():
         rms = residual_rms(rank.model, config.kv_groups(rank.geometry))
     seconds = time.monotonic() - started
-    lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes, residual_rms=rms, seconds=seconds))
+    lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes))
     runner = build(rank, lifeline.allocate())
     self_check(rank.parallel, rank.device, rank.model.dtype)
     wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
@@ -66,7 +64,6 @@ def boot(lifeline: Lifeline) -> Runner:
     gc.freeze()
     gc.disable()  # a step makes no cycles, and a collection would hold up every rank
     wait_at_most(rank, config.step_timeout_s)
-    lifeline.phase(Phase.ready, weight_bytes)
     note = f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"
     lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))
     return runner

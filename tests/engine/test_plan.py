@@ -31,7 +31,7 @@ from engine.plan import (
 )
 from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS, STEP
 from engine.protocol import Logprobs, PromptLogprobs, SamplingParams
-from engine.rank_status import STATUS_BYTES, Phase, RankStatus, StatusBlock
+from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
 from tests.support.engine.plans import (
     KINDS,
     DecodeRow,
@@ -267,9 +267,8 @@ def test_status_fields_have_one_writer_each() -> None:
     block = StatusBlock(memory)
     block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF, step_us=12)
     block.heartbeat(1, 99)
-    block.phase(1, memory_bytes=2**40, phase=Phase.ready, pid=4321)
     block.device(1, busy_us=4500, idle_us=2**24 - 1, late_compilations=65535)
-    expected = RankStatus(7, 6, 2**63, 12, 99, 2**40, Phase.ready, 4321, 4500, 2**24 - 1, 65535, {6: 0xFFFFFFFF})
+    expected = RankStatus(7, 6, 2**63, 12, 99, 4500, 2**24 - 1, 65535, {6: 0xFFFFFFFF})
     assert block.read(1) == expected
     assert expected.state_hash == 0xFFFFFFFF
     block.heartbeat(1, 100)

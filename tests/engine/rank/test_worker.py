@@ -15,7 +15,6 @@ from engine.plan import StepPlan, StepResult
 from engine.rank import worker
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.parallel import Inboxes, Single
-from engine.rank_status import Phase
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
@@ -90,8 +89,7 @@ def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
     with Ranks(config) as ranks:
         loaded = ranks.boot(PAGES)
         assert len({message.weight_bytes for message in loaded}) == 1
-        assert all(message.kv_bytes > 0 and 0.1 < message.residual_rms < 100 for message in loaded)
-        assert [status.phase for status in ranks.statuses()] == [Phase.ready] * 4
+        assert all(message.kv_bytes > 0 for message in loaded)
         results, hashes = replay_in_step(ranks, recording.plans, recording.masks)
         times = sorted(status.step_us for status in ranks.statuses())
         ranks.submit(StepPlan(len(recording.plans) + 1, stop=True))

@@ -17,7 +17,6 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.errors import CheckpointError
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, fail
 from engine.plan import ResultRow, StepPlan
-from engine.rank_status import Phase
 from tests.support.engine.plans import decode_plan, encode_result, result_of
 
 FIRST_TOKEN = 10
@@ -132,10 +131,9 @@ def serve(lifeline: Lifeline, behaviour: Behaviour) -> None:
     """The handshake, then the plans."""
     lifeline.configure()
     load(behaviour)
-    lifeline.send(Loaded(kv_bytes=behaviour.kv_bytes, weight_bytes=1000, residual_rms=1.0, seconds=0.0))
+    lifeline.send(Loaded(kv_bytes=behaviour.kv_bytes, weight_bytes=1000))
     lifeline.allocate()
     rank = FakeRank(lifeline, behaviour)
-    lifeline.phase(Phase.ready)
     lifeline.send(Ready(note="fake", fallbacks=behaviour.fallbacks))
     rank.run()
 
