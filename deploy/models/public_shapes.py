@@ -24,7 +24,7 @@ MEDIA = {
 
 @dataclass(frozen=True)
 class VisionShape:
-    """A vision tower; without layers, the 12B's embedder. positions: entries of its table a side; clipped: its products have bounds;
+    """A vision tower; without layers, the 12B's embedder. positions: entries of its table a side; clipped: products have bounds;
     standardize: of what it yields."""
 
     hidden: int
@@ -50,7 +50,8 @@ class AudioShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model: its text part is `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in tokens.
+    """One model: its text part is `groups` x (`sliding` sliding layers + 1 full layer); widths in elements, window and positions in
+    tokens.
 
     `media`: ids of the control tokens around and for images, audio and video, by their names.
     """

@@ -63,7 +63,8 @@ def test_a_dense_layer_is_seven_launches(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 24, 64])
 def test_a_layer_with_experts(rows: int) -> None:
-    """Thirteen launches in each of the 26B's 30 layers, of one row twelve; a norm's rows are not shared out, because routers read the residual."""
+    """Thirteen launches in each of the 26B's 30 layers, of one row twelve; a norm's rows are not shared out: routers read the
+    residual."""
     names = [node.kernel for node in step("26b-a4b", rows)]
     products = "_gemv" if rows == 1 else "_gemm"
     experts = ["_group"] * (rows > 1) + ["_grouped", "_grouped", "_combine"]

@@ -24,7 +24,7 @@ Nano = Callable[[str], Path]
 
 
 def spans_of(window: int) -> Spans:
-    """Images at the beginning and the end of prompts, over a page's and a window's edge, a token apart, and longer than a window."""
+    """Images at the beginning and the end of prompts, over a page's and a window's edge, a token apart, longer than a window."""
     first = ((5, 2 * window + 14), (2 * window + 15, 2 * window + 40), (3 * window - 2, 3 * window + 33))
     return (first, ((0, 32), (window - 3, window + 5)), ((1, window // 2),))
 

@@ -74,7 +74,9 @@ def error(found: Tensor, right: Tensor) -> float:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("member", MEMBERS)
-def test_rows_are_transformers(both: Callable[[str], tuple[VisionEncoder, Any]], member: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_transformers(
+    both: Callable[[str], tuple[VisionEncoder, Any]], member: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch of pictures of many sizes has the rows that transformers gives each of them, padded; with x and y swapped it has not,
     nor without the bounds of products, nor where pictures see each other."""
     model, oracle = both(member)
