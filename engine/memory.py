@@ -15,6 +15,7 @@ from engine.vision_geometry import CELL, SIDE, VisionGeometry, read_vision
 PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
+INBOX_BYTES = 128 << 20  # that a rank's inboxes may take so that drafts find room too; sums of more rows are collectives
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
 ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
@@ -38,7 +39,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 
 def reserved_bytes(config: EngineConfig) -> int:
     """Bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
-    sampling = sampling_bytes(config.max_seqs * config.widest, read_geometry(Path(config.model)).vocab, config.tp)
+    sampling = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp, config.widest)
     vision = None if config.language_model_only else read_vision(Path(config.model))
     return sampling + (0 if vision is None else encoder_bytes(vision, ITEMSIZE[config.dtype]))
 
@@ -55,10 +56,11 @@ def buckets(max_seqs: int) -> tuple[int, ...]:
     return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 
 
-def sampling_bytes(max_seqs: int, vocab: int, tp: int) -> int:
-    """Bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`; the logits of a step's rows, in the memory
-    of captured steps and in that of eager ones, and there once more, as they were, for rows with logprobs; and PIECES of logits."""
-    logits = 4 * buckets(max_seqs)[-1] * vocab_share(vocab, tp)
+def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
+    """Bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`; the logits of a step's rows, `width` a
+    sequence, in the memory of captured steps and in that of eager ones, and there once more, as they were, for rows with logprobs;
+    and PIECES of logits."""
+    logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
     return adjustment_bytes(max_seqs, vocab, tp) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 

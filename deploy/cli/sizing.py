@@ -23,7 +23,7 @@ from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.config import MAX_SEQS, EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
-from engine.memory import kv_budget, longest_sequence, reserved_bytes
+from engine.memory import INBOX_BYTES, kv_budget, longest_sequence, reserved_bytes
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -158,7 +158,8 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
     """
     from engine.memory import pages_of
 
-    budget = kv_budget(engine, memory, weights + reserve)
+    inboxes = INBOX_BYTES if engine.tp > 1 and engine.widest > 1 else 0  # those of one row a sequence are in the reserve
+    budget = kv_budget(engine, memory, weights + reserve + inboxes)
     if budget <= 0:
         raise ConfigError(_too_large(engine, weights, reserve, memory))
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.geometry import Geometry
-from engine.memory import buckets, kv_budget
+from engine.memory import INBOX_BYTES, buckets, kv_budget
 from engine.protocol import MediaKind
 from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
@@ -27,6 +27,7 @@ from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
 from engine.vision_geometry import read_vision
 from engine.weight_formats import weight_format
+from kernels.fused_allreduce_norm import AllReduceInbox
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,10 @@ def load_rank(
         dummy(model, architecture.tensors, weights=weights)
     else:
         allocate(model, architecture.tensors, weights)
-    drafter = _drafter(config, geometry, parallel, dtype, device)
+    drafter = _drafter(config, geometry, parallel, dtype, device, source)
     encoders = _encoders(config, source, dtype, device, progress=first)
-    rows, width = buckets(config.max_seqs)[-1], geometry.hidden * (2 if geometry.moe else 1)
+    width = geometry.hidden * (2 if geometry.moe else 1)
+    rows = inbox_rows(config, AllReduceInbox.bytes(parallel.size, 1, width, dtype))
     if checked:
         with torch.inference_mode():
             inboxes, alone = checked_inboxes(parallel, rows, width, geometry.hidden, device, dtype)
@@ -98,19 +100,21 @@ def load_rank(
 
 
 def _drafter(
-    config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device, source: str
 ) -> Assistant | None:
-    """The model's assistant, if drafts are asked for; it is filled from its folder wherever the model has weights."""
+    """The model's assistant, if drafts are asked for, filled as the model is."""
     if config.widest == 1:
         return None
     folder = Path(str(config.mtp.model))
     shape = read_assistant(folder, geometry)
     check_shards(shape, geometry, parallel.size)
     drafter = Assistant(shape, parallel, dtype, device)
-    if device.type == "meta":
-        allocate(drafter, ASSISTANT_TENSORS)
-    else:
+    if source == "safetensors":
         load_assistant(drafter, folder, progress=parallel.rank == 0)
+    elif source == "dummy":
+        dummy(drafter, ASSISTANT_TENSORS)
+    else:
+        allocate(drafter, ASSISTANT_TENSORS)
     return drafter
 
 
@@ -130,6 +134,12 @@ def _encoders(
     else:
         allocate(encoder, VISION_TENSORS)
     return {"image": encoder, "video": encoder}
+
+
+def inbox_rows(config: EngineConfig, row_bytes: int) -> int:
+    """Rows that the group's inboxes have room for: of all sequences, and of their drafts as far as INBOX_BYTES go."""
+    sequences = buckets(config.max_seqs)[-1]
+    return min(sequences * config.widest, max(sequences, INBOX_BYTES // row_bytes))
 
 
 def kv_bytes(rank: Rank) -> int:

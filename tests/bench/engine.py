@@ -21,7 +21,8 @@ seconds lowers its clock, by a tenth and more on some hosts.
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
 live weights, 1024 tokens of prompt). --shard-of N: what a rank of N computes, as a model of its own with weights drawn from a
-seed: core, rank and GPU as ever, but no wires. --record MACHINE appends to tests/bench/results.csv.
+seed: core, rank and GPU as ever, but no wires. --drafts N --accepted A: with a drafter of random weights, of whose drafts a
+fixed share is accepted: a step gives A tokens in the mean (tests.bench.synthetic_rank). --record MACHINE appends to tests/bench/results.csv.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cluster.children import child_command
 from cluster.group import Group
 from deploy.models.resolve import resolve
 from engine.config import engine_config
@@ -45,6 +47,8 @@ from engine.geometry import read_geometry
 from engine.protocol import SamplingParams
 from tests.bench.record import Row, append
 from tests.bench.shard_model import write_shard
+from tests.bench.synthetic_rank import Synthetic
+from tests.support.engine import drafters
 from tests.support.engine.outputs import outputs
 
 PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0.5.17
@@ -153,7 +157,7 @@ def told(args: argparse.Namespace, size: int, firsts: list[Run], wholes: list[Ru
     first, whole = min(run.seconds for run in firsts), min(run.seconds for run in wholes)
     beside, steady = min(run.beside for run in wholes), min(run.steady for run in wholes)
     step = 1e3 * (whole - first) / args.tokens
-    compared = args.shard_of == 1 and args.sampling == "greedy"
+    compared = args.shard_of == 1 and args.sampling == "greedy" and not args.drafts
     peers = PEERS.get((args.model.split(":")[-1], args.tp, size)) if compared else None
     against = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
     seen = {"prefill": [run.seconds for run in firsts], "beside": [run.beside for run in wholes]}
@@ -173,7 +177,8 @@ def case(args: argparse.Namespace) -> str:
     """What runs, in the name of a row's case."""
     shard = f"-shard-of-{args.shard_of}" if args.shard_of > 1 else ""
     sampled = "" if args.sampling == "greedy" else f"-{args.sampling}-sampling"
-    return f"{args.model.split(':')[-1]}{shard}-tp{args.tp}{sampled}"
+    drafted = f"-{args.drafts}-drafts-{args.accepted:g}-tokens" if args.drafts else ""
+    return f"{args.model.split(':')[-1]}{shard}-tp{args.tp}{sampled}{drafted}"
 
 
 def arguments() -> argparse.Namespace:
@@ -192,25 +197,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loads", choices=["mixed", "long"], nargs="*", default=[], help="loads behind the batches")
     parser.add_argument("--slots", type=int, default=0, help="requests that run at once; by default the largest batch")
     parser.add_argument("--sampling", choices=list(SAMPLING), default="greedy")
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--accepted", type=float, default=1.0, help="tokens of a step with drafts, in the mean")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     return parser.parse_args()
 
 
-def serve(folder: Path, args: argparse.Namespace) -> list[Row]:
-    """Boot, measure, end."""
+def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
+    """Boot, measure, end. drafter: a folder to write it into."""
+    mtp = {"model": str(drafters.write(folder, drafter)), "drafts": args.drafts} if args.drafts else {}
     config = engine_config(
         model=str(folder),
         tp=args.tp,
         device=args.device,
         dtype="bfloat16" if args.device == "cuda" else "float32",
-        load_format="dummy" if args.model.startswith("dummy:") or args.shard_of > 1 else "safetensors",
+        load_format="dummy" if args.model.startswith("dummy:") or args.shard_of > 1 or args.drafts else "safetensors",
+        mtp=mtp,
         max_seqs=args.slots or max(args.batches),
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
     )
-    group = Group.boot(config)
+    group = Group.boot(config, Synthetic(args.accepted, args.drafts) if args.drafts else child_command)
     try:
         print(f"ready in {group.boot_s:.1f} s, pages {group.pages}", flush=True)
         rows = [(f"{case(args)}-start", "ready", group.boot_s, "s")]
@@ -226,7 +235,8 @@ def main() -> None:
     args = arguments()
     with tempfile.TemporaryDirectory() as scratch:
         whole = resolve(args.model)
-        rows = serve(whole if args.shard_of == 1 else write_shard(whole, args.shard_of, Path(scratch)), args)
+        target = whole if args.shard_of == 1 else write_shard(whole, args.shard_of, Path(scratch) / "target")
+        rows = serve(target, Path(scratch) / "drafter", args)
     if args.record:
         append(rows, args.record, "tests.bench.engine")
 

@@ -4,6 +4,9 @@ Sequences of `--context` tokens are admitted with their pages full of random K a
 milliseconds a step: `graph`, replays back to back, which is what the device takes; `launch`, plans through the runner, two out at a
 time, which is what the host allows. The bytes of a step at the best read rate seen on an H200 stand beside it.
 
+    --drafts 5 --accepted 4.42 each step verifies 5 drafts and gives so many tokens in the mean, whatever is drafted: random weights
+                               accept nothing. `token`, milliseconds a token, a stream's; `verify` and `draft`, the device's
+
     --tp 4                     four ranks on four GPUs
     --tp 4 --loopback          rank 0 of four on one GPU: its sums and choices go to itself: all but the wires
     --device cpu               everything but graphs, on nano shapes: a rehearsal
@@ -12,21 +15,27 @@ time, which is what the host allows. The bytes of a step at the best read rate s
 import argparse
 import json
 import tempfile
+from array import array
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.geometry import kv_groups, read_geometry
-from engine.plan import StepPlan, encode_plan, single_rows
+from engine.plan import StepPlan, decode_result, encode_plan, single_rows
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
+from engine.rank.stages import draft_stage
 from tests.bench.gpu_ranks import run_on_gpus
 from tests.bench.profiling import bare_rank
 from tests.bench.profiling.bare_rank import READ_RATE, BareRank, pages_held
-from tests.bench.profiling.decode_times import time_step
+from tests.bench.profiling.decode_times import WARM_STEPS, lengths_kept, replay, replay_ms, time_step
 from tests.bench.profiling.loopback import Loopback
+from tests.bench.shard_model import write_shard
+from tests.support.engine import drafters
 
 
 def say(parallel: Parallel, text: str) -> None:
@@ -37,21 +46,51 @@ def say(parallel: Parallel, text: str) -> None:
 def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *, graphs: bool) -> BareRank:
     """The rank over pools that hold the largest batch."""
     folder, most = resolve(args.model), max(args.batches)
-    config = engine_config(
-        model=str(folder), tp=parallel.size, device=device.type, dtype=args.dtype, load_format="dummy",
-        max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, graphs=graphs,
-        debug_pages=args.debug_pages,
-    )  # fmt: skip
-    pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps)
-    return bare_rank.build(load_rank(config, parallel, device, checked=False), pages, lambda text: say(parallel, text))
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.shard_of > 1:
+            folder = write_shard(folder, args.shard_of, Path(scratch) / "target")
+        mtp = {"model": str(drafters.write(folder, Path(scratch) / "drafter")), "drafts": args.drafts} if args.drafts else {}
+        config = engine_config(
+            model=str(folder), tp=parallel.size, device=device.type, dtype=args.dtype, load_format="dummy",
+            max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, graphs=graphs,
+            debug_pages=args.debug_pages, mtp=mtp,
+        )  # fmt: skip
+        draft_stage.accept = drafters.accepting(drafters.rate(args.accepted, args.drafts), device)  # type: ignore[assignment]
+        pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps * config.widest)
+        rank = load_rank(config, parallel, device, checked=False)
+        return bare_rank.build(rank, pages, lambda text: say(parallel, text), args.batches)
 
 
 def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> int:
     """Prints the figures of one batch; the next step number."""
     found = time_step(bench, batch, args.context, args.steps, step, READ_RATE)
     figures = {name: round(value, 4) for name, value in asdict(found).items() if name.endswith("_ms") and value is not None}
+    step += args.steps + 1
+    if args.drafts:
+        figures |= {name: round(value, 4) for name, value in drafting(bench, batch, args, step).items()}
+        step += args.steps + 1
     say(parallel, json.dumps({"batch": batch, **figures}))
-    return step + args.steps + 1
+    return step
+
+
+def drafting(bench: BareRank, batch: int, args: argparse.Namespace, step: int) -> dict[str, float]:
+    """Steps that verify drafts and draft on: tokens that one gives, milliseconds of a step and of a token through the runner, and
+    on the device of the step's two halves."""
+    runner, width = bench.runner, 1 + args.drafts
+    rows = array("i", [number for slot in range(batch) for number in (slot, width, 0)])
+    first = encode_plan(bench.admission(batch, args.context, args.steps * width, step))
+    rest = [encode_plan(StepPlan(step + at, rows=rows)) for at in range(1, args.steps + 1)]
+    bench.run([first, *rest[:WARM_STEPS]])
+    with lengths_kept(bench):
+        results, seconds = bench.run(rest[WARM_STEPS:])
+    given = sum(int(decode_result(result).table[:, 2].sum()) for result in results) / len(results) / batch
+    step_ms = 1e3 * seconds / len(results)
+    figures = {"tokens": given, "drafts_step_ms": step_ms, "token_ms": step_ms / given}
+    if (graphs := runner.graphs) is not None:
+        bucket, steps = runner.bucket(batch), args.steps - 2 * WARM_STEPS
+        figures["verify_ms"] = replay_ms(bench, partial(replay, graphs, bucket, width), steps)
+        figures["draft_ms"] = replay_ms(bench, partial(graphs.replay, "draft", bucket, width), steps)
+    return figures
 
 
 def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) -> None:
@@ -74,7 +113,7 @@ def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) 
     assert runs[0] == runs[1], "a captured step differs from the eager one"
 
 
-def profile(bench: BareRank, parallel: Parallel, batch: int, out: str) -> None:
+def profile(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace) -> None:
     """Kernels of one step by name: calls, total and mean microseconds; the trace in `out`."""
     graphs, rows = bench.runner.graphs, bench.runner.bucket(batch)
     if graphs is None:
@@ -82,8 +121,9 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, out: str) -> None:
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as seen:
         for _ in range(3):
-            graphs.replay("forward", rows)
-            graphs.replay("argmax", rows)
+            replay(graphs, rows, 1 + args.drafts)
+            if args.drafts:
+                graphs.replay("draft", rows, 1 + args.drafts)
         torch.cuda.synchronize()
     if parallel.rank == 0:
         rows_of = sorted(seen.key_averages(), key=lambda row: -row.device_time_total)
@@ -91,7 +131,7 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, out: str) -> None:
             if row.device_time_total > 0:
                 mean, total = row.device_time_total / row.count, row.device_time_total / 3
                 print(f"  {row.key[:60]:60} {row.count // 3:5} x {mean:8.2f} us = {total:9.1f}")
-        seen.export_chrome_trace(f"{out}/trace-b{batch}.json.gz")
+        seen.export_chrome_trace(f"{args.out}/trace-b{batch}.json.gz")
 
 
 @torch.inference_mode()
@@ -104,7 +144,7 @@ def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> N
     for batch in args.batches:
         step = measure(bench, parallel, batch, args, step)
         if args.profile and batch in args.profile:
-            profile(bench, parallel, batch, args.out)
+            profile(bench, parallel, batch, args)
 
 
 def main() -> None:
@@ -113,6 +153,9 @@ def main() -> None:
     parser.add_argument("--model", default="dummy:31b")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--accepted", type=float, default=1.0, help="tokens of a step with drafts, in the mean")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 100])

@@ -1,9 +1,10 @@
 """How long a decode step takes, by batch and context: on the device alone, and through the runner."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -47,31 +48,30 @@ def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int, r
     with lengths_kept(rank):
         _, seconds = rank.run(plans)
     graphs = rank.runner.graphs
-    graph_ms = None if graphs is None else replay_ms(rank, graphs, batch, steps)
+    graph_ms = None if graphs is None else replay_ms(rank, partial(replay, graphs, rank.runner.bucket(batch)), steps)
     floor_ms = 1e3 * rank.step_bytes(batch, context) / read_rate
     return StepTime(batch, context, 1e3 * seconds / len(plans), graph_ms, floor_ms)
 
 
-def replay_ms(rank: BareRank, graphs: StageGraphs, batch: int, steps: int) -> float:
-    """Milliseconds of a replay of the last plan's step, of `steps` back to back; lengths are as before behind it."""
-    rows = rank.runner.bucket(batch)
-
+def replay_ms(rank: BareRank, step: Callable[[], object], steps: int) -> float:
+    """Milliseconds of a `step` that replays graphs of the last plan, of `steps` back to back; lengths are as before behind it."""
     times = []
     for _ in range(_SERIES):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with lengths_kept(rank):
             start.record()
             for _ in range(steps):
-                replay(graphs, rows)
+                step()
             end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / steps)
     return min(times)
 
 
-def replay(graphs: StageGraphs, rows: int) -> None:
-    graphs.replay("forward", rows)
-    graphs.replay("argmax", rows)
+def replay(graphs: StageGraphs, rows: int, width: int = 1) -> None:
+    """A decode step without its drafts."""
+    graphs.replay("forward", rows, width)
+    graphs.replay("argmax", rows, width)
 
 
 @contextmanager

@@ -78,9 +78,9 @@ def profile_step(
     step_ms = 1e-3 * (max(span.end for span in spans) - spans[0].start)
     if graphs is not None:
         with lengths_kept(rank):
-            seen = _profiled(partial(replay, graphs, rows), REPEATS)
+            seen = _profiled(replayed := partial(replay, graphs, rows), REPEATS)
         spans = medians(spans_of(seen, set())[0], REPEATS)
-        step_ms = replay_ms(rank, graphs, batch, min(_REPLAYS, steps))
+        step_ms = replay_ms(rank, replayed, min(_REPLAYS, steps))
     if len(spans) != len(modules):
         raise RuntimeError(f"the profiler saw {len(spans)} kernels in a step that starts {len(modules)}")
     if trace is not None and rank.parallel.rank == 0:

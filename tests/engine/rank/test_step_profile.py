@@ -208,7 +208,7 @@ class Replays:
     def __init__(self, step: Callable[[int], object]) -> None:
         self._step = step
 
-    def replay(self, stage: str, rows: int) -> None:
+    def replay(self, stage: str, rows: int, _: int) -> None:
         if stage == "forward":
             self._step(rows)
 
