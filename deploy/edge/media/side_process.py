@@ -24,7 +24,7 @@ from deploy.edge.media.rasters import CELL, prepare_image, resized
 from deploy.edge.media.tasks import BEGUN, DecodeTask, Prepared, Refused, decode_task, encode
 from engine.errors import InvalidRequest
 
-CPU_S = 4
+CPU_S = 3
 MEMORY_BYTES = 448 << 20  # beside what the libraries take
 _PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {"image": prepare_image}
 

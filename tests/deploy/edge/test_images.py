@@ -1,4 +1,4 @@
-"""Images over HTTP: what each API's part becomes in the engine's request."""
+"""Images over HTTP: what each API's part becomes in the engine's request, and what is refused."""
 
 import base64
 import io
@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from deploy.edge.edge_settings import MediaSettings
+from engine.errors import InvalidRequest
+from engine.front.text import expanded
 from engine.protocol import GenerateRequest
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.cpu
 
 CHAT = "/v1/chat/completions"
 
@@ -71,3 +74,139 @@ def test_soft_tokens_are_in_the_usage(edge: Edge) -> None:
     request = edge.core.requests[-1]
     assert usage["prompt_tokens"] == len(request.tokens)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": sum(item.length for item in request.media)}
+
+
+def anthropics(source: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image", "source": source}
+
+
+BLUE = saved(Image.new("RGB", (60, 90), "blue"), "PNG")
+BASE64 = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(BLUE).decode()}
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+RESPONSES_CALL = [
+    {"role": "user", "content": "Go"},
+    {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "a"},
+]
+ASKS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [{"role": "user", "content": [image_url(BLUE)]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [CALL]},
+                         {"role": "tool", "tool_call_id": "a", "content": [image_url(BLUE)]}]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
+    ("/v1/responses", {"input": [*RESPONSES_CALL, {"type": "function_call_output", "call_id": "a",
+                                                   "output": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [anthropics(BASE64)]}]}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [
+        {"role": "user", "content": [anthropics({"type": "url", "url": data_url(BLUE)})]}]}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [anthropics(BASE64)]}]}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), ASKS)
+def test_every_api_sends_the_same_item(edge: Edge, path: str, body: dict[str, Any]) -> None:
+    """Of a user's turn and of what a tool gave."""
+    reply = httpx.post(f"{edge.url}{path}", json={"model": "nano", **body}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    [item] = edge.core.requests[-1].media
+    assert np.unique(np.frombuffer(item.data, np.uint8).reshape(-1, 3), axis=0).tolist() == [[0, 0, 255]]
+    assert item.shape == (480, 288, 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "keys", "tokens"),
+    [({"detail": "low"}, {}, 64), ({"detail": "high"}, {}, 1089), ({"detail": "auto"}, {}, 121), ({}, {}, 121),
+     ({"detail": "low"}, {"mm_processor_kwargs": {"max_soft_tokens": 560}}, 529)],
+)  # fmt: skip
+def test_detail_is_a_budget(edge: Edge, more: dict[str, Any], keys: dict[str, Any], tokens: int) -> None:
+    """low: 70, high: 1120, auto: what does not shrink it; max_soft_tokens: exactly that, whatever the parts say."""
+    [item] = asked(edge, [image_url(png(500, 500), **more)], **keys).media
+    assert item.length == tokens
+
+
+def test_the_setting_holds_budgets_down(edge: Edge) -> None:
+    """detail: high gets no more than the server allows."""
+    with edge.configured(media=MediaSettings(max_soft_tokens=280)):
+        assert asked(edge, [image_url(png(500, 500), detail="high")]).media[0].length == 256
+
+
+def test_ids_are_transformers(edge: Edge) -> None:
+    """Its processor's texts for the template's placeholders, tokenized as a whole; a message that writes one itself has only its
+    characters."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+    words = [{"type": "text", "text": "A <|image|>? "}, {"type": "text", "text": "<|image>"}]
+    request = asked(edge, [words[0], image_url(png(48, 96), detail="low"), image_url(png(96, 48), detail="low"), words[1]])
+    folder = edge.folder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    processor = Gemma4Processor.__new__(Gemma4Processor)
+    processor.boi_token, processor.image_token, processor.eoi_token = "<|image>", "<|image|>", "<image|>"
+    counts = {"num_soft_tokens_per_image": [item.length for item in request.media]}
+    images = [processor.replace_image_token(counts, place) for place in range(2)]
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("<bos><|turn>user\n", "<turn|>\n<|turn>model\n"))
+    plain = [edge.text._plain(word["text"], "messages", 1 << 20) for word in words]
+    expected = [*before, *plain[0], *tokenizer.encode("".join(images), add_special_tokens=False), *plain[1], *after]
+    assert list(request.tokens)[: len(expected)] == expected
+    assert [item.first for item in request.media] == [len(before) + len(plain[0]) + 1, request.media[0].end + 2]
+
+
+def test_tokens_are_counted_with_images(edge: Edge) -> None:
+    """/tokenize and count_tokens say what a request would have."""
+    parts = [image_url(png(100, 100))]
+    tokens = asked(edge, parts).tokens
+    tokenized = httpx.post(f"{edge.url}/tokenize", json={"messages": [{"role": "user", "content": parts}]}, timeout=60).json()
+    assert tokenized["tokens"] == list(tokens)
+    body = {"model": "nano", "messages": [{"role": "user", "content": [anthropics(BASE64)]}]}
+    counted = httpx.post(f"{edge.url}/v1/messages/count_tokens", json=body, timeout=60).json()
+    httpx.post(f"{edge.url}/v1/messages", json={"max_tokens": 1, **body}, timeout=60)
+    assert counted == {"input_tokens": len(edge.core.requests[-1].tokens)}
+
+
+USER = {"role": "user"}
+REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
+    ("no url", [{"type": "image_url"}], "needs a URL"),
+    ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "needs a URL"),
+    ("not base64", [{"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}], "base64"),
+    ("detail", [image_url(BLUE, detail="medium")], "detail: not one of low, high, auto"),
+    ("unknown", [{"type": "audio_url"}], "not supported"),
+    ("truncated", [image_url(saved(Image.new("RGB", (99, 99)), "JPEG")[:500])], "image 1: it cannot be decoded"),
+    ("second", [image_url(BLUE), image_url(b"<svg/>")], "image 2: it is none of"),
+    ("too many", [image_url(BLUE)] * 33, "at most 32"),
+    ("ten thousand", [image_url(BLUE[:20])] * 10_000, "at most length 1024"),
+]
+
+
+@pytest.mark.parametrize(("parts", "says"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[str, Any]], says: str) -> None:
+    """400 with the reason and the key; the engine hears nothing."""
+    edge.core.requests.clear()
+    reply = httpx.post(f"{edge.url}{CHAT}", json={"model": "nano", "messages": [{"role": "user", "content": parts}]}, timeout=60)
+    assert reply.status_code == 400, reply.text
+    assert says in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "messages"
+    assert not edge.core.requests
+
+
+def test_a_model_without_a_tower_says_so(edge: Edge) -> None:
+    """And one without audio."""
+    with edge.configured(media_kinds=frozenset()):
+        body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}]}
+        assert "this model reads no images" in httpx.post(f"{edge.url}{CHAT}", json=body).json()["error"]["message"]
+
+
+def test_a_template_without_a_place_for_it_says_so(edge: Edge) -> None:
+    """A system message's images, say, which Google's template leaves out: no image is lost in silence."""
+    with pytest.raises(InvalidRequest, match="no place for media"):
+        expanded("<|turn>user\n<|image|><turn|>", [("image", "x"), ("image", "y")])
+
+
+def test_the_side_process_is_started_again(edge: Edge) -> None:
+    """Whoever kills it costs others nothing."""
+    asked(edge, [image_url(BLUE)])
+    process = edge.service.jobs.side_pool._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert asked(edge, [image_url(BLUE)]).media

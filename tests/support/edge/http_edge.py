@@ -44,6 +44,7 @@ class Edge:
     ) -> None:
         self.core = ScriptedCore()
         self.events: list[Event] = []
+        self.folder = folder
         self.text = TextProcessor.load(folder)
         self.name = "nano"
         self._limits = limits or LimitSettings()
