@@ -229,15 +229,16 @@ def _verify(draw: RandomInputs) -> Outputs:
     return (out,)
 
 
-def _extend(heads: int, kv_heads: int, d: int, window: int | None) -> Op:
-    """A fresh chunk, and one behind a prefix; rows that no tile names are left."""
+def _extend(heads: int, kv_heads: int, d: int, window: int | None, *, image: bool = False) -> Op:
+    """A fresh chunk, and one behind a prefix, with an image or without; rows that no tile names are left."""
 
     def run(draw: RandomInputs) -> Outputs:
         pool, q = draw.floats(17, 2, kv_heads, _PAGE, d, scale=d**-0.25), draw.floats(60, heads, d, scale=d**-0.25)
         table = 1 + torch.arange(16, dtype=torch.int32, device=draw.device).flip(0).view(2, 8)
         tiles = extend_tiles([(0, 2, 0, 33), (1, 40, 83, 20)], tile_tokens(heads, kv_heads, d))
         out = draw.floats(60, heads, d)
-        extend_attention(q, pool, table, torch.tensor(tiles, dtype=torch.int32).to(draw.device), window, out)
+        last_seen = draw.ints(*[0] * 3, *[32] * 32, *[0] * 5, *range(83, 90), *[99] * 10, 100, 101, 102) if image else None
+        extend_attention(q, pool, table, torch.tensor(tiles, dtype=torch.int32).to(draw.device), window, out, last_seen=last_seen)
         return (out,)
 
     return run
@@ -405,6 +406,7 @@ CHECKS = (
     Check("kernels.verify", "attention of several queries a row", _verify),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
+    Check("kernels.prefill", "prefill attention over images", _extend(4, 2, 256, 30, image=True)),
     *(Check("kernels.adjust", f"adjusted logits of {width} rows a slot", partial(_adjust, width=width)) for width in (1, 2)),
     *(
         Check(f"kernels.{module}", f"{what}{' of adjusted rows' * adjusted}", partial(run, adjusted=adjusted))

@@ -38,6 +38,11 @@ class Allocator:
         self._sliding = next((pool for pool in self.pools if pool.group.window is not None), None)
         self.cache = None if share is None else PrefixCache(self._full, self._sliding, share)
 
+    @property
+    def bidirectional(self) -> bool:
+        """Whether any layer sees tokens of a span both ways, so that a chunk must hold all of it."""
+        return any(pool.group.bidirectional for pool in self.pools)
+
     def holds_span(self, length: int) -> bool:
         """Whether empty pools have the pages of a chunk of `length` tokens with its window."""
         return all(

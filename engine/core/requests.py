@@ -104,6 +104,8 @@ class Requests:
         root = root_key(request.salt)
         precedence = (request.priority, self._arrivals)
         sequence = Sequence(key, tokens, len(tokens), limit, request.params, precedence, root=root, media=request.media)
+        if not self.allocator.bidirectional:
+            sequence.spans.clear()
         self._by_key[key] = sequence
         self._enqueue(sequence)
 

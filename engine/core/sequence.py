@@ -35,7 +35,8 @@ class Sequence:
     number      of its admission; 0 while it waits, or has stepped back;   slot: -1 while it waits
     target      length at its admission: positions below it are prefill
     root, keys  the key before its first page's, and the keys of its pages, as many as were needed
-    media       of its prompt, in order;   spans: all of theirs, in order: neither a chunk nor a cached prefix ends in one
+    media       of its prompt, in order;   spans: all of theirs, in order, where they are seen both ways: neither a chunk nor a
+                cached prefix ends in one
     encoded     items whose encoders' outputs its slot has had, or does not need
     cached      positions found in the prefix cache at its admission; `first_cached`: at its first admission;
                 `cached_when_queued`: when it was queued

@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
-from engine.protocol import MAX_ALTERNATIVES, MediaItem, MediaKind
+from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaItem, MediaKind
 from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import StageGraphs
@@ -88,9 +88,10 @@ class Runner:
         share, parallel = vocab_share(geometry.vocab, model.parallel.size), model.parallel
         ids = range(parallel.rank * share, (parallel.rank + 1) * share)
         self.slots = SlotState(config.max_seqs, config.max_len, cache, ids, device, config.widest - 1)
-        widest = config.widest
+        widest, self._images = config.widest, geometry.bidirectional and bool(encoders)
+        prefill = max(config.prefill_budget, min(MAX_SPAN, config.max_len) if self._images else 0)  # an image is computed at once
         self._widths = config.widths if on_gpu else tuple(range(1, widest + 1))
-        self._inputs = StepBuffers(self.slots, model.frequencies, config.prefill_budget, self._buckets, widest)
+        self._inputs = StepBuffers(self.slots, model.frequencies, prefill, self._buckets, widest)
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
@@ -104,9 +105,9 @@ class Runner:
         if drafter is not None:
             reads = attention_backend(asked, drafter.geometry, cache, config.tp, self._buckets, device, check)
             self.draft_stage = DraftStage(drafter, widest - 1, reads, self._inputs, self.sample_stage)
-        rows = widest * (self._buckets[-1] + config.prefill_budget)
+        rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
-        self._prefill = min(config.prefill_budget, config.max_len)
+        self._prefill = min(prefill, config.max_len)
         self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
         self.graphs: StageGraphs | None = None
 
@@ -169,7 +170,8 @@ class Runner:
         """
         size, slot = self._prefill, self.slots.padding
         for rows in warm_rows(size):
-            plan = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, rows, rows - 1, 0, 0)])))
+            image = self._images and rows == size
+            plan = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, rows, rows - 1, 0, int(image))], spans=[(0, rows)] * image)))
             uploaded = self._inputs.upload(plan)
             self._inputs.apply(uploaded)
             batch = self._inputs.mixed(plan, uploaded)

@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -21,7 +22,8 @@ from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 pytestmark = pytest.mark.pure
 
 PAGE, PLACEHOLDER = 4, 9
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 9, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+SLIDING = KVGroup(0, "sliding", (0,), 1, 256, 9, PAGE, bidirectional=True)
+GROUPS = (SLIDING, KVGroup(1, "full", (1,), 1, 512, None, PAGE))
 
 
 def picture(first: int, length: int, name: int) -> MediaItem:
@@ -202,9 +204,11 @@ def test_a_fault_with_media_shows(fault: Callable[[pytest.MonkeyPatch], None], m
     assert shown(200) >= 2
 
 
-def chunks_of(media: list[MediaItem], length: int, budget: int) -> list[tuple[tuple[int, int], int]]:
+def chunks_of(
+    media: list[MediaItem], length: int, budget: int, groups: tuple[KVGroup, ...] = GROUPS
+) -> list[tuple[tuple[int, int], int]]:
     """(chunk, positions encoded in its step) of a prompt that is alone."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, budget, encoder_rows=8))
+    scheduler = Scheduler(SchedulerConfig(groups, (60, 60), 4, 100, budget, encoder_rows=8))
     request = GenerateRequest(id=1, prompt=pack_tokens([5] * length), params=SamplingParams(max_tokens=1), media=tuple(media))
     scheduler.requests.add(0, request)
     found = []
@@ -218,6 +222,12 @@ def test_chunks_end_before_a_span_or_behind_it() -> None:
     """What is left of a budget before a span stays unused; a span longer than the budget is a chunk of its own."""
     assert chunks_of([picture(6, 4, 1)], 20, 8) == [((0, 6), 0), ((6, 14), 4), ((14, 20), 0)]
     assert chunks_of([picture(6, 12, 1)], 20, 8) == [((0, 6), 0), ((6, 18), 12), ((18, 20), 0)]
+
+
+def test_chunks_cut_what_is_seen_causally() -> None:
+    """Where no layer sees tokens both ways, a span is cut like text, and no plan names it."""
+    causal = (replace(SLIDING, bidirectional=False), GROUPS[1])
+    assert chunks_of([picture(6, 12, 1)], 20, 8, causal) == [((0, 8), 12), ((8, 16), 0), ((16, 20), 0)]
 
 
 def test_what_a_step_encodes_is_bounded() -> None:

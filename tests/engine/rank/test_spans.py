@@ -8,23 +8,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
+from engine.config import engine_config
+from engine.plan import Admission, StepPlan
+from engine.protocol import SamplingParams
+from engine.rank.builder import build
 from engine.rank.kv import KVCache
 from engine.rank.parallel import Single
 from tests.engine.rank.test_model import FAULT, PAGES, TOLERANCE, Case, case_of
 from tests.support.engine.paged import PlantFault, Spans, script
+from tests.support.engine.ranks import run, single
 from tests.support.engine.threads import run_ranks
 from tests.support.judge.oracle import judge, load_oracle
 
 pytestmark = pytest.mark.cpu
 
+PAGES_OF_GROUPS = (40, 40)
 Nano = Callable[[str], Path]
 
 
 def spans_of(window: int) -> Spans:
-    """Images at the beginning and the end of prompts, over a page's and a window's edge, a token apart, longer than a window."""
+    """Images at the beginning and the end of prompts, over edges of pages and windows, a token apart, and longer than a window."""
     first = ((5, 2 * window + 14), (2 * window + 15, 2 * window + 40), (3 * window - 2, 3 * window + 33))
     return (first, ((0, 32), (window - 3, window + 5)), ((1, window // 2),))
 
@@ -72,3 +80,24 @@ def test_other_masks_are_seen(case: Callable[[str], Case]) -> None:
     assert error(it, ((),) * 3) > FAULT
     assert error(it, tuple(tuple((first, last - 1) for first, last in each) for each in spans)) > FAULT
     assert error(it, spans, plant_fault=full_layers_too) > FAULT
+
+
+def test_a_step_takes_an_image_that_is_longer_than_its_budget(nano: Nano) -> None:
+    """A plan's spans reach the layers, in a chunk of more rows than `prefill_budget`; without them the logprob is another."""
+    folder, ids, image = nano("31b"), list(range(20, 220)), (3, 190)
+    sizes = {"pages": PAGES_OF_GROUPS, "prefill_budget": 32, "max_len": 256}
+    rank = single(engine_config(model=str(folder), tp=1, device="cpu", dtype="float32", **sizes))
+    rank = replace(rank, encoders={"image": MagicMock()})
+    want = judge(load_oracle(folder), torch.tensor(ids), [image]).logits[-1].log_softmax(-1)
+
+    def logprob(spans: list[tuple[int, ...]]) -> float:
+        admission = Admission(0, 1, ids, len(ids), SamplingParams(max_tokens=9, logprobs=1))
+        appends = [(group, 0, entry, 1 + entry) for group in (0, 1) for entry in range(7)]
+        chunks: list[tuple[int, ...]] = [(0, 0, len(ids), len(ids) - 1, 0, len(spans))]
+        plan = StepPlan(1, chunks=chunks, appends=appends, spans=spans, admissions=[admission])
+        (row,) = run(build(rank, PAGES_OF_GROUPS), plan).rows
+        assert row.tokens == (int(want.argmax()),) or not spans
+        return abs(row.logprobs[0].chosen - want[row.tokens[0]].item())
+
+    assert logprob([image]) < TOLERANCE
+    assert logprob([]) > FAULT

@@ -54,7 +54,7 @@ class World:
         window = rng.randint(2, 4) * page - rng.randint(0, page - 1)
         max_len = rng.choice((24, 48, 96))
         self.groups = (
-            KVGroup(0, "sliding", (0,), 1, 256, window, page),
+            KVGroup(0, "sliding", (0,), 1, 256, window, page, bidirectional=True),
             KVGroup(1, "full", (1,), 1, 512, None, page),
         )
         widest = 1 + rng.choice((0, 0, 0, 1, 3))
