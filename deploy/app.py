@@ -35,7 +35,7 @@ from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
-from deploy.edge.service_settings import Defaults, ServiceSettings, media_kinds
+from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes
 from deploy.placement import configure, place
@@ -157,6 +157,7 @@ class Quartet:
             limits=settings.limits,
             media=settings.media,
             media_kinds=media_kinds(folder, text),
+            row_samples=audio_row_samples(folder),
             logs=settings.logs,
             max_tokens=settings.max_tokens,
             tool_grammar=settings.tool_grammar,

@@ -47,8 +47,13 @@ class AudioGeometry(Geometry):
         return not self.reach
 
     def tokens(self, rows: int) -> int:
-        """Soft tokens of a clip of so many rows: a tower's convolutions halve them twice."""
-        return rows if self.unified else -(-rows // 4)
+        """Soft tokens of a clip of so many rows."""
+        return rows if self.unified else tower_tokens(rows)
+
+
+def tower_tokens(frames: int) -> int:
+    """Soft tokens of so many log-mel frames: a tower's convolutions halve them twice."""
+    return -(-frames // 4)
 
 
 def read_audio(folder: Path) -> AudioGeometry | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import UnsetType
+from msgspec import Struct, UnsetType
 
 from deploy.edge.ask import Media, Part, Text
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, not_null, read_text
@@ -19,6 +19,18 @@ TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of a
 DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "auto": None, None: None}  # to an image's soft tokens
 
 _STOPS = ListReader(str, STOPS)
+
+
+class InputAudio(Struct, frozen=True):
+    """All of a clip, in base64."""
+
+    data: str | None = None
+    format: str | None = None
+
+    @property
+    def url(self) -> str | None:
+        """None: there is nothing."""
+        return f"data:audio/{self.format};base64,{self.data}" if self.data else None
 
 
 def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:

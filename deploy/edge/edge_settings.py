@@ -54,13 +54,14 @@ class LimitSettings(msgspec.Struct, frozen=True):
 
 
 class MediaSettings(msgspec.Struct, frozen=True):
-    """Images and videos of a request, and what is looked at of them; beyond it the answer is a 400 before anything is decoded."""
+    """Media of a request, and what is looked at of them; beyond it the answer is a 400 before anything is decoded."""
 
     max_media: Annotated[int, Meta(ge=0, le=1024, description="images, videos and clips of a request")] = 32
     max_soft_tokens: Annotated[
         Literal[70, 140, 280, 560, 1120], Meta(description="tokens that an image may have; who asks for more gets these")
     ] = 1120
     pixels: Annotated[int, Meta(ge=1 << 16, le=1 << 28, description="pixels of an image, before it is resized")] = 25_000_000
+    audio_seconds: Annotated[float, Meta(gt=0, le=1000, description="seconds of a clip")] = 900.0
 
 
 class KeySettings(msgspec.Struct, frozen=True):

@@ -99,7 +99,8 @@ class JobBuilder:
 
     async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
         with _naming(key):
-            return await read_media(chat, self.settings.media_kinds, self.settings.media, self.side_pool)
+            settings = self.settings
+            return await read_media(chat, settings.media_kinds, settings.media, self.side_pool, settings.row_samples)
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
         """Without its grammar; takes a while."""

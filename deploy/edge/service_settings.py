@@ -35,12 +35,18 @@ def media_kinds(folder: Path, text: TextProcessor) -> frozenset[MediaKind]:
     return frozenset(kind for kind, name in encoders.items() if config.get(name) and text.control_id(f"<|{kind}|>") is not None)
 
 
+def audio_row_samples(folder: Path) -> int:
+    """Samples of each row that its audio encoder takes; 0: it takes log-mel frames."""
+    samples: int = (read_optional(folder / "config.json").get("audio_config") or {}).get("audio_embed_dim", 0)
+    return samples
+
+
 @dataclass(frozen=True)
 class ServiceSettings:
     """`name`: of the model; token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup.
 
-    `media_kinds`: that it reads. `capacity` choices, and `queue_tokens` tokens of those that wait, are let in
-    (admission_control.py).
+    `media_kinds`: that it reads; `row_samples`: of its audio, 0: it takes log-mel frames. `capacity` choices, and `queue_tokens`
+    tokens of those that wait, are let in (admission_control.py).
     """
 
     name: str
@@ -50,6 +56,7 @@ class ServiceSettings:
     limits: LimitSettings = field(default_factory=LimitSettings)
     media: MediaSettings = field(default_factory=MediaSettings)
     media_kinds: frozenset[MediaKind] = frozenset()
+    row_samples: int = 0
     logs: LogSettings = field(default_factory=LogSettings)
     max_tokens: int | None = None
     capacity: int = 1 << 20

@@ -110,6 +110,8 @@ class Job:
         counts = Counter[str]()
         for item in self.media:
             counts[f"{item.kind}_tokens"] += sum(end - begin for begin, end in item.spans) or item.length
+            if item.kind == "audio":
+                counts["audio_clips"] += 1
         return dict(counts)
 
 

@@ -32,14 +32,14 @@ class _Wav:
         return len(self.data) // (self.channels * self.bits // 8)
 
 
-def read_wav(file: bytes, most_seconds: float, key: str) -> Array:
-    """Its samples, float32 [n], mono at 16 kHz. InvalidRequest names `key`: it is no WAV file, or longer than that."""
-    wav = _header(file, key)
+def read_wav(file: bytes, most_seconds: float) -> Array:
+    """Its samples, float32 [n], mono at 16 kHz. InvalidRequest: it is no WAV file, or longer than that."""
+    wav = _header(file)
     if (seconds := wav.count / wav.rate) > most_seconds:
-        raise InvalidRequest(f"{key}: {seconds:.0f} s of audio exceed the limit of {most_seconds:g} s", param=key)
+        raise InvalidRequest(f"it has {seconds:.0f} s of audio; at most {most_seconds:g} are read")
     mono = _decoded(wav).reshape(-1, wav.channels).mean(axis=1, dtype=np.float32)
     if not np.isfinite(mono).all():
-        raise InvalidRequest(f"{key}: the audio has samples that are no numbers", param=key)
+        raise InvalidRequest("it has samples that are no numbers")
     return resampled(mono, wav.rate)
 
 
@@ -54,10 +54,10 @@ def resampled(samples: Array, rate: int) -> Array:
     return (longer[: -(-len(samples) * up // down)] * (up / down)).astype(np.float32)
 
 
-def _header(file: bytes, key: str) -> _Wav:
+def _header(file: bytes) -> _Wav:
     if file[:4] != b"RIFF" or file[8:12] != b"WAVE":
-        known = next((f" it is {name}" for magic, name in _OTHERS.items() if file.startswith(magic)), "")
-        raise InvalidRequest(f"{key}: audio must be a WAV file;{known or ' this is none'}", param=key, code="unsupported_format")
+        known = next((f" but {name}" for magic, name in _OTHERS.items() if file.startswith(magic)), "")
+        raise InvalidRequest(f"it is no WAV file{known}; nothing else is read")
     form: tuple[int, int, int, int] | None = None
     for name, chunk in _chunks(memoryview(file)[12:]):
         if name == b"fmt " and len(chunk) >= 16:
@@ -68,10 +68,10 @@ def _header(file: bytes, key: str) -> _Wav:
         if name == b"data" and form is not None:
             if form[:2] not in _FORMATS or form[2] not in _CHANNELS or form[3] not in _RATES:
                 what = "format {}, {} bits, {} channels, {} Hz".format(*form)
-                raise InvalidRequest(f"{key}: a WAV file of {what} is not supported", param=key, code="unsupported_format")
+                raise InvalidRequest(f"a WAV file of {what} is not read")
             whole = form[1] // 8 * form[2]
             return _Wav(*form, chunk[: len(chunk) // whole * whole])
-    raise InvalidRequest(f"{key}: the WAV file has no format or no samples", param=key)
+    raise InvalidRequest("the WAV file has no format or no samples")
 
 
 def _chunks(rest: memoryview) -> Iterator[tuple[bytes, memoryview]]:

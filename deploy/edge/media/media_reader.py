@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
+from hashlib import sha256
 from itertools import islice
+
+import msgspec
 
 from deploy.edge.ask import ChatPrompt, Media
 from deploy.edge.edge_settings import MediaSettings
@@ -16,15 +19,23 @@ from engine.protocol import MediaItem, MediaKind
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
 
-async def read_media(chat: ChatPrompt, kinds: frozenset[MediaKind], settings: MediaSettings, pool: SidePool) -> list[Prepared]:
-    """A chat's media, in the order of their parts. `kinds`: that the model reads. InvalidRequest of "messages"; Overloaded."""
+async def read_media(
+    chat: ChatPrompt, kinds: frozenset[MediaKind], settings: MediaSettings, pool: SidePool, row_samples: int = 0
+) -> list[Prepared]:
+    """A chat's media, in the order of their parts. `kinds`: that the model reads; `row_samples`: as in DecodeTask.
+
+    InvalidRequest of "messages"; Overloaded.
+    """
     media = chat.media
     if len(media) > settings.max_media:
         raise _wrong(f"{len(media)} images, videos and clips; at most {settings.max_media} are read")
     for part in media:
         if part.kind not in kinds:
             raise _wrong(f"this model reads no {_PLURALS[part.kind]}")
-    prepared = (_prepared(part, chat.max_soft_tokens, settings, pool, f"{part.kind} {at}") for at, part in enumerate(media, 1))
+    limits = DecodeTask(
+        max_soft_tokens=settings.max_soft_tokens, pixels=settings.pixels, seconds=settings.audio_seconds, row_samples=row_samples
+    )
+    prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {at}") for at, part in enumerate(media, 1))
     tasks = [asyncio.ensure_future(one) for one in prepared]
     try:
         return await asyncio.gather(*tasks)
@@ -33,18 +44,17 @@ async def read_media(chat: ChatPrompt, kinds: frozenset[MediaKind], settings: Me
             task.cancel()
 
 
-async def _prepared(part: Media, budget: int | None, settings: MediaSettings, pool: SidePool, name: str) -> Prepared:
+async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: SidePool, name: str) -> Prepared:
     head, _, data = part.url.partition(",")
     try:
         if not head.lower().endswith(";base64"):
             raise InvalidRequest("only data: URLs in base64 are read")
-        task = DecodeTask(
+        task = msgspec.structs.replace(
+            limits,
             kind=part.kind,
             source=data.encode(errors="replace"),
             media_type=head[len("data:") :].partition(";")[0].lower(),
             budget=budget or part.budget,
-            max_soft_tokens=settings.max_soft_tokens,
-            pixels=settings.pixels,
         )
         return await asyncio.get_running_loop().run_in_executor(pool.threads, partial(pool.run, task))
     except InvalidRequest as error:
@@ -55,14 +65,20 @@ def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProc
     """Where each stands in the prompt: no message can hold a soft token, so every run of them is one of these."""
     names = (text.control_id(f"<|{kind}|>") for kind in _PLURALS)
     runs = _runs(tokens, {number for number in names if number is not None})
-    items = [_item(one, list(islice(runs, one.runs))) for one in media]
+    items = [item for one in media for item in _items(one, list(islice(runs, one.runs)))]
     assert next(runs, None) is None, "the prompt has more soft tokens than its media"
     return tuple(items)
 
 
-def _item(one: Prepared, runs: list[tuple[int, int]]) -> MediaItem:
-    first, end = runs[0][0], runs[-1][1]
-    return MediaItem(first, end - first, one.digest, tuple(runs) if one.has_spans else (), one.kind, one.shape, one.data)
+def _items(one: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
+    """One or, of audio, one for each clip."""
+    if not one.clips:
+        first, end = runs[0][0], runs[-1][1]
+        yield MediaItem(first, end - first, one.digest, tuple(runs), one.kind, one.shape, one.data)
+    data, row_bytes = one.data, len(one.data) // one.shape[0]
+    for (first, end), rows in zip(runs, one.clips, strict=False):
+        clip, data = data[: rows * row_bytes], data[rows * row_bytes :]
+        yield MediaItem(first, end - first, sha256(clip).digest(), (), one.kind, (rows, *one.shape[1:]), clip)
 
 
 def _runs(tokens: Sequence[int], soft: set[int]) -> Iterator[tuple[int, int]]:

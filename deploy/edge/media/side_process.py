@@ -18,15 +18,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
+from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.rasters import CELL, prepare_image, resized
 from deploy.edge.media.tasks import BEGUN, DecodeTask, Prepared, Refused, decode_task, encode
 from engine.errors import InvalidRequest
+from engine.front.audio_features import RATE, log_mels
 
 CPU_S = 3
 MEMORY_BYTES = 448 << 20  # beside what the libraries take
-_PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {"image": prepare_image}
+_PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {"image": prepare_image, "audio": prepare_audio}
 
 
 def main() -> None:
@@ -51,6 +54,7 @@ def _warm_up() -> None:
     importlib.import_module("torch").set_num_threads(1)
     Image.init()
     resized(Image.new("RGBA", (9, 9)), (CELL, CELL))
+    log_mels(np.zeros(RATE, np.float32))
     gc.freeze()  # a collection in a child would write to every page that it shares
 
 

@@ -11,23 +11,26 @@ class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Decode `source` (base64 where `encoded`) of a media type, and make of it what the encoder gets.
 
     `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `pixels`: of an image, and
-    of a video's frames together; `frames` of a video are looked at.
+    of a video's frames together; `frames` of a video are looked at. `seconds`: of audio at most; `row_samples`: of each
+    row of it, 0: it is log-mel frames.
     """
 
-    kind: MediaKind
-    source: bytes
-    media_type: str
+    kind: MediaKind = "image"
+    source: bytes = b""
+    media_type: str = ""
     encoded: bool = True
     budget: int | None = None
     max_soft_tokens: int = 1120
     pixels: int = 1 << 25
     frames: int = 32
+    seconds: float = 900.0
+    row_samples: int = 0
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
     """A medium as MediaItem has it (`kind`, `shape`, `data`, `digest`), and `text`, which stands for it in the prompt.
 
-    `runs`: of soft tokens in the text. Each is a span where `has_spans`.
+    `runs`: of soft tokens in the text. Each is a span or, of audio, a clip: `clips` are their rows.
     """
 
     kind: MediaKind
@@ -36,7 +39,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
     digest: bytes
     text: str
     runs: int = 1
-    has_spans: bool = True
+    clips: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

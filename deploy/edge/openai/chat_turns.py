@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, media_part, text_part
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
 from deploy.edge.key_types import Kind, Name, RawNull, RawTextOrObject
 from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_small
 from engine.errors import InvalidRequest
@@ -14,23 +14,26 @@ from engine.front.template import EXTRAS, ROLES
 
 _SWITCHES_BYTES = 4096
 SWITCHES = ("enable_thinking", *sorted(EXTRAS))
+_PARTS = ["text", "image_url", "video_url", "audio_url", "input_audio"]
 _ONLY_NULL = ("function_call", "audio", "refusal")  # what clients send back unasked
 
 
 class MediaUrl(Struct, frozen=True):
-    """Where an image or a video is, or all of it; `detail`: of an image."""
+    """Where a medium is, or all of it; `detail`: of an image."""
 
     url: str | None = None
     detail: Kind | None = None
 
 
 class ContentPart(Struct, frozen=True):
-    """A text, an image or a video."""
+    """A text, an image, a video or a clip."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["text", "image_url", "video_url"]})]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": _PARTS})]
     text: str | None = None
     image_url: MediaUrl | None = None
     video_url: MediaUrl | None = None
+    audio_url: MediaUrl | None = None
+    input_audio: InputAudio | None = None
 
 
 class FunctionCall(Struct, frozen=True):
@@ -112,6 +115,10 @@ def _part(part: ContentPart, where: str) -> Part:
             return media_part("image", given.url, where, given.detail)
         case "video_url":
             return media_part("video", (part.video_url or MediaUrl()).url, where)
+        case "audio_url":
+            return media_part("audio", (part.audio_url or MediaUrl()).url, where)
+        case "input_audio":
+            return media_part("audio", (part.input_audio or InputAudio()).url, where)
     return text_part(part.type, part.text, where)
 
 

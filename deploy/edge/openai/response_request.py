@@ -25,7 +25,17 @@ from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
 from deploy.edge.body_reader import AbsentKeys, BodyReader
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, check_bounds, content_of, declared_function, media_part, text_part
+from deploy.edge.common_keys import (
+    MESSAGES,
+    PARTS,
+    TOOLS,
+    InputAudio,
+    check_bounds,
+    content_of,
+    declared_function,
+    media_part,
+    text_part,
+)
 from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
@@ -56,10 +66,11 @@ _ABSENT: AbsentKeys = {
 class InputPart(Struct, frozen=True):
     """Of a message's content, of a thought, or of what a call gave."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": [*_TEXTS, "input_image"]})]
+    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": [*_TEXTS, "input_image", "input_audio"]})]
     text: str | None = None
     image_url: str | None = None
     detail: kt.Kind | None = None
+    input_audio: InputAudio | None = None
 
 
 class InputItem(Struct, frozen=True):
@@ -275,6 +286,8 @@ def _output(item: InputItem, where: str) -> str | list[Part]:
 def _part(part: InputPart, where: str) -> Part:
     if part.type == "input_image":
         return media_part("image", part.image_url, where, part.detail)
+    if part.type == "input_audio":
+        return media_part("audio", (part.input_audio or InputAudio()).url, where)
     return text_part(part.type, part.text, where, _TEXTS)
 
 

@@ -41,6 +41,7 @@ class Edge:
         vocab: int = 1024,
         max_len: int = 256,
         media: frozenset[MediaKind] = frozenset(),
+        row_samples: int = 0,
     ) -> None:
         self.core = ScriptedCore()
         self.events: list[Event] = []
@@ -50,7 +51,7 @@ class Edge:
         self._limits = limits or LimitSettings()
         self._defaults = Defaults.read(folder)
         self._keys = keys
-        self._served: dict[str, Any] = {"vocab": vocab, "max_len": max_len, "media_kinds": media}
+        self._served: dict[str, Any] = {"vocab": vocab, "max_len": max_len, "media_kinds": media, "row_samples": row_samples}
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="edge")
 
