@@ -22,7 +22,8 @@ Beside it `idle`, microseconds that rank 0's device stood idle before a step (th
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
 live weights, 1024 tokens of prompt). --shard-of N: what a rank of N computes, as a model of its own with weights drawn from a
 seed: core, rank and GPU as ever, but no wires. --drafts N --accepted A: with a drafter of random weights, of whose drafts a
-fixed share is accepted: a step gives A tokens in the mean (tests.bench.synthetic_rank). --record MACHINE appends to tests/bench/results.csv.
+fixed share is accepted: a step gives A tokens in the mean (tests.bench.synthetic_rank). --record MACHINE appends to
+tests/bench/results.csv.
 """
 
 import argparse
