@@ -22,12 +22,13 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
+from engine.rank.parallel import Single
 from kernels import launch as launcher
 from kernels import linear
 from kernels.launch import launch
 from kernels.relaunch import launch_key
 from tests.bench.record import Row, append
-from tests.support.engine.listed_steps import MAX_LEN, SLOTS, TP, OneOfFour, geometry
+from tests.support.engine.listed_steps import MAX_LEN, SLOTS, TP, geometry
 from tests.support.idle_cuda import use_idle_cuda
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def main() -> None:
 def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], object]]:
     """From a number of prompt tokens to the forward of a step of them and `decodes` decode rows."""
     shape = geometry(member)
-    model = Gemma4(shape, OneOfFour(), torch.bfloat16, CPU)
+    model = Gemma4(shape, Single(TP), torch.bfloat16, CPU)
     allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, CPU) for group in kv_groups(shape, TP)])
     attention = attention_backend("reference", shape, cache, TP, (decodes + 1,), CPU)  # of the same parts as `triton`

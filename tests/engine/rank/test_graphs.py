@@ -1,15 +1,90 @@
-"""What is run before it is captured; the capture itself is for GPUs (tests/gpu)."""
+"""What is captured, and what is run before; the capture itself is for GPUs (tests/gpu)."""
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from torch import Tensor
 
+from engine.plan import StepPlan, encode_plan, read_plan, single_rows
 from engine.rank import graphs
 from engine.rank import runner as rank_runner
+from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.rank.stages.sample_stage import SAMPLERS
+from tests.conftest import Nano
+from tests.support.engine import drafters
+from tests.support.engine.answers import answers, requests, texts
+from tests.support.engine.ranks import run, single
+from tests.support.engine.recording import PAGES, config_of
 
 pytestmark = pytest.mark.cpu
+
+
+class Rerun:
+    """Stands in for `StageGraphs`: a replay runs the stage again, and what it gives lies where the first run's lay."""
+
+    def __init__(self, _: object) -> None:
+        self.stages: dict[tuple[str, int, int], tuple[Callable[[], Any], Any]] = {}
+        self.replayed: set[tuple[str, int, int]] = set()
+
+    def warm(self, run: Callable[[], object]) -> None:
+        run()
+
+    def capture(self, stage: str, rows: int, run: Callable[[], Any], width: int = 1) -> Any:
+        self.stages[stage, rows, width] = run, run()
+        return self.stages[stage, rows, width][1]
+
+    def replay(self, stage: str, rows: int, width: int = 1) -> Any:
+        run, kept = self.stages[stage, rows, width]
+        self.replayed.add((stage, rows, width))
+        for one, other in zip(tensors(kept), tensors(run()), strict=True):
+            one.copy_(other)
+        return kept
+
+
+def tensors(given: Any) -> list[Tensor]:
+    """What a stage gives, wherever it lies in its tuples and records."""
+    if isinstance(given, Tensor):
+        return [given]
+    inside = vars(given).values() if hasattr(given, "__dict__") else given if isinstance(given, (tuple, list)) else ()
+    parts = given.values() if isinstance(given, dict) else inside
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def test_steps_with_drafts_are_replayed(nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of decode rows is a forward, a sampler and the drafts behind it, of the width that its rows are padded to; the drafts
+    behind a prompt are the same graph. Whatever the steps, replays give the eager steps' state. Planted fault: drafts of a step
+    before are verified."""
+    folder = drafters.fill(nano("e2b"), tmp_path)
+    config = config_of(nano("e2b"), 1, mtp={"model": str(folder), "drafts": 3})
+    eager, captured, wrong = (build(single(config), PAGES) for _ in range(3))
+    monkeypatch.setattr(rank_runner, "StageGraphs", Rerun)
+    monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
+    for made in (eager, captured, wrong):
+        made._widths = (1, 4)
+    for made in (captured, wrong):
+        made._inputs.upload(read_plan(encode_plan(StepPlan(0, rows=single_rows([0])))))  # on the null page
+        made.capture()
+        made.slots.lengths.zero_()
+        for cache in made.slots.cache:
+            cache.pool.zero_()
+    asked = requests()[2:7]
+    expected, _, _ = answers(partial(run, eager), config, asked)
+    given, _, _ = answers(partial(run, captured), config, asked)
+    assert texts(given) == texts(expected)
+    assert captured.state_hash == eager.state_hash
+    found: Any = captured.graphs
+    assert {(stage, width) for stage, _, width in found.replayed} >= {("forward", 4), ("draft", 4), ("small_top_k", 4)}
+    assert {width for stage, _, width in found.replayed if stage == "draft"} == {4}
+    stages: Any = wrong.graphs
+    stages.stages = {key: (run, kept) if key[0] != "draft" else (lambda: None, None) for key, (run, kept) in stages.stages.items()}
+    given, _, _ = answers(partial(run, wrong), config, asked)
+    assert texts(given) == texts(expected)
+    assert wrong.state_hash != eager.state_hash
 
 
 def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:

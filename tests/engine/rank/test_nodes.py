@@ -8,7 +8,7 @@ from engine.rank.runner import warm_rows
 from kernels.launch import Node, record
 from kernels.slots import gather_pages
 from tests.support.compiled import compile_node
-from tests.support.engine.listed_steps import SLOTS, int32, mixed, step
+from tests.support.engine.listed_steps import SLOTS, drafts, int32, mixed, step
 
 pytestmark = pytest.mark.cpu
 
@@ -71,6 +71,24 @@ def test_a_layer_with_experts(rows: int) -> None:
     norm = "_allreduce_norm"
     layer = [products, "decode_kernel", products, norm, "_logits", "_route", products, products, *experts, norm]
     assert names[7:-3] == [norm] + 30 * layer
+
+
+@pytest.mark.parametrize(("member", "head"), [("31b", "_local_best"), ("e2b", "_best_of_clusters")])
+def test_a_pass_of_a_drafter(member: str, head: str) -> None:
+    """One kernel for what stands and one where counts are kept; the pages and rotations of a step's passes once; of each pass the
+    embedding, 7 launches a layer and the head, and between passes the projection. Each compiles without spills; nothing asks the
+    device."""
+    nodes = drafts(member, 8, 3)
+    norm = "_allreduce_norm"
+    layer = ["_gemm", "decode_kernel", "_gemm", norm, "_gemm", "_gemm", norm]
+    one = ["_embed", norm, "_gemm", norm, *4 * layer, "_gemm", head, "_choose"]
+    assert [node.kernel for node in nodes] == [
+        "_accept", "_count_accepted", "_pages", "_pages", "_rotary", "_rotary", *one, "_gemm", *one, "_gemm", *one
+    ]  # fmt: skip
+    for node in {(node.kernel, repr(node.constexprs)): node for node in nodes}.values():
+        made = compile_node(node, (9, 0))
+        assert made.shared <= 232448, node
+        assert made.stack <= STACK.get((node.kernel, (9, 0)), 0), (node.kernel, made.stack)
 
 
 @pytest.mark.parametrize(("member", "rows", "target"), [("31b", 1, (9, 0)), ("31b", 96, (9, 0)), ("26b-a4b", 1, (9, 0))])

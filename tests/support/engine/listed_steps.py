@@ -1,6 +1,8 @@
 """A rank's steps as their launches, listed for an H200 without one: of a group of four, on tensors that hold nothing."""
 
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -10,26 +12,27 @@ from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
+from engine.rank.models.assistant import Assistant
+from engine.rank.models.assistant_geometry import read_assistant
+from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Single
+from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
 from engine.rank.sampler import Sampler
-from engine.rank.step import LAYOUT
+from engine.rank.slots import SlotState
+from engine.rank.stages.draft_stage import DraftStage
+from engine.rank.stages.sample_stage import SampleStage
+from engine.rank.step import LAYOUT, StepBuffers
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.launch import Node, record
 from kernels.sampling_batch import SlotParameters
 from kernels.slots import apply_plan, decode_inputs, rotary_table
+from tests.support.engine import drafters
 
 META = torch.device("meta")
 SLOTS, MAX_LEN = 257, 8192
 TP = 4
-
-
-class OneOfFour(Single):
-    """A rank whose peers are only named."""
-
-    size = TP
 
 
 def int32(*shape: int) -> torch.Tensor:
@@ -46,15 +49,11 @@ def geometry(member: str) -> Geometry:
 def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, ...]:
     """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
     shape = geometry(member)
-    model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    model = Gemma4(shape, Single(TP), torch.bfloat16, META)
     allocate(model, TENSORS)
     caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
     cache = KVCache(caches)
-    pointers = torch.empty(TP, dtype=torch.int64, device=META)
-    width = shape.hidden * (2 if shape.moe else 1)
-    memory = torch.empty(AllReduceInbox.bytes(TP, 256, width, torch.bfloat16), dtype=torch.uint8, device=META)
-    peers = AllReduceInbox(memory, pointers, 0, 256, width, torch.bfloat16, sharded=SHARDED_ROWS, sent=SENT_ROWS)
-    inbox = ArgmaxInbox(torch.empty(ArgmaxInbox.bytes(TP, 256), dtype=torch.uint8, device=META), pointers, 0, 256, peers.errors)
+    shared = inboxes(256, shape.hidden * (2 if shape.moe else 1))
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )
@@ -71,8 +70,42 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
         rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
-        hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, peers)
-        sampler.sample(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), inbox)
+        hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, shared.allreduce)
+        sampler.sample(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), shared.argmax)
+    return tuple(nodes)
+
+
+def inboxes(rows: int, width: int) -> Inboxes:
+    """Of rows of `width` elements."""
+    pointers = torch.empty(TP, dtype=torch.int64, device=META)
+    memory = torch.empty(AllReduceInbox.bytes(TP, rows, width, torch.bfloat16), dtype=torch.uint8, device=META)
+    peers = AllReduceInbox(memory, pointers, 0, rows, width, torch.bfloat16, sharded=SHARDED_ROWS, sent=SENT_ROWS)
+    memory = torch.empty(ArgmaxInbox.bytes(TP, rows), dtype=torch.uint8, device=META)
+    return Inboxes(peers, ArgmaxInbox(memory, pointers, 0, rows, peers.errors))
+
+
+@cache
+def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
+    """The launches behind the sampling of `rows` sequences that verify `count` drafts, some of them adjusted: what stands, and as
+    many new drafts."""
+    shape = geometry(member)
+    with tempfile.TemporaryDirectory() as folder:
+        assistant = read_assistant(drafters.write(resolve(f"dummy:{member}"), Path(folder)), shape)
+    model, drafter = (made(it, Single(TP), torch.bfloat16, META) for made, it in ((Gemma4, shape), (Assistant, assistant)))
+    allocate(model, TENSORS)
+    allocate(drafter, ASSISTANT_TENSORS)
+    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
+    slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, count)
+    inputs = StepBuffers(slots, model.frequencies, 512, (rows,), 1 + count)
+    sampler, shared = Sampler(model.parallel, shape.vocab, shape.softcap, (), META), inboxes(256, shape.hidden)
+    sampling = SampleStage(model, sampler, slots, shared, 0)
+    attention = attention_backend("triton", assistant, cache, TP, (rows,), META)
+    stage, wide = DraftStage(drafter, count, attention, inputs, sampling), rows * (1 + count)
+    batch = ForwardBatch(int32(wide), int32(wide), int32(wide), {}, (), width=1 + count)
+    with record(target=(9, 0)) as nodes:
+        hidden = torch.empty((wide, shape.hidden), dtype=torch.bfloat16, device=META)
+        stage.accept(batch, int32(wide, 2), hidden, adjusted=True)
+        stage.draft(rows, count)
     return tuple(nodes)
 
 
@@ -82,7 +115,7 @@ def mixed(
 ) -> tuple[Node, ...]:
     """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward, of `every` row to its end."""
     shape, rows = geometry(member), chunk + decodes
-    model = Gemma4(shape, OneOfFour(), torch.bfloat16, META)
+    model = Gemma4(shape, Single(TP), torch.bfloat16, META)
     allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
     attention = attention_backend("triton", shape, cache, TP, buckets, META)
