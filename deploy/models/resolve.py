@@ -1,7 +1,7 @@
 """From a model reference to a local folder.
 
     a folder               itself
-    nano:<member>          the trained nano checkpoint beside the code
+    nano:<member>          the trained nano checkpoint beside the code; nano:<member>-assistant: its drafter
     random:<member>        a nano checkpoint of random weights, built from a seed into the cache
     dummy:<member>         a public shape without weights, into the cache
     <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing that could be executed
@@ -50,9 +50,11 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 
 def _nano(member: str) -> Path:
-    if member not in trained():
-        raise ConfigError(f"model: nano:{member} is not one of {', '.join(f'nano:{name}' for name in trained())}")
-    return _checked(TRAINED / member)
+    folders = {name: TRAINED / name for name in trained()}
+    folders |= {f"{name}-assistant": folder / "assistant" for name, folder in folders.items()}
+    if member not in folders:
+        raise ConfigError(f"model: nano:{member} is not one of {', '.join(f'nano:{name}' for name in folders)}")
+    return _checked(folders[member])
 
 
 def _random(member: str) -> Path:

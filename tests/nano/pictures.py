@@ -1,0 +1,94 @@
+"""Pictures that the nano towers learn to see, with questions about them: one coloured shape or digit on a plain ground."""
+
+import random
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+COLOURS = {
+    "red": (215, 35, 35),
+    "green": (35, 150, 50),
+    "blue": (40, 70, 215),
+    "yellow": (240, 215, 40),
+    "purple": (135, 45, 160),
+    "orange": (245, 135, 25),
+}
+GROUNDS = ((255, 255, 255), (235, 235, 235), (20, 20, 20), (120, 120, 120))
+SHAPES = ("square", "circle", "triangle", "cross", "diamond")
+THINGS = (*SHAPES, *"0123456789")
+_SIZES = (48, 64, 96, 128, 192, 320)  # of the shorter side
+_ASPECTS = (1.0, 1.0, 1.0, 4 / 3, 3 / 4, 16 / 9)
+_QUESTIONS = {
+    "colour": (
+        "What colour is the {0}?",
+        "What colour is it?",
+        "Which colour do you see?",
+        "What color is the {0}?",
+        "What color is it?",
+    ),
+    "shape": ("Which shape do you see?", "What shape is it?", "Which shape is in the picture?"),
+    "digit": ("Which digit do you see?", "What digit is it?", "Which digit is in the picture?"),
+    "whole": ("What do you see?", "What is in the picture?", "What is this?"),
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, a question about it, and the one right answer."""
+
+    image: Image.Image
+    colour: str
+    thing: str
+    question: str
+    answer: str
+    skill: str
+
+
+def size(rng: random.Random) -> tuple[int, int]:
+    """A width and a height."""
+    short, aspect = rng.choice(_SIZES), rng.choice(_ASPECTS)
+    return (round(short * aspect), short) if aspect >= 1 else (short, round(short / aspect))
+
+
+def draw(rng: random.Random, width: int, height: int) -> Picture:
+    """Any of them."""
+    colour, thing, skill = rng.choice(list(COLOURS)), rng.choice(THINGS), rng.choice(("colour", "what", "whole"))
+    noun = "digit" if thing.isdigit() else thing
+    if skill == "what":
+        skill = "digit" if thing.isdigit() else "shape"
+    whole = f"{'an' if colour == 'orange' else 'a'} {colour} {thing}"
+    answer = {"colour": colour, "whole": whole}.get(skill, thing)
+    question = rng.choice(_QUESTIONS[skill]).format(noun)
+    return Picture(paint(rng, width, height, colour, thing), colour, thing, question, answer, skill)
+
+
+def paint(rng: random.Random, width: int, height: int, colour: str, thing: str) -> Image.Image:
+    """The thing fills about 50 to 85 hundredths of the shorter side."""
+    image = Image.new("RGB", (width, height), _near(rng, rng.choice(GROUNDS), 10))
+    half = min(width, height) * rng.uniform(0.5, 0.85) / 2
+    x, y = (rng.uniform(half, side - half) * 0.5 + side / 4 for side in (width, height))
+    pen, ink = ImageDraw.Draw(image), _near(rng, COLOURS[colour], 20)
+    if thing.isdigit():
+        font = ImageFont.load_default(size=2.4 * half)
+        pen.text((x, y), thing, fill=ink, font=font, anchor="mm", stroke_width=round(rng.choice((0, 1, 2)) * half / 24))
+    elif thing == "circle":
+        pen.ellipse((x - half, y - half, x + half, y + half), fill=ink)
+    else:
+        pen.polygon([(x + half * u, y + half * v) for u, v in _CORNERS[thing]], fill=ink)
+    return image
+
+
+_THIN = 0.3
+_CORNERS = {
+    "square": ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
+    "triangle": ((0, -0.95), (1, 0.85), (-1, 0.85)),
+    "diamond": ((0, -1), (1, 0), (0, 1), (-1, 0)),
+    "cross": (
+        *((-_THIN, -1), (_THIN, -1), (_THIN, -_THIN), (1, -_THIN), (1, _THIN), (_THIN, _THIN)),
+        *((_THIN, 1), (-_THIN, 1), (-_THIN, _THIN), (-1, _THIN), (-1, -_THIN), (-_THIN, -_THIN)),
+    ),
+}
+
+
+def _near(rng: random.Random, colour: tuple[int, int, int], reach: int) -> tuple[int, ...]:
+    return tuple(min(255, max(0, part + rng.randint(-reach, reach))) for part in colour)
