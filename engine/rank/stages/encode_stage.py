@@ -80,7 +80,7 @@ class EncodeStage:
         if not items:
             return []
         inputs = [one for item in items for one in encoder.inputs(self._uploaded(item))]
-        encoded = torch.cat([encoder(batch) for batch in _batches(encoder, inputs)])
+        encoded = torch.cat([encoder(batch) for batch in batches(encoder, inputs)])
         return [rows.clone() for rows in encoded.split([len(_positions(item)) for item in items])]
 
     def _uploaded(self, item: MediaItem) -> Tensor:
@@ -97,7 +97,7 @@ class EncodeStage:
             self._cached -= self._cache.popitem(last=False)[1].nbytes
 
 
-def _batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of inputs that give at most ENCODER_ROWS rows, or of one."""
     batch: list[Tensor] = []
     rows = 0

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,24 +15,20 @@ from engine.errors import CheckpointError
 from engine.rank.models import vision
 from engine.rank.models.vision import Product, Tower, VisionBlock, VisionEncoder, encoder_of, load_encoder
 from engine.rank.parallel import Single
-from engine.vision_geometry import CELL, PATCH, read_vision
+from engine.vision_geometry import CELL, read_vision
 from kernels.ragged_attention import ragged_attention
 from tests.conftest import Nano
 from tests.support.engine.checkpoints import rewrite
 from tests.support.judge.oracle import load_oracle
+from tests.support.judge.pictures import padded, pictures
 
 pytestmark = pytest.mark.cpu
 
 MEMBERS = ("e2b", "26b-a4b", "12b")  # of each kind one: heads of 64 and bounds; of 72, standardised; no layers
 TOLERANCE = 1e-5  # fp32, relative to the largest value
 FAULT = 100 * TOLERANCE
+Both = Callable[[str], tuple[VisionEncoder, Any]]
 SIZES = ((1, 1), (2, 5), (5, 2), (4, 4), (2, 5))  # cells, rows and columns
-
-
-def pictures(*sizes: tuple[int, int], seed: int = 0) -> list[Tensor]:
-    """uint8 [height, width, 3] of so many cells."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 256, (48 * rows, 48 * columns, 3), generator=generator).byte() for rows, columns in sizes]
 
 
 def encoder(folder: Path) -> VisionEncoder:
@@ -46,21 +41,13 @@ def encoder(folder: Path) -> VisionEncoder:
 
 def theirs(oracle: Any, picture: Tensor, budget: int) -> Tensor:
     """transformers' rows of one picture [height, width, 3], padded as its processor pads it."""
-    height, width, _ = picture.shape
-    side, per_cell = (PATCH * CELL, 1) if oracle.config.model_type == "gemma4_unified" else (PATCH, CELL**2)
-    rows, columns = height // side, width // side
-    patches = picture.view(rows, side, columns, side, 3).transpose(1, 2).reshape(rows * columns, -1).float() * (1 / 255)
-    places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), -1).reshape(-1, 2)
-    padded = torch.zeros(budget * per_cell, patches.shape[1])
-    positions = torch.full((budget * per_cell, 2), -1)
-    padded[: len(patches)], positions[: len(patches)] = patches, torch.from_numpy(places)
     with torch.no_grad():
-        (found,) = oracle.model.get_image_features(padded[None], positions[None]).pooler_output
+        (found,) = oracle.model.get_image_features(*padded(oracle, [picture], budget)).pooler_output
     return found  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def both(nano: Nano) -> Callable[[str], tuple[VisionEncoder, Any]]:
+def both(nano: Nano) -> Both:
     @cache
     def make(member: str) -> tuple[VisionEncoder, Any]:
         return encoder(nano(member)), load_oracle(nano(member))
@@ -74,9 +61,7 @@ def error(found: Tensor, right: Tensor) -> float:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("member", MEMBERS)
-def test_rows_are_transformers(
-    both: Callable[[str], tuple[VisionEncoder, Any]], member: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_transformers(both: Both, member: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of pictures of many sizes has the rows that transformers gives each of them, padded; with x and y swapped it has not,
     nor without the bounds of products, nor where pictures see each other."""
     model, oracle = both(member)
@@ -102,7 +87,7 @@ def test_rows_are_transformers(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("member", MEMBERS)
-def test_a_batch_is_its_pictures(both: Callable[[str], tuple[VisionEncoder, Any]], member: str) -> None:
+def test_a_batch_is_its_pictures(both: Both, member: str) -> None:
     """A picture has the same rows alone, in a batch in any order, and as a frame of a video."""
     model, _ = both(member)
     batch = pictures(*SIZES)
@@ -114,12 +99,12 @@ def test_a_batch_is_its_pictures(both: Callable[[str], tuple[VisionEncoder, Any]
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("member", MEMBERS)
-def test_the_largest_picture_has_its_places(both: Callable[[str], tuple[VisionEncoder, Any]], member: str) -> None:
+def test_the_largest_picture_has_its_places(both: Both) -> None:
     """The longest picture of the budget 1120, a row of 1120 cells, is within the table of places."""
-    model, oracle = both(member)
     (picture,) = pictures((1, 1120))
+    model, oracle = both("12b")
     assert error(model([picture]), theirs(oracle, picture, 1120)) < TOLERANCE
+    assert [both(member)[0].geometry.longest_sides()["image"] for member in MEMBERS] == [1120] * 3
 
 
 def test_a_bound_that_is_not_saved_bounds_nothing(nano: Nano, tmp_path: Path) -> None:

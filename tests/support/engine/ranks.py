@@ -213,6 +213,8 @@ def single(config: EngineConfig) -> Rank:
 
 def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
+    if plan.media:
+        runner.encode(plan.media)
     return finish(runner.launch(encode_plan(plan), masks))
 
 

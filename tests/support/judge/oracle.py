@@ -1,7 +1,7 @@
 """transformers as the judge of our model: its logits, and how close its routers' choices were."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,14 @@ def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> transformer
 
 
 @torch.no_grad()
-def judge(model: transformers.PreTrainedModel, ids: Tensor, spans: Sequence[tuple[int, int]] = ()) -> Verdict:
-    """One full forward over ids int64 [n]; positions [first, last) of each span are an image's."""
+def judge(
+    model: transformers.PreTrainedModel,
+    ids: Tensor,
+    spans: Sequence[tuple[int, int]] = (),
+    media: Mapping[str, Tensor] | None = None,
+) -> Verdict:
+    """One full forward over ids int64 [n]; positions [first, last) of each span are an image's. media: what the model is given
+    besides (`pictures.as_inputs`)."""
     margins = [torch.full((ids.shape[0],), torch.inf, device=ids.device)]
     routers = [module for module in model.modules() if type(module).__name__ == "Gemma4TextRouter"]
 
@@ -46,7 +52,8 @@ def judge(model: transformers.PreTrainedModel, ids: Tensor, spans: Sequence[tupl
         margins.append(top[:, -2] - top[:, -1])
 
     hooks = [router.register_forward_hook(look) for router in routers]
-    logits = model(ids[None], attention_mask=image_masks(model, ids, spans) if spans else None).logits[0].float()
+    masks = image_masks(model, ids, spans) if spans else None
+    logits = model(ids[None], attention_mask=masks, **(media or {})).logits[0].float()
     for hook in hooks:
         hook.remove()
     close = (torch.stack(margins).amin(0) < ROUTER_MARGIN).nonzero()
