@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.checkpoint import read_json
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, InvalidRequest
 from engine.geometry import Geometry, Layer, Rope, read_geometry
+from engine.protocol import MediaItem
 
 MELS: Final = 128
 _IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -45,6 +46,12 @@ class AudioGeometry(Geometry):
     def unified(self) -> bool:
         """It is the 12B's, without a tower."""
         return not self.reach
+
+    def check(self, item: MediaItem) -> None:
+        """Raise InvalidRequest unless the item's data gives a row for each of its positions."""
+        rows, features = item.shape if len(item.shape) == 2 else (0, 0)
+        if features != self.features or len(item.data) != 4 * rows * features or item.length != self.tokens(rows) or item.spans:
+            raise InvalidRequest(f"{len(item.data)} bytes of audio of shape {item.shape} do not fit {item.length} positions")
 
     def tokens(self, rows: int) -> int:
         """Soft tokens of a clip of so many rows."""

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import ITEMSIZE, KVGroup, read_geometry, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
+from engine.media_geometry import MediaGeometry, read_media
 from engine.plan import DEPTH
-from engine.vision_geometry import CELL, SIDE, VisionGeometry, read_vision
+from engine.vision_geometry import CELL, SIDE
 
 PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
@@ -40,14 +42,18 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 def reserved_bytes(config: EngineConfig) -> int:
     """Bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
     sampling = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp, config.widest)
-    vision = None if config.language_model_only else read_vision(Path(config.model))
-    return sampling + (0 if vision is None else encoder_bytes(vision, ITEMSIZE[config.dtype]))
+    encoders = read_media(Path(config.model), language_model_only=config.language_model_only).values()
+    activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
+    return sampling + (ENCODER_ROWS * activations + ENCODER_CACHE_BYTES if activations else 0)
 
 
-def encoder_bytes(vision: VisionGeometry, itemsize: int) -> int:
-    """Bytes that pictures take: the activations of ENCODER_ROWS rows, in an MLP or where pixels become numbers; the cache."""
-    width = 4 * (vision.hidden + vision.layers[0].intermediate) * itemsize + 8 * vision.hidden
-    return ENCODER_ROWS * max(CELL**2 * width, 12 * 3 * SIDE**2) + ENCODER_CACHE_BYTES
+def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
+    """Bytes that a soft token takes while it is made: in an MLP, or where pixels become numbers; in attention of audio, where each
+    row has the keys and values that it sees, in fp32."""
+    if isinstance(encoder, AudioGeometry):
+        return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
+    width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
+    return max(CELL**2 * width, 12 * 3 * SIDE**2)
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:

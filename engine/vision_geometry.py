@@ -4,14 +4,15 @@ A picture is cut into patches of PATCH x PATCH pixels; CELL x CELL of them, a ce
 holds pictures to it, and `quartet plan` counts it.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from engine.checkpoint import read_json
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, InvalidRequest
 from engine.geometry import Geometry, Layer, Rope, read_geometry
-from engine.protocol import MediaKind
+from engine.protocol import MediaItem
 
 PATCH: Final = 16
 CELL: Final = 3
@@ -40,9 +41,14 @@ class VisionGeometry(Geometry):
     clipped: bool = False
     standardize: bool = False
 
-    def longest_sides(self) -> dict[MediaKind, int]:
-        """By the kind of media that it takes: the most cells of a picture's side."""
-        return dict.fromkeys(("image", "video"), self.positions // (1 if self.unified else CELL))
+    def check(self, item: MediaItem) -> None:
+        """Raise InvalidRequest unless the item's data gives a row for each of its positions."""
+        *frames, height, width, channels = item.shape if len(item.shape) > 2 else (0, 0, 0)
+        cells, longest = math.prod(frames) * (height // SIDE) * (width // SIDE), self.positions // (1 if self.unified else CELL)
+        if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
+            raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
+        if max(height, width) > SIDE * longest or cells != sum(end - begin for begin, end in item.runs):
+            raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {longest}")
 
 
 def read_vision(folder: Path) -> VisionGeometry | None:

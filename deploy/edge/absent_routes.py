@@ -2,7 +2,7 @@
 
 _NO_STATE = "Nothing is stored here: send the whole conversation."
 _NO_BATCHES = "There are no batches here: send each request by itself."
-_TEXT_ONLY = "This server takes and gives text only."
+_TEXT_ONLY = "This server gives text only."
 _GENERATES = "This server generates text: Gemma 4 makes no embeddings and no scores."
 _SENTENCES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v1/classify", "/v1/pooling"), _GENERATES),

@@ -15,6 +15,7 @@ from functools import partial
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from deploy.edge.api import JSON
 from deploy.edge.bounded import bounded
 from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.observe.record import RequestRecord, record_of
@@ -37,8 +38,8 @@ _SSE_HEADERS = [
 class CompletionResponse(Response):
     """Submits `job` when it is called as an ASGI app, and answers in `form`."""
 
-    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool) -> None:
-        super().__init__()
+    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool, media_type: str = JSON) -> None:
+        super().__init__(media_type=media_type)
         self._service = service
         self._job = job
         self._format = form
@@ -123,7 +124,7 @@ class CompletionResponse(Response):
         if not self._is_complete:
             return
         body = self._format.full(self._final_usage())
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [(b"content-type", str(self.media_type).encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

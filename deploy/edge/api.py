@@ -14,25 +14,29 @@ from deploy.edge.http_endpoint import HttpEndpoint, Right
 from deploy.edge.response_format import ResponseFormat, ServedModel
 from deploy.edge.service import Service
 
+JSON = "application/json"
+
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that has been read: what is asked of the engine, and the format of the answer."""
+    """A request that has been read: what is asked of the engine, the format of the answer, and the media type of a whole one."""
 
     ask: Ask
     format: Callable[[ServedModel], ResponseFormat]
+    media_type: str = JSON
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationApi(HttpEndpoint):
     """A route that generates. `read` takes a body, and raises InvalidRequest.
 
-    `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to.
+    `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to. `media_type`: the body's.
     """
 
     right: Right = "generate"
     body: type[Struct]
     read: Callable[[bytes], ParsedRequest]
+    media_type: str = JSON
     parts: tuple[type[Struct], ...] = ()
 
 

@@ -10,8 +10,9 @@ from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
 from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.responses_api import RESPONSES
+from deploy.edge.openai.transcriptions import TRANSCRIPTIONS
 
-GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE)
+GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE, TRANSCRIPTIONS)
 TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 
 PROBES = ("/health", "/health/live", "/health/ready")

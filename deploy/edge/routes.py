@@ -5,7 +5,7 @@ Bodies are read raw and validated by our own models, so that every error has its
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
@@ -23,10 +23,10 @@ from deploy.edge.absent_routes import why_absent
 from deploy.edge.access_log import AccessLog
 from deploy.edge.admission_control import Place
 from deploy.edge.answer import CompletionResponse
-from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
+from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
 from deploy.edge.error_response import ErrorShape, json_response, plain_error, response_of
-from deploy.edge.http_errors import DeadlineExceeded, WrongMediaType
+from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.limits import Limits
 from deploy.edge.observe.record import record_of
@@ -92,11 +92,20 @@ def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
-    @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body))
+    shown = _body(api.body, api.media_type)
+
+    @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=shown)
     async def generate(request: Request) -> Response:
-        async with _admitted(service, request) as place:
-            parsed = await service.pool.read(api.read, await _body_of(request))
+        async with _admitted(service, request, api.media_type) as place:
+            parsed = await _parsed(service, request, api)
             return await _answer(service, request, parsed, await service.jobs.job(parsed.ask), place)
+
+
+async def _parsed(service: Service, request: Request, api: GenerationApi) -> ParsedRequest:
+    body = await _body_of(request)
+    if api.media_type == JSON:
+        return await service.pool.read(api.read, body)
+    return await service.pool.run(lambda: api.read(body))
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
@@ -109,10 +118,10 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
 
 
 @asynccontextmanager
-async def _admitted(service: Service, request: Request) -> AsyncIterator[Place]:
+async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[Place]:
     """With a place, and until the deadline. The access log gives the place back when the request has ended, whichever way."""
     service.check_alive()
-    _check_media_type(request)
+    _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
     record.place = service.admission.enter(client_address(request.scope) if record.key is None else f"key {record.key}")
     try:
@@ -128,11 +137,14 @@ async def _body_of(request: Request) -> bytes:
     return body
 
 
-def _check_media_type(request: Request) -> None:
-    """A web page of another site can send anything but this without being asked for permission first."""
+def _check_media_type(request: Request, media_type: str, origins: Sequence[str]) -> None:
+    """A web page of another site can send anything but JSON without being asked for permission: it must be of `origins` then."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise WrongMediaType("the body must be JSON: set the header Content-Type: application/json", code="unsupported_media_type")
+    if kind != media_type:
+        raise WrongMediaType(f"the body must be {media_type}: so must the header Content-Type", code="unsupported_media_type")
+    origin, own = request.headers.get("origin", ""), request.headers.get("host")
+    if media_type != JSON and origin and origin.partition("://")[2] != own and not {"*", origin} & set(origins):
+        raise ForeignHost("limits.cors_origins does not name the web page's Origin", code="origin_not_allowed")
 
 
 async def _answer(service: Service, request: Request, parsed: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
@@ -142,7 +154,7 @@ async def _answer(service: Service, request: Request, parsed: ParsedRequest, job
     await service.admission.make_room(place.client, choices, tokens)
     place.settle(choices, tokens)
     job = replace(job, priority=(job.priority << TURN_BITS) + place.turn)
-    return CompletionResponse(service, job, parsed.format(service.model), stream=parsed.ask.stream)
+    return CompletionResponse(service, job, parsed.format(service.model), stream=parsed.ask.stream, media_type=parsed.media_type)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -214,10 +226,10 @@ def _documentation() -> tuple[dict[type[Struct], dict[str, Any]], dict[str, Any]
     return dict(zip(kinds, schemas, strict=True)), components
 
 
-def _body(kind: type[Struct]) -> dict[str, Any]:
+def _body(kind: type[Struct], media_type: str = JSON) -> dict[str, Any]:
     """What /docs shows of a body that FastAPI itself does not read."""
     schema = _documentation()[0][kind]
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
 def _document_components(app: FastAPI, *, keys: bool) -> None:

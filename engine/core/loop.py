@@ -32,9 +32,9 @@ from engine.errors import CheckpointError
 from engine.geometry import read_geometry
 from engine.lifeline import Lifeline, Ready, StepTimes, run
 from engine.matcher import Vocabulary
+from engine.media_geometry import read_media
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, TokenBatch, decode_front_message
-from engine.vision_geometry import read_vision
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,6 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTi
     """The scheduler's settings, once the pools are sized and the ranks are ready."""
     folder = Path(config.model)
     groups = config.kv_groups(read_geometry(folder))
-    vision = None if config.language_model_only else read_vision(folder)
     share = config.prefix_cache_share if config.prefix_cache else None
     return SchedulerConfig(
         groups,
@@ -212,7 +211,7 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTi
         policy=config.policy,
         step_times=times,
         tpot_target_ms=config.tpot_target_ms,
-        encoders=vision.longest_sides() if vision is not None else {},
+        encoders=read_media(folder, language_model_only=config.language_model_only),
     )
 
 

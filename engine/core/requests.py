@@ -4,7 +4,6 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
-import math
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from engine.core.allocator import Allocator
 from engine.core.prefix import root_key
 from engine.core.sequence import Key, Sequence
 from engine.errors import InvalidRequest
+from engine.media_geometry import MediaGeometry
 from engine.protocol import (
     DIGEST_BYTES,
     MAX_ALTERNATIVES,
@@ -25,7 +25,6 @@ from engine.protocol import (
     MediaKind,
     Output,
 )
-from engine.vision_geometry import SIDE
 
 
 @dataclass
@@ -49,11 +48,15 @@ class Counters:
 
 class Requests:
     """The queue, the slots and the outputs. `waiting` and `running` are in order of precedence. `longest`: tokens of one sequence
-    that the pools can hold. `encoders`: kinds of media that the model takes, with the most soft tokens of a picture's side; None:
-    anything, unchecked."""
+    that the pools can hold. `encoders`: of the kinds of media that the model takes; None: anything, unchecked."""
 
     def __init__(
-        self, allocator: Allocator, slots: int, max_len: int, longest: int, encoders: Mapping[MediaKind, int] | None = None
+        self,
+        allocator: Allocator,
+        slots: int,
+        max_len: int,
+        longest: int,
+        encoders: Mapping[MediaKind, MediaGeometry] | None = None,
     ) -> None:
         self.encoders = encoders
         self.allocator = allocator
@@ -136,7 +139,7 @@ class Requests:
         """Raise InvalidRequest unless the items stand one after the other in the prompt, and their spans in them."""
         end = 0
         for item in media:
-            self._check_picture(item)
+            self._check_data(item)
             if not end <= item.first < item.end <= prompt:
                 raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
             if len(item.digest) != DIGEST_BYTES:
@@ -144,18 +147,13 @@ class Requests:
             self._check_spans(item)
             end = item.end
 
-    def _check_picture(self, item: MediaItem) -> None:
+    def _check_data(self, item: MediaItem) -> None:
         """Raise InvalidRequest unless the model takes such an item, and its data gives a row for each of its positions."""
         if self.encoders is None:
             return
-        if (longest := self.encoders.get(item.kind)) is None:
+        if (encoder := self.encoders.get(item.kind)) is None:
             raise InvalidRequest(f"this model takes no {item.kind}")
-        *frames, height, width, channels = item.shape if len(item.shape) > 2 else (0, 0, 0)
-        cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
-        if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
-            raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
-        if max(height, width) > SIDE * longest or cells != sum(end - begin for begin, end in item.runs):
-            raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {longest}")
+        encoder.check(item)
 
     def _check_spans(self, item: MediaItem) -> None:
         end = item.first

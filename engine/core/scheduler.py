@@ -25,6 +25,7 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
+from engine.media_geometry import MediaGeometry
 from engine.memory import ENCODER_ROWS, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan, StepResult
 from engine.protocol import Load, MediaKind, PoolLoad
@@ -60,7 +61,7 @@ class SchedulerConfig:
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
     encoder_rows: int = ENCODER_ROWS
-    encoders: Mapping[MediaKind, int] | None = None
+    encoders: Mapping[MediaKind, MediaGeometry] | None = None
 
 
 @dataclass

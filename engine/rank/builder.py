@@ -1,13 +1,15 @@
 """Builds what a rank holds, alike for workers, benchmarks and plans: model, inboxes, KV cache, runner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.geometry import Geometry
+from engine.media_geometry import MediaGeometry, read_media
 from engine.memory import INBOX_BYTES, buckets, kv_budget
 from engine.protocol import MediaKind
 from engine.rank.attention import FailedChecks
@@ -15,19 +17,28 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import allocate
+from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.architecture import Architecture, MediaEncoder, Model
 from engine.rank.models.assistant import Assistant, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
+from engine.rank.models.audio import audio_encoder
+from engine.rank.models.audio_weights import TENSORS as AUDIO_TENSORS
+from engine.rank.models.clipped import load_encoder
 from engine.rank.models.gemma4 import GEMMA4
-from engine.rank.models.vision import encoder_of, load_encoder
+from engine.rank.models.vision import encoder_of
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, Single
 from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
-from engine.vision_geometry import read_vision
+from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import weight_format
 from kernels.fused_allreduce_norm import AllReduceInbox
+
+_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], TensorTable]] = {
+    VisionGeometry: (encoder_of, VISION_TENSORS),
+    AudioGeometry: (audio_encoder, AUDIO_TENSORS),
+}
 
 
 @dataclass(frozen=True)
@@ -123,17 +134,20 @@ def _encoders(
 ) -> dict[MediaKind, MediaEncoder]:
     """What the checkpoint has for media, whole on every rank; source: what fills it."""
     folder = Path(config.model)
-    vision = None if config.language_model_only else read_vision(folder)
-    if vision is None:
-        return {}
-    encoder = encoder_of(vision, Single(), dtype, device)
-    if source == "safetensors":
-        load_encoder(encoder, folder, progress)
-    elif source == "dummy":
-        dummy(encoder, VISION_TENSORS)
-    else:
-        allocate(encoder, VISION_TENSORS)
-    return {"image": encoder, "video": encoder}
+    made: dict[MediaGeometry, MediaEncoder] = {}
+    shapes = read_media(folder, language_model_only=config.language_model_only)
+    for shape in shapes.values():
+        if shape in made:
+            continue
+        build, tensors = _ENCODERS[type(shape)]
+        encoder = made[shape] = build(shape, Single(), dtype, device)
+        if source == "safetensors":
+            load_encoder(encoder, tensors, folder, progress)
+        elif source == "dummy":
+            dummy(encoder, tensors)
+        else:
+            allocate(encoder, tensors)
+    return {kind: made[shape] for kind, shape in shapes.items()}
 
 
 def inbox_rows(config: EngineConfig, row_bytes: int) -> int:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
-_LEAF_NAMES = ("config", "checkpoint", "weight_formats", "geometry", "vision_geometry", "audio_geometry", "memory",
-               "logit_adjustments", "protocol",
-               "plan", "plan_layout", "rank_status", "channel", "lifeline", "matcher", "pieces", "step_masks", "step_media",
-               "events", "errors", "attention")  # fmt: skip
+_LEAF_NAMES = ("config", "checkpoint", "weight_formats", "geometry", "vision_geometry", "audio_geometry", "media_geometry",
+               "memory", "logit_adjustments", "protocol", "plan", "plan_layout", "rank_status", "channel", "lifeline", "matcher",
+               "pieces", "step_masks", "step_media", "events", "errors", "attention")  # fmt: skip
 LEAVES = frozenset(f"engine.{name}" for name in _LEAF_NAMES)
 CONTROL = frozenset(
     {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "dashboards"}

@@ -8,6 +8,7 @@ from typing import Literal
 from engine.geometry import Geometry, Layer
 
 HEAD = "lm_head.weight"
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a clipped product, beside its weight
 
 Part = Literal["whole", "vocab", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
 Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_norm", "scalar", "one"]

@@ -11,7 +11,6 @@ their numbers. A clip's soft tokens depend on that clip alone.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,8 @@ from torch.nn import functional
 
 from engine.audio_geometry import AudioGeometry
 from engine.geometry import Geometry
-from engine.rank.load.loader import load
-from engine.rank.models.audio_weights import TENSORS
-from engine.rank.models.clipped import ClippedProduct, load_bounds
+from engine.rank.models.architecture import MediaEncoder
+from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import Shard
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
@@ -138,7 +136,7 @@ class AudioBlock(Module):
         return rms_norm(x + 0.5 * self.second(x), self.norm, _EPS)
 
 
-class AudioEncoder(Shard):
+class AudioEncoder(MediaEncoder):
     """One rank's encoder of clips. Its geometry is an `AudioGeometry`."""
 
     geometry: AudioGeometry
@@ -148,9 +146,15 @@ class AudioEncoder(Shard):
         super().__init__(geometry, parallel, dtype, device)
         self.out = self.matrix(geometry.model, geometry.output)
 
-    def forward(self, clips: Sequence[Tensor]) -> Tensor:
-        """clips fp32 [rows, features] each, on its device -> soft tokens [T, model], in order."""
-        encoded = self.encoded([clip.to(self.dtype) for clip in clips])
+    def inputs(self, data: Tensor) -> list[Tensor]:
+        return [data]
+
+    def rows(self, one: Tensor) -> int:
+        return self.geometry.tokens(len(one))
+
+    def forward(self, batch: Sequence[Tensor]) -> Tensor:
+        """batch: clips fp32 [rows, features], on its device -> soft tokens [T, model]."""
+        encoded = self.encoded([clip.to(self.dtype) for clip in batch])
         return self.out(rms_norm(encoded, None, _EPS))  # type: ignore[no-any-return]
 
     def encoded(self, clips: Sequence[Tensor]) -> Tensor:
@@ -180,12 +184,6 @@ class AudioTower(AudioEncoder):
 def audio_encoder(geometry: AudioGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
     """The empty encoder of a geometry."""
     return (AudioEncoder if geometry.unified else AudioTower)(geometry, parallel, dtype, device)
-
-
-def load_audio_encoder(model: AudioEncoder, folder: Path, progress: bool = False) -> None:
-    """Fill an encoder from the checkpoint in `folder`; CheckpointError as `load`."""
-    load(model, TENSORS, folder, progress)
-    load_bounds(model, TENSORS, folder)
 
 
 def _distances(geometry: AudioGeometry) -> Tensor:

@@ -1,17 +1,17 @@
 """Products whose input and output have bounds, which towers' checkpoints hold as 0-d tensors beside the matrix."""
 
-import math
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import headers, opened
-from engine.rank.load.tensor_table import TensorTable
+from engine.rank.load.tensor_table import BOUNDS, TensorTable
 from engine.rank.models.layers import Shard
 from engine.rank.models.module import Module
 
-BOUNDS = {"input_min": -math.inf, "input_max": math.inf, "output_min": -math.inf, "output_max": math.inf}  # where they are not said
 _MATRIX = ".linear.weight"
 
 
@@ -31,18 +31,20 @@ class ClippedProduct(Module):
         return product.clamp_(least, most)
 
 
-def load_bounds(model: Shard, tensors: TensorTable, folder: Path) -> None:
-    """Those of every `ClippedProduct` of a model whose matrices the checkpoint in `folder` calls `*.linear.weight`."""
+def load_encoder(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False) -> None:
+    """Fill an encoder from the checkpoint in `folder`, with the bounds of products that it calls `*.linear`; CheckpointError as
+    `load`. A bound that is not there bounds nothing."""
+    load(model, tensors, folder, progress)
     found, _ = headers(folder, tensors, model.geometry)
     scalars: dict[str, float] = {}
-    for path in {header.path for header in found.values()}:
+    for path in {header.path for name, header in found.items() if name.endswith(BOUNDS)}:
         with opened(path) as file:
             for name, header in found.items():
-                if header.path == path and name.endswith(tuple(BOUNDS)):
+                if header.path == path and name.endswith(BOUNDS):
                     scalars[name] = file.get_tensor(header.name).to(model.dtype).item()
     for name, piece in pieces(tensors, model.geometry).items():
-        if name.endswith(_MATRIX):
+        names = [f"{name.removesuffix(_MATRIX)}.{bound}" for bound in BOUNDS]
+        if name.endswith(_MATRIX) and not scalars.keys().isdisjoint(names):
             product = model.get_submodule(str(piece.weight).rpartition(".")[0])
             assert isinstance(product, ClippedProduct), name
-            stem = name.removesuffix(_MATRIX)
-            product.bounds = tuple(scalars.get(f"{stem}.{bound}", unbounded) for bound, unbounded in BOUNDS.items())
+            product.bounds = tuple(map(scalars.get, names, (-torch.inf, torch.inf) * 2))

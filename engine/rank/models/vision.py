@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,12 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.geometry import Geometry, Layer
-from engine.rank.load.loader import load
-from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.architecture import MediaEncoder
+from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import NormWeights, Shard
 from engine.rank.models.module import Module
-from engine.rank.models.vision_weights import BOUNDS, TENSORS
 from engine.rank.parallel import Parallel
 from engine.rank.upload import uploaded
 from engine.vision_geometry import CELL, PATCH, SIDE, VisionGeometry
@@ -66,22 +63,6 @@ class VisionEncoder(MediaEncoder):
         """[cells, hidden]."""
 
 
-class Product(Module):
-    """x W^T. bounds: between which x, and then the product, is cut; None: neither is."""
-
-    def __init__(self, shard: Shard, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight = shard.matrix(rows, columns)
-        self.bounds: tuple[float, ...] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bounds is None:
-            return self.weight(x)  # type: ignore[no-any-return]
-        low, high, least, most = self.bounds
-        product: Tensor = self.weight(x.clamp(low, high))
-        return product.clamp_(least, most)
-
-
 @dataclass(frozen=True)
 class Rows:
     """What all layers know of a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
@@ -100,10 +81,10 @@ class VisionBlock(Module):
         super().__init__()
         hidden, self._eps, self._head_dim = shard.geometry.hidden, shard.geometry.eps, layer.head_dim
         heads = shard.geometry.heads * layer.head_dim
-        self.q, self.k, self.v = (Product(shard, heads, hidden) for _ in range(3))
-        self.o = Product(shard, hidden, heads)
-        self.gate, self.up = (Product(shard, layer.intermediate, hidden) for _ in range(2))
-        self.down = Product(shard, hidden, layer.intermediate)
+        self.q, self.k, self.v = (ClippedProduct(shard, heads, hidden) for _ in range(3))
+        self.o = ClippedProduct(shard, hidden, heads)
+        self.gate, self.up = (ClippedProduct(shard, layer.intermediate, hidden) for _ in range(2))
+        self.down = ClippedProduct(shard, hidden, layer.intermediate)
         self.q_norm, self.k_norm = shard.parameter(layer.head_dim), shard.parameter(layer.head_dim)
         self.norms = NormWeights(shard, ("pre_attention", "post_attention", "pre_mlp", "post_mlp"))
 
@@ -218,24 +199,3 @@ def places(rows: int, columns: int, cell: int) -> np.ndarray:
 def encoder_of(geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
     """The empty encoder of a geometry."""
     return (VisionEmbedder if geometry.unified else Tower)(geometry, parallel, dtype, device)
-
-
-def load_encoder(model: VisionEncoder, folder: Path, progress: bool = False) -> None:
-    """Fill an encoder from the checkpoint in `folder`; CheckpointError as `load`. A bound that is not there bounds nothing."""
-    load(model, TENSORS, folder, progress)
-    if not model.geometry.clipped:
-        return
-    found, _ = headers(folder, TENSORS, model.geometry)
-    scalars: dict[str, float] = {}
-    for path in {header.path for name, header in found.items() if name.endswith(BOUNDS)}:
-        with opened(path) as file:
-            for name, header in found.items():
-                if header.path == path and name.endswith(BOUNDS):
-                    scalars[name] = file.get_tensor(header.name).to(model.dtype).item()
-    for rule in TENSORS.rules:
-        for index in range(len(model.geometry.layers)) if rule.name.endswith(".linear.weight") else ():
-            name = "model." + rule.name.format(i=index).removesuffix("linear.weight")
-            product = model.get_submodule(rule.parameter.format(i=index).rpartition(".")[0])
-            assert isinstance(product, Product)
-            defaults = zip(BOUNDS, (-torch.inf, torch.inf) * 2, strict=True)
-            product.bounds = tuple(scalars.get(name + bound, unbounded) for bound, unbounded in defaults)

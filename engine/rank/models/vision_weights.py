@@ -1,10 +1,8 @@
 """The tensors of vision towers, and of the 12B's embedder. No torch: shapes are asked for without it."""
 
 from engine.geometry import Geometry, Layer
-from engine.rank.load.tensor_table import Rule, TensorTable
+from engine.rank.load.tensor_table import BOUNDS, Rule, TensorTable
 from engine.vision_geometry import PATCH, SIDE, VisionGeometry
-
-BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a clipped product, beside its weight
 
 _T, _L, _B = "vision_tower.", "vision_tower.encoder.layers.{i}.", "blocks.{i}."
 _E = "vision_embedder."
@@ -56,7 +54,7 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
 
 
 def _is_unused(name: str, _: Geometry) -> bool:
-    """Another part's; or a bound, which `vision.load_encoder` reads itself."""
+    """Another part's; or a bound, which `load_encoder` reads itself."""
     return not name.startswith(("model.vision_", "model.embed_vision.")) or name.endswith(BOUNDS)
 
 

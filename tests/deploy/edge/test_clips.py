@@ -78,7 +78,7 @@ def test_a_responses_clip_is_a_chats(edge: Edge) -> None:
 
 def test_what_is_longer_than_30_s_becomes_several_clips(edge: Edge) -> None:
     """One behind the other, each between markers of its own, and the usage says how many; the 12B takes all of it as one."""
-    sound = np.random.default_rng(0).standard_normal(70 * RATE).astype(np.float32) / 10
+    sound = np.random.default_rng(0).standard_normal(70 * RATE, dtype=np.float32)
     file = wav(sound, 32, code=3, rate=RATE)
     reply = post(edge, [input_audio(file)])
     request = edge.core.requests[-1]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from engine.audio_geometry import read_audio
 from engine.rank.models import audio
-from engine.rank.models.audio import AudioEncoder, AudioTower, Before, audio_encoder, load_audio_encoder
+from engine.rank.models.audio import AudioEncoder, AudioTower, Before, audio_encoder
+from engine.rank.models.audio_weights import TENSORS
+from engine.rank.models.clipped import load_encoder
 from engine.rank.parallel import Single
 from tests.conftest import Nano
 from tests.support.judge.oracle import load_oracle
@@ -33,7 +35,7 @@ def encoder(folder: Path) -> AudioEncoder:
     geometry = read_audio(folder)
     assert geometry is not None
     model = audio_encoder(geometry, Single(), torch.float32, torch.device("cpu"))
-    load_audio_encoder(model, folder)
+    load_encoder(model, TENSORS, folder)
     return model
 
 

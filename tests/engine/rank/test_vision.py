@@ -13,7 +13,9 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.rank.models import vision
-from engine.rank.models.vision import Product, Tower, VisionBlock, VisionEncoder, encoder_of, load_encoder
+from engine.rank.models.clipped import ClippedProduct, load_encoder
+from engine.rank.models.vision import Tower, VisionBlock, VisionEncoder, encoder_of
+from engine.rank.models.vision_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.vision_geometry import CELL, read_vision
 from kernels.ragged_attention import ragged_attention
@@ -35,7 +37,7 @@ def encoder(folder: Path) -> VisionEncoder:
     geometry = read_vision(folder)
     assert geometry is not None
     model = encoder_of(geometry, Single(), torch.float32, torch.device("cpu"))
-    load_encoder(model, folder)
+    load_encoder(model, TENSORS, folder)
     return model
 
 
@@ -80,7 +82,7 @@ def test_rows_are_transformers(both: Both, member: str, monkeypatch: pytest.Monk
             assert error(model(batch), right) > FAULT
     if model.geometry.clipped:
         with monkeypatch.context() as patch:
-            for product in (module for module in model.modules() if isinstance(module, Product)):
+            for product in (module for module in model.modules() if isinstance(module, ClippedProduct)):
                 patch.setattr(product, "bounds", None)
             assert error(model(batch), right) > FAULT
 

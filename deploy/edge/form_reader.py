@@ -1,0 +1,64 @@
+"""Reads multipart/form-data as a type's keys: a form is small but for its file, which becomes base64 as JSON would have it."""
+
+import base64
+import re
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from deploy.edge.body_reader import unsupported
+from deploy.edge.raw_json import decode
+from engine.errors import InvalidRequest
+
+MEDIA_TYPE = "multipart/form-data"
+_FIELDS = 32
+_TEXT_BYTES = 64 << 10
+_BOUNDARY = re.compile(rb"--[^\r\n]{1,70}(?=\r\n)")
+_NAME = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name="([^"\r\n]{1,64})"', re.IGNORECASE)
+
+R = TypeVar("R", bound=Struct)
+
+
+class FormReader(Generic[R]):
+    """Of `kind`, whose key `file` is the file; `absent` keys are known elsewhere and have no function here."""
+
+    def __init__(self, kind: type[R], file: str, absent: tuple[str, ...]) -> None:
+        self._file, self._absent = file, absent
+        self._decoder = msgspec.json.Decoder(kind, strict=False)
+
+    def read(self, body: bytes) -> R:
+        """What it says. InvalidRequest names the first key that is wrong."""
+        said = {}
+        for name, value in _fields(body).items():
+            if name in self._absent:
+                raise unsupported(name)
+            said[name] = base64.b64encode(value).decode() if name == self._file else _text(name, value)
+        request: R = decode(msgspec.json.encode(said), "", self._decoder)
+        return request
+
+
+def _fields(body: bytes) -> dict[str, bytes]:
+    """Contents by name. InvalidRequest: it is no form, or cut, or has too many fields."""
+    boundary = _BOUNDARY.match(body)
+    if boundary is None:
+        raise InvalidRequest(f"the body is no {MEDIA_TYPE}")
+    *parts, end = body[boundary.end() :].split(b"\r\n" + boundary[0], _FIELDS)
+    if not end.startswith(b"--"):
+        raise InvalidRequest(f"the form is cut, or has more than {_FIELDS} fields")
+    fields = {}
+    for part in parts:
+        head, _, content = part.partition(b"\r\n\r\n")
+        if (name := _NAME.search(head)) is None:
+            raise InvalidRequest("a field of the form has no name")
+        fields[name[1].decode(errors="replace")] = content
+    return fields
+
+
+def _text(name: str, value: bytes) -> str:
+    if len(value) > _TEXT_BYTES:
+        raise InvalidRequest(f"{name}: more than {_TEXT_BYTES} bytes", param=name)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{name}: it is not UTF-8", param=name) from None

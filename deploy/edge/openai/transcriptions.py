@@ -1,0 +1,120 @@
+"""OpenAI's transcriptions: a chat with one clip, which is told to write down what is said, without thoughts.
+
+    {"text": ..., "usage": ...}        with stream    data: {"type": "transcript.text.delta", "delta": ...}
+                                                      data: {"type": "transcript.text.done", "text": ..., "usage": ...}
+"""
+
+import secrets
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from deploy.edge import key_types as kt
+from deploy.edge.api import GenerationApi, ParsedRequest
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Media, Part, Sampling, Text
+from deploy.edge.form_reader import MEDIA_TYPE, FormReader
+from deploy.edge.openai.openai_error import OPENAI_ERROR
+from deploy.edge.response_format import ServedModel, Usage
+from engine.errors import QuartetError
+from engine.front.generation import Delta
+from engine.front.parts import Content
+
+_ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
+_ASKED = """Transcribe the following speech segment in {language}.
+
+Follow these specific instructions for formatting the output:
+* Only output the transcription, with no newlines.
+* When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
+
+
+class TranscriptionRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/audio/transcriptions, as a form."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+    model: kt.ModelName
+    language: kt.Kind | None = None
+    prompt: Annotated[str, Meta(max_length=4096)] | None = None
+    response_format: Literal["json", "text"] = "json"
+    temperature: kt.Temperature = 0.0
+    stream: bool = False
+    chunking_strategy: Literal["auto"] | None = None
+
+    def ask(self) -> Ask:
+        """Greedy, as OpenAI's is."""
+        language = f"the language {self.language}" if self.language else "its original language"
+        context = f"\n\nContext: {self.prompt}" if self.prompt else ""
+        parts: list[Part] = [Text(_ASKED.format(language=language) + context), Media("audio", f"data:;base64,{self.file}")]
+        return Ask(
+            prompt=ChatPrompt([ChatMessage("user", parts)], thinks=False),
+            model=self.model,
+            sampling=Sampling(temperature=self.temperature),
+            stream=self.stream,
+            keys=KeyNames(prompt="file"),
+        )
+
+
+_FORM = FormReader(TranscriptionRequest, "file", _ABSENT)
+
+
+class TranscriptionFormat:
+    """The answer; `plain`: a whole one is nothing but its text."""
+
+    def __init__(self, model: ServedModel, *, plain: bool) -> None:  # noqa: ARG002 - it does not say what model it is
+        self.id = secrets.token_hex(16)
+        self._text, self._plain = "", plain
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - as others have it
+        """Nothing comes before the text."""
+        return b""
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """What has been added."""
+        before = len(self._text)
+        self.add(index, delta)
+        added = self._text[before:]
+        return _event({"type": "transcript.text.delta", "delta": added}) if added else b""
+
+    def end(self, usage: Usage) -> bytes:
+        """All of it once more."""
+        return _event({"type": "transcript.text.done", "text": self._text, "usage": _counts(usage)}) + b"data: [DONE]\n\n"
+
+    def failure(self, error: QuartetError) -> bytes:
+        """An error event, without an end."""
+        return _event(OPENAI_ERROR.body(error))
+
+    def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
+        """One more."""
+        self._text += "".join(part.text for part in delta.parts if isinstance(part, Content))
+
+    def full(self, usage: Usage) -> bytes:
+        """The whole answer."""
+        return self._text.encode() if self._plain else msgspec.json.encode({"text": self._text, "usage": _counts(usage)})
+
+
+def _event(said: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(said) + b"\n\n"
+
+
+def _counts(usage: Usage) -> dict[str, Any]:
+    details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}
+    counts = {"input_tokens": usage.prompt, "output_tokens": usage.completion, "total_tokens": usage.prompt + usage.completion}
+    return {"type": "tokens", **counts, "input_token_details": details}
+
+
+def _read(body: bytes) -> ParsedRequest:
+    request = _FORM.read(body)
+    plain = request.response_format == "text"
+    kind = "text/plain; charset=utf-8" if plain else "application/json"
+    return ParsedRequest(request.ask(), partial(TranscriptionFormat, plain=plain), kind)
+
+
+TRANSCRIPTIONS = GenerationApi(
+    path="/v1/audio/transcriptions",
+    operation="transcription",
+    error=OPENAI_ERROR,
+    body=TranscriptionRequest,
+    read=_read,
+    media_type=MEDIA_TYPE,
+)

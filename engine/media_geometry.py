@@ -1,0 +1,17 @@
+"""What a checkpoint has for media: by their kind, the shape of the encoder that takes them."""
+
+from pathlib import Path
+
+from engine.audio_geometry import AudioGeometry, read_audio
+from engine.protocol import MediaKind
+from engine.vision_geometry import VisionGeometry, read_vision
+
+MediaGeometry = VisionGeometry | AudioGeometry
+
+
+def read_media(folder: Path, *, language_model_only: bool = False) -> dict[MediaKind, MediaGeometry]:
+    """Of the checkpoint in `folder`; none for the text model alone. CheckpointError names the key that is wrong."""
+    encoders: dict[MediaKind, MediaGeometry | None] = {}
+    if not language_model_only:
+        encoders = {"image": (vision := read_vision(folder)), "video": vision, "audio": read_audio(folder)}
+    return {kind: geometry for kind, geometry in encoders.items() if geometry is not None}

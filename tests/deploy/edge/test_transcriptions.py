@@ -1,0 +1,140 @@
+"""POST /v1/audio/transcriptions: by OpenAI's client, and forms of every kind."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.front.audio_features import RATE
+from tests.conftest import Nano
+from tests.support.edge.api_client import client, token_steps
+from tests.support.edge.http_edge import Edge
+from tests.support.wav_files import tone, wav
+
+pytestmark = pytest.mark.pure
+
+PATH = "/v1/audio/transcriptions"
+FILE = wav(tone(RATE, 440))
+TEXT = "Hello there."
+
+
+@pytest.fixture(scope="module")
+def running(nano: Nano) -> Iterator[Edge]:
+    with Edge(nano("e2b"), max_len=2048, media=frozenset({"audio"})) as started:
+        yield started
+
+
+@pytest.fixture
+def edge(running: Edge) -> Edge:
+    running.reset()
+    running.core.steps = token_steps(running, TEXT)
+    return running
+
+
+def post(edge: Edge, headers: dict[str, str] | None = None, **form: Any) -> httpx.Response:
+    files = {"file": ("a.wav", form.pop("file", FILE), "audio/wav")}
+    return httpx.post(f"{edge.url}{PATH}", data={"model": "nano", **form}, files=files, headers=headers, timeout=30)
+
+
+def test_a_file_is_transcribed(edge: Edge) -> None:
+    """Greedily and without thoughts; the usage counts the clip's tokens."""
+    made = client(edge).audio.transcriptions.create(file=("a.wav", FILE), model="nano", language="de", prompt="A greeting.")
+    assert made.text == TEXT
+    [request] = edge.core.requests
+    prompt = edge.text.decode(list(request.tokens), skip_special_tokens=False)
+    assert "Transcribe the following speech segment in the language de." in prompt
+    assert "Context: A greeting." in prompt
+    assert "<|think|>" not in prompt
+    assert request.params.temperature == 0
+    assert [item.kind for item in request.media] == ["audio"]
+    usage = made.usage
+    assert usage is not None
+    assert usage.type == "tokens"
+    assert usage.input_token_details is not None
+    assert (usage.input_tokens, usage.input_token_details.audio_tokens) == (len(request.tokens), request.media[0].length)
+
+
+def test_it_streams(edge: Edge) -> None:
+    """Deltas that make up the text, and the text at the end."""
+    stream = client(edge).audio.transcriptions.create(file=("a.wav", FILE), model="nano", stream=True, temperature=0.5)
+    events = list(stream)
+    assert "".join(event.delta for event in events[:-1] if event.type == "transcript.text.delta") == TEXT
+    assert events[-1].type == "transcript.text.done"
+    assert events[-1].text == TEXT
+    assert edge.core.requests[-1].params.temperature == 0.5
+
+
+def test_text_is_text(edge: Edge) -> None:
+    """With response_format text the answer is the text, and says so."""
+    reply = post(edge, response_format="text")
+    assert (reply.text, reply.headers["content-type"]) == (TEXT, "text/plain; charset=utf-8")
+    assert post(edge).headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"response_format": "verbose_json"}, "response_format"),
+        ({"response_format": "srt"}, "response_format"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]"),
+        ({"temperature": "3"}, "temperature"),
+        ({"stream": "perhaps"}, "stream"),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"file": b"fLaC" + bytes(64)}, "file"),
+        ({"file": b""}, "file"),
+        ({"model": "whisper-1"}, "model"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(edge: Edge, form: dict[str, Any], param: str) -> None:
+    """By the form's own key, and the engine hears nothing."""
+    reply = post(edge, **form)
+    assert reply.status_code in (400, 404)
+    assert reply.json()["error"]["param"] == param, reply.text
+    assert edge.core.requests == []
+
+
+def form_of(*fields: tuple[str, bytes], boundary: bytes = b"x") -> bytes:
+    head = b'Content-Disposition: form-data; filename="f"; name="%b"\r\n\r\n%b'
+    parts = [head % (name.encode(), value) for name, value in fields]
+    return b"".join(b"--" + boundary + b"\r\n" + part + b"\r\n" for part in parts) + b"--" + boundary + b"--\r\n"
+
+
+GOOD = form_of(("model", b"nano"), ("file", FILE))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", GOOD[:-9], GOOD[: len(GOOD) // 2], GOOD.replace(b"name=", b"eman="), form_of(*[("a", b"")] * 40),
+             form_of(("model", b"\xff"), ("file", FILE)), form_of(("model", b"m" * 70_000), ("file", FILE))]
+)  # fmt: skip
+def test_what_is_no_form_is_refused(edge: Edge, body: bytes) -> None:
+    """Cut ones, ones of many fields, and bytes where there should be text; a whole one is not."""
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    assert httpx.post(f"{edge.url}{PATH}", content=body, headers=headers).status_code == 400
+    assert edge.core.requests == []
+    assert httpx.post(f"{edge.url}{PATH}", content=GOOD, headers=headers, timeout=30).json()["text"] == TEXT
+
+
+def test_a_file_may_hold_what_looks_like_a_form(edge: Edge) -> None:
+    """Line ends, dashes and quotes are its own; only its boundary ends it."""
+    sound = FILE[: FILE.index(b"data") + 8] + (b'\r\n--y\r\ncontent-disposition: form-data; name="model"\r\n\r\n' * 200)
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    reply = httpx.post(f"{edge.url}{PATH}", content=form_of(("model", b"nano"), ("file", sound)), headers=headers, timeout=30)
+    assert reply.status_code == 200, reply.text
+
+
+def test_a_page_of_another_site_is_refused(edge: Edge) -> None:
+    """A browser lets it send a form unasked; its Origin tells."""
+    assert post(edge, {"origin": "https://page.example"}).json()["error"]["code"] == "origin_not_allowed"
+    assert edge.core.requests == []
+    assert post(edge, {"origin": edge.url}).status_code == 200
+    assert httpx.post(f"{edge.url}{PATH}", json={"model": "nano"}).status_code == 415
+
+
+def test_a_model_without_audio_says_so(edge: Edge) -> None:
+    """Whatever the file holds."""
+    with edge.configured(media_kinds=frozenset()):
+        reply = post(edge)
+    assert reply.status_code == 400
+    assert re.fullmatch("file: this model reads no audio", reply.json()["error"]["message"])
