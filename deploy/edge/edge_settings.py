@@ -21,7 +21,7 @@ class LimitSettings(msgspec.Struct, frozen=True):
         ),
     ] = None
     cors_origins: Annotated[tuple[str, ...], Meta(description='origins of web pages that may use the API; "*": all')] = ()
-    body_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's body; more get 413")] = 8 << 20
+    body_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's body; more get 413")] = 32 << 20
     header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's headers; more get 431")] = 32 << 10
     body_timeout_s: Annotated[Seconds, Meta(description="a body that is not complete by then gets 408")] = 30.0
     stop_strings: Annotated[int, Meta(ge=0, le=64, description="stop strings of a request")] = 4

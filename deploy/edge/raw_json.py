@@ -14,6 +14,10 @@ from deploy.edge.key_types import Natural
 from engine.errors import InvalidRequest
 
 ON_LOOP_BYTES = 64 << 10  # of JSON: read in less than a millisecond
+TEXT_BYTES = 8 << 20  # of a body that is not mostly media
+_SLICE = 1 << 20
+_MARKS = (b'"', b",", b"[", b"{", b"\\", b" ")
+_MEDIA_MARKS = 1 << 20
 _STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
 _SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
@@ -95,6 +99,15 @@ def check_strings(body: bytes) -> None:
     """A decoder looks at every key, however often it comes: InvalidRequest where there are too many."""
     if body.count(b'"') - body.count(b'\\"') > 2 * _STRINGS:
         raise InvalidRequest(f"The body holds more than {_STRINGS} keys and strings")
+
+
+def check_large(body: bytes) -> None:
+    """A body larger than TEXT_BYTES is media and little else: InvalidRequest where it has more marks of JSON than that needs."""
+    marks = 0
+    for start in range(0, len(body), _SLICE):
+        marks += sum(body.count(mark, start, start + _SLICE) for mark in _MARKS)
+        if marks > _MEDIA_MARKS:
+            raise InvalidRequest(f"A body of more than {TEXT_BYTES} bytes may hold few texts beside its images")
 
 
 class ListReader:

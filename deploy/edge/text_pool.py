@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from deploy.edge.raw_json import ON_LOOP_BYTES, check_strings
+from deploy.edge.raw_json import ON_LOOP_BYTES, TEXT_BYTES, check_large, check_strings
 
 TEXT_THREADS = 2
 
@@ -26,5 +26,7 @@ class TextPool:
         """What `reader` makes of `body`; a large one is read off the loop. Raises what `reader` does."""
         if len(body) <= ON_LOOP_BYTES:
             return reader(body)
+        if len(body) > TEXT_BYTES:
+            await self.run(lambda: check_large(body))
         check_strings(body)
         return await self.run(lambda: reader(body))

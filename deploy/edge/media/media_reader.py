@@ -45,20 +45,25 @@ async def read_media(
 
 
 async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: SidePool, name: str) -> Prepared:
-    head, _, data = part.url.partition(",")
+    begin = part.url.find(",") + 1
+    head = part.url[:begin].lower()
     try:
-        if not head.lower().endswith(";base64"):
+        if not head.endswith(";base64,"):
             raise InvalidRequest("only data: URLs in base64 are read")
         task = msgspec.structs.replace(
             limits,
             kind=part.kind,
-            source=data.encode(errors="replace"),
-            media_type=head[len("data:") :].partition(";")[0].lower(),
+            media_type=head[len("data:") :].partition(";")[0],
             budget=budget or part.budget,
         )
-        return await asyncio.get_running_loop().run_in_executor(pool.threads, partial(pool.run, task))
+        work = partial(_run, pool, task, part.url, begin)
+        return await asyncio.get_running_loop().run_in_executor(pool.threads, work)
     except InvalidRequest as error:
         raise _wrong(f"{name}: {error}") from error
+
+
+def _run(pool: SidePool, task: DecodeTask, url: str, begin: int) -> Prepared:
+    return pool.run(task, url[begin:].encode(errors="replace"))
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:

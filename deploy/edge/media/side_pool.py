@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deploy.edge.media.tasks import BEGUN, Prepared, Refused, Task, decode_answer, encode
+from deploy.edge.media.tasks import BEGUN, LENGTH, Prepared, Refused, Task, decode_answer, encode
 from engine.errors import InvalidRequest, Overloaded
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,14 +25,16 @@ class SidePool:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, task: Task) -> Prepared:
+    def run(self, task: Task, source: bytes) -> Prepared:
         """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 self._hand_over(theirs)
             try:
-                ours.sendall(encode(task))
+                message = encode(task)
+                ours.sendall(LENGTH.pack(len(message)) + message)
+                ours.sendall(source)
                 ours.shutdown(socket.SHUT_WR)
                 answer = _read(ours)
             except ConnectionError:

@@ -23,11 +23,11 @@ from PIL import Image
 
 from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.rasters import CELL, prepare_image, resized
-from deploy.edge.media.tasks import BEGUN, DecodeTask, Prepared, Refused, decode_task, encode
+from deploy.edge.media.tasks import BEGUN, LENGTH, DecodeTask, Prepared, Refused, decode_task, encode
 from engine.errors import InvalidRequest
 from engine.front.audio_features import RATE, log_mels
 
-CPU_S = 3
+CPU_S = 2
 MEMORY_BYTES = 448 << 20  # beside what the libraries take
 _PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {"image": prepare_image, "audio": prepare_audio}
 
@@ -64,14 +64,15 @@ def _serve(connection: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     connection.sendall(BEGUN)
     with connection.makefile("rb") as stream:
-        answer = _answer(stream.read())
+        (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+        answer = _answer(stream.read(length), stream.read())
     connection.sendall(encode(answer))
 
 
-def _answer(message: bytes) -> Prepared | Refused:
+def _answer(message: bytes, source: bytes) -> Prepared | Refused:
     try:
         task = decode_task(message)
-        return _PREPARERS[task.kind](task, base64.b64decode(task.source) if task.encoded else task.source)
+        return _PREPARERS[task.kind](task, base64.b64decode(source) if task.encoded else source)
     except InvalidRequest as error:
         return Refused(str(error))
     except MemoryError:

@@ -1,4 +1,10 @@
-"""What a side process is asked to do, and what it answers: msgpack over a socket, one task a connection."""
+"""What a side process is asked to do, and what it answers, over a socket for each task.
+
+    edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
+    process --> edge    BEGUN, an answer as msgpack, the end
+"""
+
+import struct
 
 import msgspec
 
@@ -8,7 +14,7 @@ BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
 
 
 class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode `source` (base64 where `encoded`) of a media type, and make of it what the encoder gets.
+    """Decode a source (base64 where `encoded`) of a media type, and make of it what the encoder gets.
 
     `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `pixels`: of an image, and
     of a video's frames together; `frames` of a video are looked at. `seconds`: of audio at most; `row_samples`: of each
@@ -16,7 +22,6 @@ class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: MediaKind = "image"
-    source: bytes = b""
     media_type: str = ""
     encoded: bool = True
     budget: int | None = None
@@ -48,7 +53,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     why: str
 
 
-BEGUN = b"+"  # before an answer: a process has the task
+BEGUN = b"+"  # a process has the task
+LENGTH = struct.Struct("<I")
 Task = DecodeTask
 
 encode = msgspec.msgpack.Encoder().encode

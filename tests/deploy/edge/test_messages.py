@@ -231,7 +231,7 @@ def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, body: dict[str, A
     ("method", "path", "body", "status", "kind"),
     [
         ("POST", PATH, {"model": "other"}, 404, "not_found_error"),
-        ("POST", PATH, {"system": "x" * (9 << 20)}, 413, "request_too_large"),
+        ("POST", PATH, {"system": "x" * (33 << 20)}, 413, "request_too_large"),
         ("POST", f"{PATH}/batches", {}, 404, "not_found_error"),
         ("GET", PATH, None, 405, "invalid_request_error"),
     ],

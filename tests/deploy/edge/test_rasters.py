@@ -1,6 +1,5 @@
 """Images as transformers' Gemma 4 processor makes them: sizes, counts, values, positions of a prompt's ids."""
 
-import base64
 import io
 import zlib
 from typing import Any
@@ -36,8 +35,7 @@ def saved(image: Image.Image, form: str, **options: Any) -> bytes:
 
 
 def prepare(data: bytes, budget: int | None = None, **more: Any) -> Prepared:
-    task = DecodeTask(kind="image", source=base64.b64encode(data), media_type="image/png", budget=budget, **more)
-    return rasters.prepare_image(task, data)
+    return rasters.prepare_image(DecodeTask(kind="image", media_type="image/png", budget=budget, **more), data)
 
 
 def pixels(prepared: Prepared) -> np.ndarray[Any, Any]:

@@ -6,6 +6,7 @@ thread that keeps the interpreter's lock adds all that it takes.
 """
 
 import asyncio
+import base64
 import gc
 import json
 import re
@@ -22,6 +23,7 @@ from starlette.requests import Request
 
 from deploy.edge import answer, routes
 from deploy.edge.body_reader import BodyReader
+from deploy.edge.media.side_pool import SidePool
 from deploy.edge.openai import forms
 from deploy.edge.response_format import Usage
 from engine.front import generation
@@ -176,6 +178,13 @@ def _bodies_kept(edge: Edge) -> None:
     routes._body_of = keep  # type: ignore[assignment]
 
 
+def _decode_here(edge: Edge) -> None:
+    """Images are decoded in this process."""
+    from deploy.edge.media.rasters import prepare_image
+
+    SidePool.run = lambda pool, task, source: prepare_image(task, base64.b64decode(source))  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[Edge], None]] = {
     "none": lambda edge: None,
     "parse": _costly_parse,
@@ -183,13 +192,14 @@ FAULTS: dict[str, Callable[[Edge], None]] = {
     "logprobs": _logprobs_at_the_end,
     "streams": _streams_in_one_go,
     "bodies": _bodies_kept,
+    "decode": _decode_here,
 }
 
 
 def main() -> None:
     """Serve until stdin ends."""
     folder, max_len, fault = sys.argv[1:4]
-    with Edge(Path(folder), max_len=int(max_len)) as edge:
+    with Edge(Path(folder), max_len=int(max_len), media=frozenset({"image", "video"})) as edge:
         FAULTS[fault](edge)
         edge.core.forever, edge.core.delay_s = True, 0.01
         gc.collect()
