@@ -41,16 +41,6 @@ def install(settings: LogSettings) -> None:
             logger.addHandler(ForwardHandler(logging.getLogger(_SERVE)))
 
 
-def uninstall() -> None:
-    """As before `install`."""
-    for package in _PACKAGES:
-        logger = logging.getLogger(package)
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
-        for handler in [handler for handler in logger.handlers if isinstance(handler, ForwardHandler)]:
-            logger.removeHandler(handler)
-
-
 class ForwardHandler(logging.Handler):
     """Hands records to another logger's handlers: one line each, with the id of the request that they belong to."""
 
