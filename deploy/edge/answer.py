@@ -102,8 +102,8 @@ class CompletionResponse(Response):
             generation = self._service.start(self._job, choice)
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
-        if self._record.place is not None:
-            self._record.place.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
+        if self._record.ticket is not None:
+            self._record.ticket.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
 
     def _refuse(self, why: str) -> None:
         """It need not wait any longer; one that has begun goes on."""

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from deploy.edge.edge_settings import KeySettings
 from deploy.edge.keys.key_file import ApiKey, digest_of, parse, read
-from deploy.edge.keys.quotas import Allowance, Grant
+from deploy.edge.keys.quotas import Allowance, QuotaGrant
 from engine.errors import ConfigError
 
 FILE_CHECK_PERIOD_S = 1.0  # between two looks at the file
@@ -77,6 +77,6 @@ class KeyRing:
                 found = key
         return None if found is None or found.has_expired(now) else found
 
-    def open(self, key: ApiKey) -> Grant:
+    def open(self, key: ApiKey) -> QuotaGrant:
         """A request of that holder begins. QuotaExceeded: too many have."""
         return self._allowances[key.name].open()
