@@ -166,10 +166,10 @@ class CompletionResponse(Response):
     def _usage(self) -> Usage:
         """All choices together. What one of them computed of its prompt was not cached, though the others found it then."""
         cached = [generation.cached for generation in self._generations]
-        each = self._job.choices_each
-        found = sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
+        per_prompt = self._job.choices_each
+        cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        return Usage(self._job.prompt_tokens, self._tokens, found, reasoning, self._job.media_tokens)
+        return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._job.media_tokens)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

@@ -71,11 +71,11 @@ class KeyRing:
 
     def find(self, presented: bytes) -> ApiKey | None:
         """The key in force that was presented. Compares all of them, whatever it finds: its time tells nothing of any."""
-        digest, now, found = digest_of(presented), datetime.now(UTC), None
+        digest, now, match = digest_of(presented), datetime.now(UTC), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return None if found is None or found.has_expired(now) else found
+                match = key
+        return None if match is None or match.has_expired(now) else match
 
     def open(self, key: ApiKey) -> QuotaGrant:
         """A request of that holder begins. QuotaExceeded: too many have."""

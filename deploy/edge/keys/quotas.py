@@ -35,9 +35,9 @@ class Bucket:
     def take(self, amount: float, now: float) -> None:
         self._level = self.level(now) - amount
 
-    def wait_s(self, wanted: float, now: float) -> float:
-        """Seconds until the level is `wanted`."""
-        return max(0.0, wanted - self.level(now)) * MINUTE / self.per_minute
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until the level is `amount`."""
+        return max(0.0, amount - self.level(now)) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int, now: float) -> None:
         """From now on it is another quota; a debt stays one."""

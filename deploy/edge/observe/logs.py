@@ -59,4 +59,4 @@ class ForwardHandler(logging.Handler):
 
 def one_line(text: str) -> str:
     """`text` with every control character and line separator escaped: whatever it holds, it cannot begin a line of its own."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -135,8 +135,8 @@ def _error_fields(error: Exception | None) -> dict[str, Any]:
     if not isinstance(error, QuartetError):
         return {"error": type(error).__name__} if error is not None else {}
     param = error.param if isinstance(error, InvalidRequest) else None
-    found = {"error": type(error).__name__, "error_code": code_of(error), "error_param": param}
-    return found if isinstance(error, InvalidRequest) else {**found, "error_message": str(error)[:500]}
+    fields = {"error": type(error).__name__, "error_code": code_of(error), "error_param": param}
+    return fields if isinstance(error, InvalidRequest) else {**fields, "error_message": str(error)[:500]}
 
 
 def _short(value: Any) -> Any:
