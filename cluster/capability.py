@@ -62,10 +62,10 @@ def visible_gpus(gpus: tuple[Gpu, ...], named: str | None) -> tuple[Gpu, ...]:
         return gpus
     shown: list[Gpu] = []
     for entry in named.split(","):
-        found = [gpu for gpu in gpus if _matches(gpu, entry.strip())]
-        if len(found) != 1 or found[0] in shown:
+        matches = [gpu for gpu in gpus if _matches(gpu, entry.strip())]
+        if len(matches) != 1 or matches[0] in shown:
             break
-        shown += found
+        shown += matches
     return tuple(shown)
 
 

@@ -117,8 +117,8 @@ def _diverged(statuses: Sequence[RankStatus]) -> Death | None:
         for index, rank in enumerate(ranks):
             holders.setdefault(rank.hashes[step], []).append(index)
         if len(holders) > 1:
-            each = sorted(holders.items(), key=lambda item: len(item[1]))
-            states = " against ".join(f"{_names(indices, statuses)} ({state:08x})" for state, indices in each)
+            rarest_first = sorted(holders.items(), key=lambda item: len(item[1]))
+            states = " against ".join(f"{_names(indices, statuses)} ({state:08x})" for state, indices in rarest_first)
             return Death("diverged", f"ranks hold different states after step {step}: {states}")
     return None
 

@@ -279,7 +279,7 @@ def _all_routed() -> bool:
     if (admins := environment.haproxy_sockets(os.environ)) is None:
         return True
     deployments = [status.deployments.values() for status in serve.status().applications.values()]
-    running = sum(any(one.replica_states.get("RUNNING") for one in each) for each in deployments)
+    running = sum(any(one.replica_states.get("RUNNING") for one in statuses) for statuses in deployments)
     return any(routed(admin) >= running for admin in admins)
 
 

@@ -67,9 +67,9 @@ def check_port(host: str, port: int) -> None:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--port chooses another)") from error
 
 
-def free_port(wanted: int) -> int:
-    """`wanted` where it is free on all interfaces, else one that is."""
-    for port in (wanted, 0):
+def free_port(preferred: int) -> int:
+    """`preferred` where it is free on all interfaces, else one that is."""
+    for port in (preferred, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -158,8 +158,8 @@ def ray_exporters() -> list[dict[str, Any]]:
 
 def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """http_sd of what `ray.nodes()` says: living nodes that export metrics, by address."""
-    found = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
-    return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(found) if port > 0]
+    addresses = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
+    return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(addresses) if port > 0]
 
 
 def target_here(model: str, metrics_url: str) -> ScrapeTarget:

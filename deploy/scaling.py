@@ -109,29 +109,29 @@ class Scaling:
     downscale_threshold: float = 0.8
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value, most = getattr(self, each.name), math.inf if each.name == "waiting_tokens" else 1.0
+        for target in fields(self):
+            value, most = getattr(self, target.name), math.inf if target.name == "waiting_tokens" else 1.0
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-                raise ValueError(f"policy_kwargs.{each.name}: {value!r} is not a number in (0, {most:g}]")
+                raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {most:g}]")
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-        """(replicas wanted, state), as Serve asks every tick."""
+        """(replicas, state), as Serve asks every tick."""
         told, now = context.aggregated_metrics or {}, context.target_num_replicas
         sums = {name: sum(told.get(name, {}).values()) for name in SUMMED_FIGURES}
         late = max(told.get("late", {}).values(), default=0.0)
         settled = self._settled(context)
         if context.current_num_replicas and not any(told.get(name) for name in SUMMED_FIGURES):
             return now, {"wanted": now, "settled": settled}
-        wanted, why = max(self._needed(sums, 1.0))
+        replicas, why = max(self._needed(sums, 1.0))
         if late > 1 and sums["waiting_tokens"] and _seen(context, settled):
-            wanted, why = max((wanted, why), (math.ceil(now * min(late, 2.0)), "late"))
-        if wanted < now:
-            wanted, why = max(self._needed(sums, self.downscale_threshold))
-            wanted = min(wanted, now)
-        if not wanted:
-            wanted, why = (1, "requests at no replica") if context.total_queued_requests else (0, "idleness")
-        self._say(context, wanted, why, sums | {"late": late})
-        return wanted, {"wanted": wanted, "settled": settled}
+            replicas, why = max((replicas, why), (math.ceil(now * min(late, 2.0)), "late"))
+        if replicas < now:
+            replicas, why = max(self._needed(sums, self.downscale_threshold))
+            replicas = min(replicas, now)
+        if not replicas:
+            replicas, why = (1, "requests at no replica") if context.total_queued_requests else (0, "idleness")
+        self._say(context, replicas, why, sums | {"late": late})
+        return replicas, {"wanted": replicas, "settled": settled}
 
     def _needed(self, sums: Mapping[str, float], share: float) -> Iterator[tuple[int, str]]:
         """(replicas at which a figure just stays within `share` of its target, its name)."""
@@ -145,11 +145,11 @@ class Scaling:
         since: float | None = context.policy_state.get("settled")
         return context.current_time if since is None else since
 
-    def _say(self, context: "AutoscalingContext", wanted: int, why: str, figures: Mapping[str, float]) -> None:
+    def _say(self, context: "AutoscalingContext", replicas: int, why: str, figures: Mapping[str, float]) -> None:
         """One line at each change of mind."""
-        if wanted != context.policy_state.get("wanted", context.target_num_replicas):
+        if replicas != context.policy_state.get("wanted", context.target_num_replicas):
             shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
-            logger.info("scaling: %d replicas wanted, by %s (%s)", wanted, why, shown)
+            logger.info("scaling: %d replicas wanted, by %s (%s)", replicas, why, shown)
 
 
 def _seen(context: "AutoscalingContext", settled: float | None) -> bool:
@@ -159,7 +159,7 @@ def _seen(context: "AutoscalingContext", settled: float | None) -> bool:
 
 def check_policies(config: Mapping[str, Any], source: str) -> None:
     """ConfigError names what is wrong in the `policy_kwargs` of our policy, which Serve's controller would stumble over."""
-    deployments = (each for app in config["applications"] for each in app.get("deployments") or ())
+    deployments = (options for app in config["applications"] for options in app.get("deployments") or ())
     for options in deployments:
         policy = (options.get("autoscaling_config") or {}).get("policy") or {}
         if policy.get("policy_function") == POLICY:

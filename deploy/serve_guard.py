@@ -31,7 +31,7 @@ def routes() -> dict[str, bool]:
         applications = _get_global_client().get_serve_details()["applications"].values()
     except RayError:
         return {}
-    return {each["route_prefix"] or "/": any(map(is_lost, each["deployments"].values())) for each in applications}
+    return {app["route_prefix"] or "/": any(map(is_lost, app["deployments"].values())) for app in applications}
 
 
 def is_lost(deployment: dict[str, Any]) -> bool:

@@ -49,30 +49,11 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-v.clamp(max=_HIGHEST)))
 
 
-def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """fp32 [R, V], temperature > 0 fp32 [R], seeds and positions int64 [R] -> token ids int64 [R], nothing cut away."""
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return (logits / temperature[:, None] + gumbel(seeds, positions, ids)).argmax(-1)
-
-
-def choose_filtered(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-) -> Tensor:
-    """As `choose`, from what top_k (int64 [R]), top_p and min_p (fp32 [R]) keep."""
-    ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
-    return choose_kept(logits / temperature[:, None], ids, seeds, positions, top_k, top_p, min_p)
-
-
 def choose_kept(
     scaled: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """As `choose_filtered`, of scaled logits fp32 [R, n] and their ids int64 [R, n], ascending where logits are equal."""
+    """Token ids int64 [R], from what top_k (int64 [R]), top_p and min_p (fp32 [R]) keep of scaled logits fp32 [R, n] of ids int64
+    [R, n], ascending where logits are equal; seeds and positions int64 [R]."""
     scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
     kept = scaled.masked_fill(~keep(scaled, top_k, top_p, min_p), -torch.inf)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
 Nothing is started or downloaded. A model whose config.json is not on this machine is checked by its published shape where
-its name is a known one, and said to be unchecked where it is not.
+its name is a known one, and said to be unchecked where it is not. Of a folder with weights the headers, tokenizer and template
+are read, as a replica would; no tensor is.
 
   quartet check-config deploy/gemma4.yaml
   quartet check-config my.yaml --json | jq '.applications[].settings.tp'
@@ -133,6 +134,22 @@ def model_notes(settings: "Settings", source: str) -> list[str]:
             return [f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"]
         try:
             configured(settings, folder)
+            if any(folder.glob("*.safetensors")):
+                _check_checkpoint(folder)
         except (ConfigError, CheckpointError) as error:
             raise ConfigError(f"{source}: {error}") from error
     return []
+
+
+def _check_checkpoint(folder: Path) -> None:
+    """CheckpointError: a replica would refuse it."""
+    from engine.front.text import TextProcessor
+    from engine.geometry import read_geometry
+    from engine.rank.load.slices import pieces
+    from engine.rank.load.tensor_files import checked
+    from engine.rank.models.gemma4_weights import TENSORS
+    from engine.weight_formats import weight_format
+
+    geometry = read_geometry(folder)
+    checked(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)
+    TextProcessor.load(folder)

@@ -1,4 +1,4 @@
-"""A line of what `doctor` and `check-model` look at, and how all of them are shown."""
+"""A line of what `doctor` looks at, and how all of them are shown."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

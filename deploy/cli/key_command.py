@@ -56,7 +56,7 @@ def _append(path: Path, line: str) -> None:
     from deploy.edge.keys.key_file import parse, read
 
     before = read(KeySettings(file=str(path.absolute()))) if path.exists() else ""
-    text = "".join(f"{each}\n" for each in [*before.splitlines(), line])
+    text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
     parse(text)
     made = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -120,8 +120,8 @@ def kernels() -> Finding:
     device = torch.device("cuda", 0)
     with torch.inference_mode():
         wrong = failures(device)
-    found = "; ".join(map(str, wrong)) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
-    return checked("kernel checks", not wrong, found, "plain torch runs in their place, slowly: please report it", "fail")
+    verdict = "; ".join(map(str, wrong)) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
+    return checked("kernel checks", not wrong, verdict, "plain torch runs in their place, slowly: please report it", "fail")
 
 
 def _kind(gpu: Gpu) -> str:
@@ -215,8 +215,8 @@ def ingress() -> Finding:
 def ray_environment() -> Finding:
     """Variables that are set already: the launcher leaves them as they are."""
     odd = [f"{name}={os.environ[name]}" for name, (value, _) in environment.RAY.items() if os.environ.get(name, value) != value]
-    found = ", ".join(odd) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
-    return checked("ray settings", not odd, found, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
+    verdict = ", ".join(odd) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
+    return checked("ray settings", not odd, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
 
 def hub() -> Iterator[Finding]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from deploy.cli import (
     check_config_command,
-    check_model_command,
     doctor_command,
     key_command,
     plan_command,
@@ -24,7 +23,6 @@ from engine.errors import CheckpointError, ConfigError
 COMMANDS = (
     serve_command,
     check_config_command,
-    check_model_command,
     doctor_command,
     plan_command,
     key_command,
@@ -36,7 +34,6 @@ from nothing to tokens:
   quartet doctor                               what this machine has and lacks
   quartet plan --model 31b --tp 4 --gpu h200   will it fit, and how much runs at once
   quartet check-config deploy/gemma4.yaml      what is wrong with a config
-  quartet check-model FOLDER                   what a checkpoint holds, and whether it would be loaded
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
   quartet key new --name alice                 an API key, and the line of it for the file of keys
 

@@ -49,8 +49,8 @@ class AccessLog:
             record.gone = True
             raise
         finally:
-            if record.place is not None:
-                record.place.leave()
+            if record.ticket is not None:
+                record.ticket.leave()
             self._service.settle(record)
             record.ended = time.monotonic()
             self._close(record)

@@ -1,4 +1,4 @@
-"""Who is let in: every request has a place from its head to its end, and none is promised what is not there.
+"""Who is let in: every request has a ticket from its head to its end, and none is promised what is not there.
 
     enter() -------- settle(choices, tokens) -------- submitted() ------------------ leave()
       |-- one answer ---|-- so many choices, tokens -----|-- the engine counts them ----|     leave() at any point gives all back
@@ -29,7 +29,7 @@ _POLL_S = 0.005
 
 @dataclass
 class AdmissionControl:
-    """The places of one engine.
+    """The tickets of one engine.
 
     choices    that may run or wait at once
     tokens     of prompts that may wait for their prefill at once
@@ -43,11 +43,11 @@ class AdmissionControl:
     _reserved: int = 0
     _open_answers: int = 0
     _turn: int = 0  # the latest
-    _waiting: deque["Place"] = field(default_factory=deque)
+    _waiting: deque["AdmissionTicket"] = field(default_factory=deque)
 
     @property
     def taken(self) -> int:
-        """Choices that hold a place."""
+        """Choices that hold a ticket."""
         return self.engine.open + self._reserved
 
     @property
@@ -55,36 +55,36 @@ class AdmissionControl:
         """Prompt tokens that wait for their prefill, or for their submission."""
         while self._waiting and not self._waiting[0].waits:
             self._waiting.popleft()
-        return sum(place.tokens for place in self._waiting if place.waits)
+        return sum(ticket.tokens for ticket in self._waiting if ticket.waits)
 
-    def enter(self, client: str) -> "Place":
-        """A place for one answer. Overloaded: every choice is taken, and nobody would give way."""
+    def enter(self, client: str) -> "AdmissionTicket":
+        """A ticket for one answer. Overloaded: every choice is taken, and nobody would give way."""
         if self.taken >= self.choices and self._last_of_greediest(client, 1) is None:
             raise Overloaded(FULL)
         self._claim(0, 1)
-        return Place(self, client)
+        return AdmissionTicket(self, client)
 
     async def make_room(self, client: str, choices: int, tokens: int) -> None:
         """Have others give way, one by one, until there is room, nobody has more, or GIVE_WAY_S are over."""
         ends = time.monotonic() + GIVE_WAY_S
-        while self._refusal(choices, tokens) and (place := self._last_of_greediest(client, choices)) is not None:
+        while self._refusal(choices, tokens) and (ticket := self._last_of_greediest(client, choices)) is not None:
             before = self.taken
-            place.give_way()
+            ticket.give_way()
             while self.taken >= before and time.monotonic() < ends:  # noqa: ASYNC110 - the core has no event for it
                 await asyncio.sleep(_POLL_S)
             if time.monotonic() >= ends:
                 return
 
-    def _last_of_greediest(self, client: str, choices: int) -> "Place | None":
+    def _last_of_greediest(self, client: str, choices: int) -> "AdmissionTicket | None":
         """The last that waits of the client of most waiting choices, if those are more than `client` would have."""
-        waiting = [place for place in self._waiting if place.waits]
+        waiting = [ticket for ticket in self._waiting if ticket.waits]
         held = Counter[str]()
-        for place in waiting:
-            held[place.client] += place.choices
+        for ticket in waiting:
+            held[ticket.client] += ticket.choices
         greediest = max(held, key=held.__getitem__, default=client)
         if held[greediest] <= held[client] + choices:
             return None
-        return next((place for place in reversed(waiting) if place.client == greediest and place.may_give_way), None)
+        return next((ticket for ticket in reversed(waiting) if ticket.client == greediest and ticket.may_give_way), None)
 
     def _refusal(self, choices: int, tokens: int) -> str | None:
         waiting = self.waiting_tokens
@@ -98,26 +98,26 @@ class AdmissionControl:
         self._reserved += choices
         self._open_answers += answers
 
-    def _queue(self, place: "Place", tokens: int, choices: int, answers: int) -> None:
+    def _queue(self, ticket: "AdmissionTicket", tokens: int, choices: int, answers: int) -> None:
         if refusal := self._refusal(choices, tokens):
             raise Overloaded(refusal)
         self._claim(choices, answers)
-        place.turn = self._next_turn(place.client)
-        self._turn = max(self._turn, place.turn)
-        self._waiting.append(place)
+        ticket.turn = self._next_turn(ticket.client)
+        self._turn = max(self._turn, ticket.turn)
+        self._waiting.append(ticket)
 
     def _next_turn(self, client: str) -> int:
         """Behind the client's own that wait; else that of the first that waits; where nobody waits, as those that run had it."""
-        waiting = [place for place in self._waiting if place.waits]
-        own = [place.turn + place.choices for place in waiting if place.client == client]
-        return max(own) if own else min((place.turn for place in waiting), default=self._turn)
+        waiting = [ticket for ticket in self._waiting if ticket.waits]
+        own = [ticket.turn + ticket.choices for ticket in waiting if ticket.client == client]
+        return max(own) if own else min((ticket.turn for ticket in waiting), default=self._turn)
 
     def _give_back(self, reserved: int, answers: int) -> None:
         self._reserved -= reserved
         self._open_answers -= answers
 
 
-class Place:
+class AdmissionTicket:
     """One request's. `turn`: lower ones go first."""
 
     def __init__(self, admission: AdmissionControl, client: str) -> None:

@@ -103,8 +103,8 @@ class CompletionResponse(Response):
             generation = self._service.start(self._job, choice)
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
-        if self._record.place is not None:
-            self._record.place.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
+        if self._record.ticket is not None:
+            self._record.ticket.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
 
     def _refuse(self, why: str) -> None:
         """It need not wait any longer; one that has begun goes on."""
@@ -167,10 +167,10 @@ class CompletionResponse(Response):
     def _usage(self) -> Usage:
         """All choices together. What one of them computed of its prompt was not cached, though the others found it then."""
         cached = [generation.cached for generation in self._generations]
-        each = self._job.choices_each
-        found = sum(min(cached[first : first + each]) for first in range(0, len(cached), each))
+        per_prompt = self._job.choices_each
+        cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        return Usage(self._job.prompt_tokens, self._tokens, found, reasoning, self._job.media_tokens)
+        return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._job.media_tokens)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

@@ -54,14 +54,14 @@ class KeyGate:
 
 def credentials(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     """The keys that a request presents; an Authorization header that holds none counts as an empty one."""
-    found = []
+    presented = []
     for name, value in headers:
         if name.lower() == b"x-api-key":
-            found.append(value.strip())
+            presented.append(value.strip())
         elif name.lower() == b"authorization":
             scheme, _, token = value.strip().partition(b" ")
-            found.append(token.strip() if scheme.lower() == b"bearer" else b"")
-    return found
+            presented.append(token.strip() if scheme.lower() == b"bearer" else b"")
+    return presented
 
 
 def check_right(key: ApiKey, path: str) -> None:

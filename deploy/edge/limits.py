@@ -222,10 +222,10 @@ def check_head(scope: Scope, limits: LimitSettings) -> None:
 
 def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
     """A page of another site reaches a loopback server by a name of its own that leads here: such names are refused."""
-    found = [_HOST.fullmatch(host) for host in hosts]
-    if len(found) > 1 or not all(found):
+    matches = [_HOST.fullmatch(host) for host in hosts]
+    if len(matches) > 1 or not all(matches):
         raise InvalidRequest("the Host header is not one host name")
-    for match in found:
+    for match in matches:
         name = match[1].decode().lower() if match else ""
         if limits.hosts is not None and name not in limits.hosts:
             raise ForeignHost("this server is not known by the name in the Host header; limits.hosts lists its names")

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from deploy.edge.absent_routes import why_absent
 from deploy.edge.access_log import AccessLog
-from deploy.edge.admission_control import Place
+from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
@@ -96,9 +96,9 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
 
     @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=shown)
     async def generate(request: Request) -> Response:
-        async with _admitted(service, request, api.media_type) as place:
+        async with _admitted(service, request, api.media_type) as ticket:
             parsed = await _parsed(service, request, api)
-            return await _answer(service, request, parsed, await service.jobs.job(parsed.ask), place)
+            return await _answer(service, request, parsed, await service.jobs.job(parsed.ask), ticket)
 
 
 async def _parsed(service: Service, request: Request, api: GenerationApi) -> ParsedRequest:
@@ -118,15 +118,15 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
 
 
 @asynccontextmanager
-async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[Place]:
-    """With a place, and until the deadline. The access log gives the place back when the request has ended, whichever way."""
+async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[AdmissionTicket]:
+    """With a ticket, and until the deadline. The access log gives it back when the request has ended, whichever way."""
     service.check_alive()
     _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
-    record.place = service.admission.enter(client_address(request.scope) if record.key is None else f"key {record.key}")
+    record.ticket = service.admission.enter(client_address(request.scope) if record.key is None else f"key {record.key}")
     try:
         async with asyncio.timeout_at(record.deadline):
-            yield record.place
+            yield record.ticket
     except TimeoutError as error:
         raise DeadlineExceeded(f"The request took longer than {service.settings.limits.request_timeout_s:g} s.") from error
 
@@ -147,13 +147,15 @@ def _check_media_type(request: Request, media_type: str, origins: Sequence[str])
         raise ForeignHost("limits.cors_origins does not name the web page's Origin", code="origin_not_allowed")
 
 
-async def _answer(service: Service, request: Request, parsed: ParsedRequest, job: Job, place: Place) -> CompletionResponse:
+async def _answer(
+    service: Service, request: Request, parsed: ParsedRequest, job: Job, ticket: AdmissionTicket
+) -> CompletionResponse:
     client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
     job = service.with_priority(job, parsed.ask, client)
     choices, tokens = len(job.params), job.choices_each * job.prompt_tokens
-    await service.admission.make_room(place.client, choices, tokens)
-    place.settle(choices, tokens)
-    job = replace(job, priority=(job.priority << TURN_BITS) + place.turn)
+    await service.admission.make_room(ticket.client, choices, tokens)
+    ticket.settle(choices, tokens)
+    job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)
     return CompletionResponse(service, job, parsed.format(service.model), stream=parsed.ask.stream, media_type=parsed.media_type)
 
 

@@ -22,9 +22,9 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return given.decode() if given is not None and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-def only(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+def only(headers: Iterable[tuple[bytes, bytes]], lower_name: bytes) -> bytes | None:
     """A header's value, where there is exactly one of that (lower-case) name."""
-    values = [value for name, value in headers if name.lower() == wanted]
+    values = [value for name, value in headers if name.lower() == lower_name]
     return values[0] if len(values) == 1 else None
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry, read_geometry
-from engine.rank.load.random_fill import dummy_tensor
 from engine.rank.models.gemma4_weights import TENSORS
+from tests.support.engine.dummy_tensors import dummy_tensor
 from tests.support.judge.oracle import load_oracle
 
 

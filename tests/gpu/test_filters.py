@@ -11,6 +11,7 @@ from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.filters import Share, filtered_tokens, scaled_rows
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.bench.timing import microseconds
+from tests.support.engine.choose_reference import choose, choose_filtered
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +44,7 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
         seeds, top_k, _ = parameters.integers.unbind(1)
         temperature, top_p, min_p = parameters.floats.unbind(1)
         capped = sample.cap(logits, SOFTCAP)
-        plain = sample.choose(capped, temperature, seeds, positions.long() + 1)
+        plain = choose(capped, temperature, seeds, positions.long() + 1)
         chosen = torch.stack([plain, torch.zeros_like(plain)], 1).int()
         tokens = torch.zeros((rows, 9), dtype=torch.int32, device=DEVICE)
         batch = SamplingBatch(slots, positions, parameters, tokens, torch.zeros(0, dtype=torch.int32, device=DEVICE), SOFTCAP)
@@ -52,7 +53,7 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
             return filtered_tokens(scaled_rows(logits[None], batch, Share(0, 1), VOCAB), batch, chosen, Share(0, 1))
 
         found = run()
-        want = sample.choose_filtered(capped, temperature, seeds, positions.long() + 1, top_k, top_p, min_p)
+        want = choose_filtered(capped, temperature, seeds, positions.long() + 1, top_k, top_p, min_p)
         wrong = int((found != want).sum())
         cut = int((plain != want).sum())
         captured: list[Tensor] = []
@@ -90,11 +91,11 @@ def test_candidates_hold_what_a_small_top_k_keeps(top_k: int, ranks: int) -> Non
         seeds, capped, ahead = parameters.integers[:, 0], sample.cap(logits, SOFTCAP), torch.full_like(slots, 8).long()
         one, none = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
         kept = torch.full_like(seeds, top_k)
-        want = sample.choose_filtered(capped, one, seeds, ahead, kept, 0.95 * one, none)
+        want = choose_filtered(capped, one, seeds, ahead, kept, 0.95 * one, none)
         wrong = int((found != want).sum())
         print(f"top_k {top_k}, {rows} rows of {ranks} ranks: {microseconds(lambda: best(0), DEVICE):.0f} us, "
               f"the choice {microseconds(run, DEVICE):.0f} us; {wrong} tokens other")  # fmt: skip
         assert wrong <= rows // 50
         if rows >= 100 and top_k > 1:
             for other in ((kept // 2, 0.95 * one), (kept, one)):
-                assert int((found != sample.choose_filtered(capped, one, seeds, ahead, *other, none)).sum()) > 3 * wrong + 1
+                assert int((found != choose_filtered(capped, one, seeds, ahead, *other, none)).sum()) > 3 * wrong + 1

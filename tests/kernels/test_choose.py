@@ -10,6 +10,7 @@ from kernels import sample
 from kernels.choose import ROW_HAS_NAN, ArgmaxInbox, _launch_choose, choose_best, local_best
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
+from tests.support.engine.choose_reference import choose
 
 pytestmark = pytest.mark.cpu
 
@@ -36,7 +37,7 @@ class Case:
         forbidden = torch.cat([stop, self.suppress.long().expand(len(slots), -1)], dim=1)
         greedy = sample.mask(self.logits, forbidden, 0).argmax(-1)
         capped = sample.mask(sample.cap(self.logits, SOFTCAP), forbidden, 0)
-        plain = sample.choose(capped, temperature.clamp(min=1e-3), seeds, ahead)
+        plain = choose(capped, temperature.clamp(min=1e-3), seeds, ahead)
         return torch.where(temperature < 1e-5, greedy, plain)
 
 

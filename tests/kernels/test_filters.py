@@ -12,6 +12,7 @@ from kernels.choose import ROW_HAS_NAN
 from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
+from tests.support.engine.choose_reference import choose, choose_filtered
 
 pytestmark = pytest.mark.cpu
 
@@ -49,7 +50,7 @@ class Case:
         """int32 [rows, 2]: what kernels.choose gives."""
         temperature, seeds, ahead, *_ = self._rows
         greedy = self.masked(self.logits).argmax(-1)
-        plain = sample.choose(self.masked(sample.cap(self.logits, SOFTCAP)), temperature.clamp(min=1e-3), seeds, ahead)
+        plain = choose(self.masked(sample.cap(self.logits, SOFTCAP)), temperature.clamp(min=1e-3), seeds, ahead)
         tokens = torch.where(temperature < 1e-5, greedy, plain)
         return torch.stack([tokens, torch.zeros_like(tokens)], 1).int()
 
@@ -57,7 +58,7 @@ class Case:
     def want(self) -> list[int]:
         """Each row's token, by the reference over whole logits."""
         temperature, *rest, _ = self._rows
-        drawn = sample.choose_filtered(self.masked(sample.cap(self.logits, SOFTCAP)), temperature.clamp(min=1e-3), *rest)
+        drawn = choose_filtered(self.masked(sample.cap(self.logits, SOFTCAP)), temperature.clamp(min=1e-3), *rest)
         tokens: list[int] = torch.where(temperature < 1e-5, self.unfiltered[:, 0].long(), drawn).tolist()
         return tokens
 

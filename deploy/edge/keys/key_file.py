@@ -80,10 +80,10 @@ def read(settings: KeySettings) -> str:
     assert settings.file is not None
     try:
         with Path(settings.file).open("rb") as file:
-            found = file.read(MAX_BYTES + 1)
-        if len(found) > MAX_BYTES:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
             raise ConfigError(f"keys.file: {settings.file}: more than {MAX_BYTES} bytes")
-        return found.decode()
+        return data.decode()
     except OSError as error:
         raise ConfigError(f"keys.file: {settings.file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -125,10 +125,10 @@ def rights_of(value: str | None) -> frozenset[str]:
     """From `generate,models`; all from None. ConfigError: one of them is none."""
     if value is None:
         return frozenset(RIGHTS)
-    found = frozenset(value.split(","))
-    if not found <= frozenset(RIGHTS):
+    rights = frozenset(value.split(","))
+    if not rights <= frozenset(RIGHTS):
         raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
-    return found
+    return rights
 
 
 def time_of(value: str | None) -> datetime | None:
@@ -136,10 +136,10 @@ def time_of(value: str | None) -> datetime | None:
     if value is None:
         return None
     try:
-        found = datetime.fromisoformat(value)
+        moment = datetime.fromisoformat(value)
     except ValueError as error:
         raise ConfigError("expires: neither a day nor a time as in 2027-01-01 or 2027-01-01T12:00:00Z") from error
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _count(name: str, value: str) -> int:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from deploy.edge.edge_settings import KeySettings
 from deploy.edge.keys.key_file import ApiKey, digest_of, parse, read
-from deploy.edge.keys.quotas import Allowance, Grant
+from deploy.edge.keys.quotas import Allowance, QuotaGrant
 from engine.errors import ConfigError
 
 FILE_CHECK_PERIOD_S = 1.0  # between two looks at the file
@@ -71,12 +71,12 @@ class KeyRing:
 
     def find(self, presented: bytes) -> ApiKey | None:
         """The key in force that was presented. Compares all of them, whatever it finds: its time tells nothing of any."""
-        digest, now, found = digest_of(presented), datetime.now(UTC), None
+        digest, now, match = digest_of(presented), datetime.now(UTC), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return None if found is None or found.has_expired(now) else found
+                match = key
+        return None if match is None or match.has_expired(now) else match
 
-    def open(self, key: ApiKey) -> Grant:
+    def open(self, key: ApiKey) -> QuotaGrant:
         """A request of that holder begins. QuotaExceeded: too many have."""
         return self._allowances[key.name].open()

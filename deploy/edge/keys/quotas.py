@@ -35,9 +35,9 @@ class Bucket:
     def take(self, amount: float, now: float) -> None:
         self._level = self.level(now) - amount
 
-    def wait_s(self, wanted: float, now: float) -> float:
-        """Seconds until the level is `wanted`."""
-        return max(0.0, wanted - self.level(now)) * MINUTE / self.per_minute
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until the level is `amount`."""
+        return max(0.0, amount - self.level(now)) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int, now: float) -> None:
         """From now on it is another quota; a debt stays one."""
@@ -70,13 +70,13 @@ class Allowance:
         bucket.resize(per_minute, self._clock())
         return bucket
 
-    def open(self) -> "Grant":
+    def open(self) -> "QuotaGrant":
         """One request more. QuotaExceeded says which limit is reached, and when to come back."""
         self._check(begins=True)
         if self._requests is not None:
             self._requests.take(1, self._clock())
         self._open += 1
-        return Grant(self)
+        return QuotaGrant(self)
 
     def _check(self, *, begins: bool) -> None:
         reached = list(self._reached(self._clock(), begins=begins))
@@ -104,7 +104,7 @@ class Allowance:
             self._tokens.take(used, self._clock())
 
 
-class Grant:
+class QuotaGrant:
     """One request's share of its holder's allowance."""
 
     def __init__(self, allowance: Allowance) -> None:

@@ -41,16 +41,6 @@ def install(settings: LogSettings) -> None:
             logger.addHandler(ForwardHandler(logging.getLogger(_SERVE)))
 
 
-def uninstall() -> None:
-    """As before `install`."""
-    for package in _PACKAGES:
-        logger = logging.getLogger(package)
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
-        for handler in [handler for handler in logger.handlers if isinstance(handler, ForwardHandler)]:
-            logger.removeHandler(handler)
-
-
 class ForwardHandler(logging.Handler):
     """Hands records to another logger's handlers: one line each, with the id of the request that they belong to."""
 
@@ -69,4 +59,4 @@ class ForwardHandler(logging.Handler):
 
 def one_line(text: str) -> str:
     """`text` with every control character and line separator escaped: whatever it holds, it cannot begin a line of its own."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

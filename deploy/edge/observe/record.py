@@ -14,9 +14,9 @@ from typing import Any
 
 from starlette.types import Scope, Send
 
-from deploy.edge.admission_control import Place
+from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.http_errors import DeadlineExceeded, code_of
-from deploy.edge.keys.quotas import Grant
+from deploy.edge.keys.quotas import QuotaGrant
 from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.client import Clock
@@ -28,7 +28,7 @@ CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a stat
 class RequestRecord:
     """One request, as far as it has come. Times in seconds on the monotonic clock. `deadline`: the latest end.
 
-    `place`: what it holds of the engine's; `clocks`: of each choice that was submitted. `key`: the name of its API key's holder;
+    `ticket`: what it holds of the engine's; `clocks`: of each choice that was submitted. `key`: the name of its API key's holder;
     `grant`: what it has of that holder's quota. `operation`: as its HttpEndpoint has it.
     """
 
@@ -39,9 +39,9 @@ class RequestRecord:
     began: float
     deadline: float = math.inf
     operation: str | None = None
-    place: Place | None = None
+    ticket: AdmissionTicket | None = None
     key: str | None = None
-    grant: Grant | None = None
+    grant: QuotaGrant | None = None
     traceparent: bytes | None = None
     ended: float = 0.0
     status: int | None = None
@@ -135,8 +135,8 @@ def _error_fields(error: Exception | None) -> dict[str, Any]:
     if not isinstance(error, QuartetError):
         return {"error": type(error).__name__} if error is not None else {}
     param = error.param if isinstance(error, InvalidRequest) else None
-    found = {"error": type(error).__name__, "error_code": code_of(error), "error_param": param}
-    return found if isinstance(error, InvalidRequest) else {**found, "error_message": str(error)[:500]}
+    fields = {"error": type(error).__name__, "error_code": code_of(error), "error_param": param}
+    return fields if isinstance(error, InvalidRequest) else {**fields, "error_message": str(error)[:500]}
 
 
 def _short(value: Any) -> Any:

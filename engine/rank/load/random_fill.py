@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry
-from engine.rank.load.slices import Piece, allocate, pieces
+from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.layers import Shard
 from engine.weight_formats import PLAIN, WeightFormat
@@ -24,16 +24,11 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: WeightForm
     """
     needed, parameters = allocate(model, tensors, weights)
     for piece in needed.values():
-        for first, block in _drawn(piece, model.geometry, seed, model.device):
+        for first, block in drawn(piece, model.geometry, seed, model.device):
             _keep(block, first, piece, parameters[piece.parameter])
 
 
-def dummy_tensor(name: str, tensors: TensorTable, geometry: Geometry, seed: int, device: torch.device) -> Tensor:
-    """The whole tensor `name` (its checkpoint name) of the model that `dummy` makes, fp32."""
-    return torch.cat([block for _, block in _drawn(pieces(tensors, geometry)[name], geometry, seed, device)])
-
-
-def _drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """(first row, block of rows), fp32. The blocks depend on the whole tensor's shape only."""
     rows = max(1, _DRAW // math.prod(piece.shape[1:]))
     generator = torch.Generator(device)

@@ -67,7 +67,7 @@ def test_the_import_check_sees_a_heavy_import() -> None:
 
 def test_every_command_speaks_json() -> None:
     """All but serve take --json; every command teaches by example."""
-    for command in ("doctor", "check-config", "check-model", "plan", "key"):
+    for command in ("doctor", "check-config", "plan", "key"):
         done = python("-m", "deploy.cli", command, "--help")
         assert "--json" in done.stdout, command
         assert f"  quartet {command}" in done.stdout, command

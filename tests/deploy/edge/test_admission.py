@@ -1,4 +1,4 @@
-"""Who is let in: places are counted where they are promised, and slow senders, slow readers and long queues shut nobody out."""
+"""Who is let in: tickets are counted where they are promised, and slow senders, slow readers and long queues shut nobody out."""
 
 import asyncio
 import heapq
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.edge.admission_control import AdmissionControl, Place
+from deploy.edge.admission_control import AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import client_address
 from engine.errors import Overloaded
@@ -39,7 +39,7 @@ class AdmissionModel:
         self.rng = random.Random(seed)
         self.engine = ReadyEngine()
         self.admission = AdmissionControl(self.engine, choices=20, tokens=500, answers=40)
-        self.places: list[Place] = []
+        self.tickets: list[AdmissionTicket] = []
         self.most = 0
 
     def step(self) -> None:
@@ -50,20 +50,20 @@ class AdmissionModel:
 
     def _advance(self, what: str) -> None:
         if what == "enter":
-            self.places.append(self.admission.enter(self.rng.choice("abc")))
+            self.tickets.append(self.admission.enter(self.rng.choice("abc")))
         elif what == "engine ends":
             self.engine.open = max(0, self.engine.open - 1)
-        elif self.places:
-            place = self.rng.choice(self.places)
+        elif self.tickets:
+            ticket = self.rng.choice(self.tickets)
             if what == "leave":
-                place.leave()
-                place.leave()
-                self.places.remove(place)
-            elif what == "settle" and place.tokens == 0:
-                place.settle(self.rng.randint(1, 8), self.rng.randint(1, 300))
-            elif what == "submit" and place._reserved and place.tokens:
-                self.engine.open += place._reserved
-                place.submitted([Clock(0.0, scheduled=self.rng.choice([None, 1.0]))], lambda: None)
+                ticket.leave()
+                ticket.leave()
+                self.tickets.remove(ticket)
+            elif what == "settle" and ticket.tokens == 0:
+                ticket.settle(self.rng.randint(1, 8), self.rng.randint(1, 300))
+            elif what == "submit" and ticket._reserved and ticket.tokens:
+                self.engine.open += ticket._reserved
+                ticket.submitted([Clock(0.0, scheduled=self.rng.choice([None, 1.0]))], lambda: None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,14 +74,14 @@ def test_no_more_is_promised_than_there_is(seed: int) -> None:
         model.step()
         assert model.admission.taken <= 20
     assert model.most > 20 - 8, "the limit was never near: it was not tested"
-    for place in model.places:
-        place.leave()
+    for ticket in model.tickets:
+        ticket.leave()
     model.engine.open = 0
     assert (model.admission.taken, model.admission.waiting_tokens, model.admission._open_answers) == (0, 0, 0)
 
 
 def test_a_place_that_is_kept_would_show() -> None:
-    """The same count when one of the places is not given back."""
+    """The same count when one of the tickets is not given back."""
     model = AdmissionModel(0)
     kept = model.admission.enter("a")
     kept.settle(3, 10)
@@ -112,10 +112,10 @@ def served_in_turn(arrivals: list[tuple[int, str]], slots: int, *, fault: bool =
     for tick in range(1 << 20):
         while left and left[0][1][0] <= tick:
             number, (_, client) = left.pop(0)
-            place, clock = admission.enter(client), Clock(0.0)
-            place.settle(1, 1)
-            place.submitted([clock], lambda: None)
-            heapq.heappush(queue, (0 if fault else place.turn, number, client, clock))
+            ticket, clock = admission.enter(client), Clock(0.0)
+            ticket.settle(1, 1)
+            ticket.submitted([clock], lambda: None)
+            heapq.heappush(queue, (0 if fault else ticket.turn, number, client, clock))
         while queue and min(ends) <= tick:
             _, number, client, clock = heapq.heappop(queue)
             clock.scheduled = 1.0
@@ -151,7 +151,7 @@ def test_clients_share_alike(seed: int) -> None:
 
 
 def test_the_last_of_the_greediest_gives_way(nano: Nano) -> None:
-    """All places wait for one address: the newest of them is refused in shape for another address' request, which is served.
+    """All tickets wait for one address: the newest of them is refused in shape for another address' request, which is served.
     Planted: for one of the same address none is, and it is refused itself."""
     with Edge(nano("31b")) as edge, ThreadPoolExecutor(8) as pool:
         edge.service.admission.choices = 8
@@ -196,7 +196,7 @@ def test_whose_request_it_is(client: str, forwarded: list[str], address: str) ->
 
 
 def test_a_burst_gets_what_there_is(nano: Nano) -> None:
-    """144 requests of eight choices at 128 places: 16 are served, and each other is refused in shape, with Retry-After."""
+    """144 requests of eight choices at 128 tickets: 16 are served, and each other is refused in shape, with Retry-After."""
 
     async def burst(edge: Edge) -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=200)
@@ -209,7 +209,7 @@ def test_a_burst_gets_what_there_is(nano: Nano) -> None:
         replies = asyncio.run(burst(edge))
         assert Counter(reply.status_code for reply in replies) == {200: 16, 429: 128}
         assert len(edge.core.requests) == 128
-        until(lambda: edge.service.admission.taken == 0, "every place back")
+        until(lambda: edge.service.admission.taken == 0, "every ticket back")
     for reply in replies:
         if reply.status_code == 429:
             assert int(reply.headers["retry-after"]) >= 1
@@ -225,7 +225,7 @@ def half_sent(edge: Edge, body: bytes = b'{"m') -> socket.socket:
 
 
 def test_slow_bodies_shut_nobody_out(nano: Nano) -> None:
-    """Two hundred requests whose bodies do not come hold no place: an honest one is served at once, at eight places."""
+    """Two hundred requests whose bodies do not come hold no ticket: an honest one is served at once, at eight tickets."""
     with Edge(nano("31b")) as edge, ExitStack() as stack:
         edge.service.admission.choices = 8
         for _ in range(200):
@@ -312,7 +312,7 @@ def test_the_others_of_a_failed_choice_are_not_the_clients_fault(nano: Nano) -> 
 
 
 def test_a_reader_holds_no_place_once_the_engine_is_done(nano: Nano) -> None:
-    """Its answer waits for it outside the count: at as many places as it has choices, the next request is served meanwhile."""
+    """Its answer waits for it outside the count: at as many tickets as it has choices, the next request is served meanwhile."""
     with Edge(nano("31b"), max_len=2048) as edge, socket.socket() as sock:
         edge.service.admission.choices = 4
         edge.core.forever = True

@@ -96,6 +96,16 @@ def paced(nano: Nano) -> Iterator[Edge]:
         yield edge
 
 
+def uninstall() -> None:
+    """As before `install`."""
+    for package in logs._PACKAGES:
+        logger = logging.getLogger(package)
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+        for handler in [handler for handler in logger.handlers if isinstance(handler, logs.ForwardHandler)]:
+            logger.removeHandler(handler)
+
+
 @pytest.fixture
 def logged(paced: Edge, tmp_path: Path) -> Iterator[LoggedEdge]:
     paced.reset()
@@ -103,7 +113,7 @@ def logged(paced: Edge, tmp_path: Path) -> Iterator[LoggedEdge]:
     before = SERVE.handlers[:], SERVE.level, SERVE.propagate
     made.open(LogSettings(format="json"))
     yield made
-    logs.uninstall()
+    uninstall()
     made.close()
     SERVE.handlers, SERVE.level, SERVE.propagate = before
     paced.configure(logs=LogSettings())
@@ -444,7 +454,7 @@ def test_install_is_undone_and_does_not_add_up() -> None:
     logs.install(LogSettings())
     logs.install(LogSettings(level="error"))
     assert (len(logger.handlers), logger.level) == (len(before[0]) + 1, logging.ERROR)
-    logs.uninstall()
+    uninstall()
     assert (logger.handlers[:], logger.level, logger.propagate) == before
 
 

@@ -10,7 +10,7 @@ import pytest
 from deploy.edge.http_errors import QuotaExceeded
 from deploy.edge.keys import quotas
 from deploy.edge.keys.key_file import Quota
-from deploy.edge.keys.quotas import Allowance, Bucket, Grant
+from deploy.edge.keys.quotas import Allowance, Bucket, QuotaGrant
 
 pytestmark = pytest.mark.pure
 
@@ -25,7 +25,7 @@ class Holder:
         self.now = 0.0
         self.quota = Quota(self.rng.randint(1, 20), self.rng.randint(1, 500), self.rng.randint(1, 6))
         self.allowance = Allowance(self.quota, lambda: self.now)
-        self.open: list[tuple[Grant, int]] = []
+        self.open: list[tuple[QuotaGrant, int]] = []
         self.begun: list[float] = []
         self.used, self.largest = 0, 0
         self.wrong: list[str] = []
@@ -56,7 +56,7 @@ class Holder:
         self.open.append((grant, most))
         self.largest = max(self.largest, most)
 
-    def _end(self, grant: Grant, used: int) -> None:
+    def _end(self, grant: QuotaGrant, used: int) -> None:
         grant.close(used)
         grant.close(used)
         self.used += used
@@ -115,7 +115,9 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "it fills twice as fast": lambda patch: patch.setattr(quotas, "MINUTE", 30.0),
     "nothing is taken": lambda patch: patch.setattr(Bucket, "take", lambda *_: None),
     "it holds more than a minute": lambda patch: patch.setattr(quotas, "min", lambda low, high: high, raising=False),
-    "ends are not counted once": lambda patch: patch.setattr(Grant, "close", lambda grant, used: grant._allowance._close(0, used)),
+    "ends are not counted once": lambda patch: patch.setattr(
+        QuotaGrant, "close", lambda grant, used: grant._allowance._close(0, used)
+    ),
 }
 
 

@@ -24,13 +24,14 @@ from engine.geometry import Geometry, kv_groups, read_geometry, shard_kv_heads
 from engine.rank import start_checks
 from engine.rank.load import loader, random_fill
 from engine.rank.load.loader import load
-from engine.rank.load.random_fill import dummy, dummy_tensor
+from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import allocate, pieces
 from engine.rank.load.tensor_files import INDEX
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.start_checks import residual_rms
+from tests.support.engine.dummy_tensors import dummy_tensor
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu

@@ -12,6 +12,7 @@ from engine.rank.sampler import Sampler, SpecialRows
 from kernels import sample
 from kernels.choose import ROW_HAS_NAN, ROW_NO_TOKEN
 from kernels.sampling_batch import SMALL_TOP_K, SamplingBatch, SlotParameters
+from tests.support.engine.choose_reference import choose_filtered
 from tests.support.engine.threads import ThreadParallel
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ class SampledRows:
         """Of whole logits behind the cap; greedy rows of `raw` ones, if they are others."""
         ids = torch.cat([self.forbidden, torch.tensor(suppress, dtype=torch.int64).expand(len(self), -1)], dim=1)
         allowed, temperature = sample.mask(capped, ids, 0), self.temperature.clamp(min=1e-3)
-        drawn = sample.choose_filtered(allowed, temperature, self.seeds, self.positions, self.top_k, self.top_p, self.min_p)
+        drawn = choose_filtered(allowed, temperature, self.seeds, self.positions, self.top_k, self.top_p, self.min_p)
         best = sample.mask(capped if raw is None else raw, ids, 0).argmax(-1)
         tokens: list[int] = torch.where(self.greedy, best, drawn).tolist()
         return tokens

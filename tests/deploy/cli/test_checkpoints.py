@@ -1,0 +1,115 @@
+"""What check-config says of a checkpoint's folder and of a template, and doctor of templates."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from deploy.cli import machine_checks as checks
+from deploy.cli.main import main
+from deploy.models.nano import TRAINED
+from engine.rank.load.tensor_files import INDEX
+from tests.support.repo_rules import ROOT
+
+pytestmark = pytest.mark.pure
+
+Captured = pytest.CaptureFixture[str]
+OLDER = "{%- macro format_function_declaration(tool) -%}{%- endmacro -%}{%- macro strip_thinking(text) -%}{%- endmacro -%}"
+CORRECTED = OLDER + "{%- if next_nt.found -%}{%- endif -%}"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TRAINED / "e2b", tmp_path / "copy"))
+
+
+def refusal(capsys: Captured, folder: Path) -> str:
+    """What check-config says of a config whose model is `folder`; empty: nothing."""
+    code = main(["check-config", str(nano_yaml(folder / "mine.yaml", model=str(folder), served_model_name="mine"))])
+    said = capsys.readouterr().err
+    assert (code, said.count("\n")) == ((2, 1) if said else (0, 0))
+    return said
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def test_a_good_folder(copy: Path, capsys: Captured) -> None:
+    """Nothing is said of a checkpoint that would be loaded, with a template or without, and with a head of its own."""
+    (copy / "chat_template.jinja").unlink()
+    edit(copy / INDEX, lambda index: index["weight_map"].update({"lm_head.weight": "head.safetensors"}))
+    save_file({"lm_head.weight": np.zeros((1024, 80), np.float32)}, copy / "head.safetensors")
+    assert refusal(capsys, copy) == ""
+
+
+def test_a_quantised_folder(copy: Path, capsys: Captured) -> None:
+    """The format is named, and the exit code is 2."""
+    quantised = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    edit(copy / "config.json", lambda config: config.update(quantised))
+    assert "is quantised (modelopt, NVFP4)" in refusal(capsys, copy)
+
+
+def test_tensors_that_are_missing_or_misshapen(copy: Path, capsys: Captured) -> None:
+    """Each is named with its reason."""
+    edit(copy / INDEX, lambda index: index["weight_map"].pop("model.language_model.norm.weight"))
+    edit(copy / "config.json", lambda config: config["text_config"].update(vocab_size=1023))
+    said = refusal(capsys, copy)
+    assert "norm.weight lies in" in said
+    assert "embed_tokens.weight has shape [1024, 80], not [1023, 80]" in said
+
+
+def test_a_tokenizer_that_is_missing(copy: Path, capsys: Captured) -> None:
+    """A folder without its tokenizer is refused by that file's name."""
+    (copy / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal(capsys, copy)
+
+
+TEMPLATES = [(CORRECTED, "ok", "2026-07-09 or later"), (OLDER, "warn", "before 2026-07-09"), ("{{ 1 }}", "ok", "not Google's")]
+
+
+def nano_yaml(path: Path, **args: Any) -> Path:
+    document = yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
+    document["applications"][0]["args"] |= args
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.mark.parametrize(("template", "state", "what"), TEMPLATES)
+def test_doctor_knows_templates(copy: Path, template: str, state: str, what: str) -> None:
+    """doctor says the same of a config's model, and of the file that the config names in its place."""
+    (copy / "chat_template.jinja").write_text(template)
+    (copy / "other.jinja").write_text(OLDER)
+    for named, expected in ((None, (state, what)), ("other.jinja", ("warn", "before")), ("absent", ("warn", "absent is not here"))):
+        chosen = {} if named is None else {"chat_template": str(copy / named)}
+        (finding,) = checks.templates(nano_yaml(copy / "mine.yaml", model=str(copy), served_model_name="mine", **chosen))
+        assert (finding.name, finding.state) == ("template of mine", expected[0])
+        assert expected[1] in finding.found
+    assert list(checks.templates(nano_yaml(copy / "mine.yaml", model="someone/else"))) == []
+
+
+def test_doctor_looks_at_templates(copy: Path, capsys: Captured) -> None:
+    """What it finds is among doctor's findings."""
+    main(["doctor", "--json", str(nano_yaml(copy / "mine.yaml", model=str(copy), served_model_name="mine"))])
+    assert "template of mine" in {each["name"] for each in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def test_check_config_compiles_the_template_that_is_named(tmp_path: Path, capsys: Captured) -> None:
+    """One that does not compile is an error of one line; one that is elsewhere is a note."""
+    file = tmp_path / "template.jinja"
+    path = nano_yaml(tmp_path / "mine.yaml", chat_template=str(file))
+    wrong = "chat_template: chat template, line 1"
+    for text, code, said in ((None, 0, "is not on this machine"), ("{% if %}", 2, wrong), ("", 0, "")):
+        if text is not None:
+            file.write_text(text)
+        assert main(["check-config", str(path)]) == code
+        captured = capsys.readouterr()
+        assert said in (captured.err if code else captured.out)
