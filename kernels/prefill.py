@@ -1,6 +1,6 @@
 """Paged attention of prefill chunks: many queries of one sequence, keys read from its pages.
 
-    extend_attention    all chunks of a step, cut into tiles of queries by `extend_tiles`
+    extend_attention    all chunks of a step, cut into tiles of queries (`kernels.chunks.extend_tiles`)
     paged_prefill       one chunk
 
     o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that position i sees:  j <= i, and j > i - window if there is one
@@ -30,16 +30,6 @@ def tile_tokens(heads: int, kv_heads: int, head_dim: int) -> int:
     return max(1, (128 if head_dim <= 256 else 64) // (heads // kv_heads))
 
 
-def extend_tiles(chunks: Iterable[tuple[int, int, int, int]], tokens: int) -> list[tuple[int, int, int, int]]:
-    """Chunks (slot, first row, first position, count) -> the same, cut into tiles of up to `tokens` queries, the longest first."""
-    tiles = [
-        (slot, row + done, position + done, min(tokens, count - done))
-        for slot, row, position, count in chunks
-        for done in range(0, count, tokens)
-    ]
-    return sorted(tiles, key=lambda tile: -tile[2])
-
-
 def extend_attention(
     q: Tensor,
     pool: Tensor,
@@ -55,7 +45,7 @@ def extend_attention(
     pool   one layer's [pages, 2, kv_heads, page, d]; the chunks' own keys are already in it
     table  int32 [slots, width]
     tiles  int32 [n, 4], (slot, first row, first position, count): `count` queries of `slot` at consecutive positions, in rows
-           that follow each other; count at most `tile_tokens(...)`. See `extend_tiles`
+           that follow each other; count at most `tile_tokens(...)`, 0 is passed over. Below position 0 they see nothing: out is 0
     window keys a position sees, its own included; None: all
     last_seen int32 [T]: the last position that each row sees, its own or one behind it in the same chunk; None: its own
     """
@@ -66,6 +56,9 @@ def extend_attention(
         return _launch(q, pool, table, tiles, window, out, tokens, last_seen)
     for slot, row, position, count in _whole(tiles.tolist()):
         rows = slice(row, row + count)
+        if position < 0:
+            out[rows] = 0
+            continue
         out[rows] = paged_prefill(q[rows], pool, table[slot], position, window, None if last_seen is None else last_seen[rows])
     return None
 
@@ -119,7 +112,7 @@ def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, windo
 def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
     """Tiles that continue one another, put together again."""
     chunks: list[list[int]] = []
-    for slot, row, position, count in sorted(tiles, key=lambda tile: tile[1]):
+    for slot, row, position, count in sorted((tile for tile in tiles if tile[3]), key=lambda tile: tile[1]):
         last = chunks[-1] if chunks else [-1, 0, 0, 0]
         if (slot, row, position) == (last[0], last[1] + last[3], last[2] + last[3]):
             last[3] += count

@@ -22,6 +22,7 @@ from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import choose_best, local_best
+from kernels.chunks import ResultInputs, StepRows, chunk_inputs, extend_tiles
 from kernels.clusters import best_of_clusters
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
@@ -32,7 +33,7 @@ from kernels.grid import cdiv
 from kernels.launch import INTERPRET, plain_torch
 from kernels.linear import linear, linear_geglu, linear_gelu_mul
 from kernels.ple import per_layer_inputs
-from kernels.prefill import extend_attention, extend_tiles, tile_tokens
+from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.route import route, router_logits
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
@@ -229,16 +230,30 @@ def _verify(draw: RandomInputs) -> Outputs:
     return (out,)
 
 
+def _chunks(draw: RandomInputs) -> Outputs:
+    """Two chunks, of which one gives a result, beside two decode rows of two tokens each, padded; and their tiles."""
+    plan = draw.ints(*[0] * 4, 2, 2, *[0] * 10, 1, 2, 0, 3, 1, 0, 0, 0, 20, 20, 0, 0, 2, 70, 83, 82, 0, 0)
+    tokens = torch.arange(5 * 90, dtype=torch.int32, device=draw.device).view(5, 90)
+    decodes = [1] * 6, [5, 6, 9, -1, -1, -1], [1, 1, 3, 3, 4, 4]
+    rows = StepRows(*(draw.ints(*[7] * 40, *behind) for behind in decodes))
+    chunks, empty = draw.ints(*[9] * 20).view(5, 4), [9] * 10
+    results = ResultInputs(draw.ints(*empty).long(), draw.ints(*empty), draw.ints(*empty))
+    layout = PlanLayout(16, 2, 4, 3, 6, 4, 4)
+    chunk_inputs(plan, layout, tokens, 4, rows, 40, chunks, results, 2)
+    return *rows, chunks, *results, extend_tiles(chunks, 8, 40)
+
+
 def _extend(heads: int, kv_heads: int, d: int, window: int | None, *, image: bool = False) -> Op:
-    """A fresh chunk, and one behind a prefix, with an image or without; rows that no tile names are left."""
+    """A fresh chunk, one behind a prefix, with an image or without, and padding; rows that no tile names are left."""
 
     def run(draw: RandomInputs) -> Outputs:
         pool, q = draw.floats(17, 2, kv_heads, _PAGE, d, scale=d**-0.25), draw.floats(60, heads, d, scale=d**-0.25)
         table = 1 + torch.arange(16, dtype=torch.int32, device=draw.device).flip(0).view(2, 8)
-        tiles = extend_tiles([(0, 2, 0, 33), (1, 40, 83, 20)], tile_tokens(heads, kv_heads, d))
+        chunks = draw.ints(0, 2, 0, 33, 1, 40, 83, 20, 1, 35, -5, 5).view(3, 4)
+        tiles = extend_tiles(chunks, tile_tokens(heads, kv_heads, d), 60)
         out = draw.floats(60, heads, d)
-        last_seen = draw.ints(*[0] * 3, *[32] * 32, *[0] * 5, *range(83, 90), *[99] * 10, 100, 101, 102) if image else None
-        extend_attention(q, pool, table, torch.tensor(tiles, dtype=torch.int32).to(draw.device), window, out, last_seen=last_seen)
+        last_seen = draw.ints(*[0] * 3, *[32] * 32, *[-1] * 5, *range(83, 90), *[99] * 10, 100, 101, 102) if image else None
+        extend_attention(q, pool, table, tiles, window, out, last_seen=last_seen)
         return (out,)
 
     return run
@@ -404,6 +419,7 @@ CHECKS = (
     Check("kernels.decode", "decode attention at head dim 256", _decode(4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode(8, 1, 512, 1, None)),
     Check("kernels.verify", "attention of several queries a row", _verify),
+    Check("kernels.chunks", "inputs of prefill chunks", _chunks),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend(4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend(8, 1, 512, None)),
     Check("kernels.prefill", "prefill attention over images", _extend(4, 2, 256, 30, image=True)),

@@ -133,7 +133,7 @@ def _flat(table: Tensor) -> Tensor:
 # ---- references
 
 
-def _sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
+def plan_sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
     """Decode rows, chunks, appends and releases, int64 [n, int32 of a row]."""
     widths = layout[-4:]
     counts = plan[layout.counts : layout.counts + 4].tolist()
@@ -143,7 +143,7 @@ def _sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
 
 
 def _apply_reference(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengths: Tensor) -> None:
-    _, chunks, appends, releases = _sections(plan, layout)
+    _, chunks, appends, releases = plan_sections(plan, layout)
     for group, slot, first, count in releases.tolist():
         tables[group][slot, first : first + count] = 0
     for index, table in enumerate(tables):
@@ -156,7 +156,7 @@ def _inputs_reference(
     plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor,
     width: int,
 ) -> None:  # fmt: skip
-    decodes, widths, *_ = _sections(plan, layout)[0].unbind(1)
+    decodes, widths, *_ = plan_sections(plan, layout)[0].unbind(1)
     count, lane = len(decodes) * width, torch.arange(width, device=plan.device)
     at = lengths[decodes].long()[:, None] + lane
     live = lane < widths[:, None]

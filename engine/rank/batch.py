@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.backend_entry import RowKind
 from engine.geometry import Rope
 from engine.rank.kv import KVCache
+from engine.rank.upload import uploaded
 from kernels.slots import rotary_table
 
 RopeKey = tuple[Rope, int]  # a rotary embedding and its head size
@@ -33,6 +34,12 @@ class Chunk:
         return self.end - self.start
 
 
+def listed(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
+    """Chunks as `kernels.chunks` lists them."""
+    rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
+    return uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), device)
+
+
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
     """Batch rows of `chunks`, which are in row order: the first row after them."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
@@ -44,7 +51,7 @@ class RowBlock:
 
     rows    of the batch
     width   of decode rows: queries of a sequence, in consecutive rows
-    pages   of decode rows, as in the batch;   chunks  of prefill chunks
+    pages   of decode rows, as in the batch;   chunks, chunk_list  of prefill chunks, as there
     """
 
     kind: RowKind
@@ -55,6 +62,7 @@ class RowBlock:
     width: int = 1
     pages: tuple[Tensor, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    chunk_list: Tensor | None = None
 
     @property
     def has_spans(self) -> bool:
@@ -80,7 +88,8 @@ class ForwardBatch:
     rope      fp32 [T, 2 * pairs] of each rotary embedding of the model: cos, then sin, of every row's position
     pages     int32 [sequences, entries] of each KV group: the page ids that decode rows read (`kernels.slots.gather_pages`)
     logit_rows int64 [R] rows of [0, T) whose logits are wanted, ascending; None: all rows
-    chunks               host facts of the prefill chunks, in row order
+    prompts              rows of prefill chunks, padded
+    chunk_list int32 [n, 4] those chunks (`kernels.chunks`);   chunks  the same on the host, in row order; none in a graph
     width                decode rows of a sequence
     soft                 what encoders put into rows of the chunks; None: nothing
     """
@@ -93,6 +102,8 @@ class ForwardBatch:
     logit_rows: Tensor | None = None
     chunks: tuple[Chunk, ...] = ()
     width: int = 1
+    prompts: int = 0
+    chunk_list: Tensor | None = None
     soft: SoftTokens | None = None
 
     @property
@@ -103,9 +114,9 @@ class ForwardBatch:
     @cached_property
     def blocks(self) -> tuple[RowBlock, ...]:
         """The rows by kind, in order; sliced once a step, not in every layer."""
-        blocks, first = [], chunk_rows(self.chunks)
-        if self.chunks:
-            blocks.append(RowBlock("extend", *self._rows(slice(0, first)), chunks=self.chunks))
+        blocks, first = [], self.prompts
+        if first:
+            blocks.append(RowBlock("extend", *self._rows(slice(0, first)), chunks=self.chunks, chunk_list=self.chunk_list))
         if first < self.rows:
             blocks.append(RowBlock("decode", *self._rows(slice(first, self.rows)), self.width, self.pages))
         return tuple(blocks)
@@ -134,4 +145,5 @@ def eager_batch(
     for key, frequency in frequencies.items():
         rope[key] = torch.empty((len(ids), 2 * len(frequency)), dtype=torch.float32, device=ids.device)
         rotary_table(positions, frequency, rope[key])
-    return ForwardBatch(ids, positions, slots, rope, tuple(pages), logit_rows, chunks)
+    chunk_list = listed(chunks, ids.device)
+    return ForwardBatch(ids, positions, slots, rope, tuple(pages), logit_rows, chunks, prompts=first, chunk_list=chunk_list)

@@ -19,7 +19,7 @@ from engine.errors import PageViolation
 from engine.geometry import KVGroup
 from engine.plan import PlanView
 from engine.plan_layout import HEADER, STEP
-from engine.rank.batch import ForwardBatch, chunk_rows
+from engine.rank.batch import ForwardBatch
 from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
 from kernels.table_check import (
@@ -96,7 +96,7 @@ class PageCheck:
     def check(self, plan: Tensor, batch: ForwardBatch) -> None:
         """Check on the device, between a step's inputs and its model. Capturable."""
         self._plan = plan
-        first = chunk_rows(batch.chunks)
+        first = batch.prompts
         slots, positions = (rows[first :: batch.width].contiguous() for rows in (batch.slots, batch.positions))
         for cache, ends, gathered in zip(self._slots.cache, self._ends, batch.pages, strict=True):
             self._check(TABLE_ENTRY, cache.group, cache.table, self._all_slots, ends, None)

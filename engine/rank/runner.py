@@ -6,8 +6,9 @@
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
 
-A plan of decode rows alone is padded to a bucket and runs as captured graphs on a GPU, elsewhere by the same functions called
-eagerly. A plan with chunks runs eagerly. Two steps may be launched and not finished, so each has its own memory for the copy out.
+Plans are padded to buckets and run as captured graphs on a GPU, elsewhere by the same functions called eagerly; those with many
+prompt tokens, or whose chunks the host must know, run as they are. Two steps may be launched and not finished, so each has its own
+memory for the copy out.
 """
 
 from collections import deque
@@ -18,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.attention import BACKENDS, OWN
 from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
@@ -39,7 +41,7 @@ from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, StepTokens, captured_sampler
-from engine.rank.step import StepBuffers
+from engine.rank.step import BESIDE, CHUNKS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
 from kernels.launch import disabled
@@ -108,6 +110,9 @@ class Runner:
         rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
+        self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= prefill]
+        own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
+        self._pads_chunks = on_gpu and own and drafter is None
         self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
         self.graphs: StageGraphs | None = None
 
@@ -118,18 +123,25 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Capture the decode steps of every bucket, or of `sizes`; on a GPU, once, before the first plan, on every rank.
+        """Capture steps of every size, or decode steps of `sizes`; on a GPU, once, before the first plan, on every rank.
 
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
-        self.graphs = self.graphs_of(sizes or self._buckets)
+        self.graphs = self.graphs_of(sizes or self._buckets, () if sizes else self._mixed_sizes())
         if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     @torch.inference_mode()
-    def graphs_of(self, sizes: Sequence[int]) -> StageGraphs:
-        """The captured decode steps of these buckets. Every rank must call it."""
+    def graphs_of(self, sizes: Sequence[int], beside: Sequence[MixedSizes] = ()) -> StageGraphs:
+        """The captured decode steps of these buckets, and steps with chunks of these sizes, largest first. Every rank must call
+        it."""
         graphs, plan = StageGraphs(self._device), self._inputs.plan
+        for mixed in beside:
+            for name in SAMPLERS:
+                graphs.warm(partial(self._repeat_mixed, mixed, name))
+            state = graphs.capture("forward", mixed, partial(self.forward_stage.mixed, mixed, plan))
+            for name in SAMPLERS:
+                graphs.capture(name, mixed, partial(self._sampled, name, plan, *state))
         for rows in sorted(sizes, reverse=True):
             for width in reversed(self._widths):
                 for name in SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
@@ -150,6 +162,33 @@ class Runner:
         self._sampled(sampler, plan, *self.forward_stage.decode(rows, plan, width))
         if self.draft_stage is not None and width > 1:
             self.draft_stage.draft(rows, width - 1)
+
+    def _repeat_mixed(self, sizes: MixedSizes, sampler: str) -> None:
+        """Run a step with chunks eagerly, of the plan uploaded last."""
+        plan = self._inputs.plan
+        self._sampled(sampler, plan, *self.forward_stage.mixed(sizes, plan))
+
+    def _mixed_sizes(self) -> list[MixedSizes]:
+        """What plans with chunks are padded to, largest first."""
+        if not self._pads_chunks:
+            return []
+        most = self._buckets[-1]
+        decodes = [rows for rows in BESIDE if rows < most] + [most]
+        return [
+            MixedSizes(prompts, CHUNKS, rows, min(CHUNKS + rows, most))
+            for prompts in reversed(self._prompt_rows)
+            for rows in reversed(decodes)
+        ]
+
+    def _padded(self, plan: PlanView) -> MixedSizes | None:
+        """What a plan with chunks is padded to; None: it runs as it is, being large, or since the host must know its chunks."""
+        has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
+        if not self._pads_chunks or len(slots) > CHUNKS or len(plan.spans) or any(slot in self.slots.prompts for slot in slots):
+            return None
+        if self.encode_stage is not None and self.encode_stage.holds(slots):
+            return None
+        fitting = (sizes for sizes in self._mixed_sizes() if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
+        return min(fitting, default=None)
 
     def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
         """What the sampler of that name gives of a decode step, and how much of it stands. Capturable."""
@@ -174,7 +213,7 @@ class Runner:
             plan = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, rows, rows - 1, 0, int(image))], spans=[(0, rows)] * image)))
             uploaded = self._inputs.upload(plan)
             self._inputs.apply(uploaded)
-            batch = self._inputs.mixed(plan, uploaded)
+            batch = replace(self._inputs.mixed(uploaded, MixedSizes.of(plan))[0], chunks=chunks_of(plan))
             every = self.forward_stage.run(replace(batch, logit_rows=None))
             if (end := mark(self._device)) is not None:
                 end.synchronize()  # the plan's staging memory is used again
@@ -219,9 +258,11 @@ class Runner:
         uploaded = self._inputs.upload(plan)
         width = next(width for width in self._widths if width >= plan.width)
         if len(plan.rows) and not len(plan.chunks):
-            final = self._decode(self.bucket(len(plan.rows)), width, uploaded)
+            final = self._padded_forward(self.bucket(len(plan.rows)), width, uploaded)
+        elif len(plan.chunks) and (sizes := self._padded(plan)):
+            final = self._padded_forward(sizes, 1, uploaded)
         else:
-            final = self.forward_stage.mixed(plan, uploaded, self.slots.prompts, width, self.encode_stage)
+            final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)
         return Forwarded(plan, data, uploaded, final, start)
 
     @torch.inference_mode()
@@ -235,14 +276,14 @@ class Runner:
         rows = self.slots.result_rows(plan.result_slots, plan.step, width)
         sampled = None
         if final.batch is not None and len(rows.slots):
-            bucket, name = self.bucket(len(plan.result_slots)), captured_sampler(rows) if final.captured else None
+            name = captured_sampler(rows) if final.captured else None
             if self.graphs and name:
-                sampled = self.graphs.replay(name, bucket, width)
+                sampled = self.graphs.replay(name, final.captured, width)
             else:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
                 sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
-            self._draft(bucket)
+            self._draft(self.bucket(len(plan.result_slots)))
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
@@ -264,13 +305,14 @@ class Runner:
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
         self.slots.set_masks(step, masks.slots, masks.bits, after=self.report_stage.end)
 
-    def _decode(self, bucket: int, width: int, uploaded: Tensor) -> FinalRows:
-        """The forward of decode rows alone, padded to so many of so many tokens."""
-        if self.graphs is None or uploaded is not self._inputs.plan:
-            batch, hidden = self.forward_stage.decode(bucket, uploaded, width)
-            return FinalRows(hidden, batch)
-        batch, hidden = self.graphs.replay("forward", bucket, width)
-        return FinalRows(hidden, batch, captured=True)
+    def _padded_forward(self, sizes: int | MixedSizes, width: int, uploaded: Tensor) -> FinalRows:
+        """The forward of a plan padded to these sizes, or of decode rows alone, to so many of `width` tokens."""
+        if self.graphs is not None and ("forward", sizes, width) in self.graphs and uploaded is self._inputs.plan:
+            batch, hidden = self.graphs.replay("forward", sizes, width)
+            return FinalRows(hidden, batch, captured=sizes)
+        stage = self.forward_stage
+        batch, hidden = stage.decode(sizes, uploaded, width) if isinstance(sizes, int) else stage.mixed(sizes, uploaded)
+        return FinalRows(hidden, batch)
 
     def _draft(self, sequences: int) -> None:
         """Draft behind what was accepted, of so many sequences, padded to a bucket."""

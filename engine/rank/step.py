@@ -3,12 +3,14 @@
     host    plan's header and fixed sections --one copy--> plan [n]        from pinned memory that belongs to a step in flight
     device  plan --apply--> page tables, lengths --decode rows--> ids, positions, slots --gather--> each row's page ids, cos, sin
 
-A decode step's rows are padded to a bucket (`engine.memory.buckets`), and the host decides none of its kernels' inputs: it can be
-captured. Chunk rows lie before the decode rows in the same buffers; the host makes and uploads their inputs.
+Rows are padded to a bucket (`engine.memory.buckets`), and the host decides none of the kernels' inputs: steps can be captured.
+Chunk rows lie before the decode rows in the same buffers.
 """
 
 import bisect
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +20,27 @@ from engine.plan import DEPTH, PlanView
 from engine.plan_layout import COUNTS, HEADER, SECTIONS, STEP
 from engine.rank.batch import Chunk, ForwardBatch, RopeKey, chunk_rows
 from engine.rank.slots import SlotState
-from engine.rank.upload import uploaded
+from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
 
+PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)  # that chunks' rows are padded to on a GPU, up to the budget
+BESIDE = (0, 8, 32, 128)  # decode rows beside them, up to the largest bucket, which is another
+CHUNKS = 16  # of a padded step, at most
 LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))
+
+
+class MixedSizes(NamedTuple):
+    """Of a step with chunks: rows of chunks, chunks, sequences that decode, sequences that give results."""
+
+    prompts: int
+    chunks: int
+    decodes: int
+    results: int
+
+    @classmethod
+    def of(cls, plan: PlanView) -> "MixedSizes":
+        """Those that the plan has."""
+        return cls(int((plan.chunks[:, 2] - plan.chunks[:, 1]).sum()), len(plan.chunks), len(plan.rows), len(plan.result_slots))
 
 
 class StepBuffers:
@@ -45,6 +64,9 @@ class StepBuffers:
             key: torch.zeros((rows, 2 * len(frequency)), dtype=torch.float32, device=device)
             for key, frequency in frequencies.items()
         }
+        self._chunks = torch.zeros((self._most + 1, 4), dtype=torch.int32, device=device)
+        results = torch.zeros((2, self._most * widest), dtype=torch.int32, device=device)
+        self._results = ResultInputs(torch.zeros_like(results[0], dtype=torch.int64), *results)
         capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
@@ -70,15 +92,12 @@ class StepBuffers:
         """Apply an uploaded plan to page tables and lengths."""
         apply_plan(plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
-    def decodes(self, plan: Tensor, sequences: int, first: int = 0, width: int = 1) -> ForwardBatch:
-        """The plan's decode rows, padded to so many sequences of `width` tokens, behind `first` chunk rows; lengths advance by one.
-        Needs nothing from the host."""
-        end = first + sequences * width
-        ids, positions, slots = (x[first:end] for x in (self.ids, self.positions, self.slots))
-        tokens, lengths = self._slots.tokens, self._slots.lengths
-        decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
-        pages = self._gathered(slots, positions, sequences)
-        return ForwardBatch(ids, positions, slots, self._rotary_rows(first, end), pages, width=width)
+    def decodes(self, plan: Tensor, sequences: int, width: int = 1) -> ForwardBatch:
+        """The plan's decode rows, padded to so many sequences of `width` tokens; lengths advance by one. Needs nothing from the
+        host."""
+        pages, rows = self._decoding(plan, sequences, 0, width), sequences * width
+        ids, positions, slots = (x[:rows] for x in (self.ids, self.positions, self.slots))
+        return ForwardBatch(ids, positions, slots, self._rotary_rows(0, rows), pages, width=width)
 
     def drafting(self, slots: Tensor, positions: Tensor, turned: Tensor) -> ForwardBatch:
         """Rows at `positions` int32 [n] of `slots`, whose queries are turned as at positions `turned`: a drafter's."""
@@ -88,31 +107,28 @@ class StepBuffers:
             rotary_table(turned, self._frequencies[key], table)
         return ForwardBatch(slots, positions, slots, rope, pages)
 
-    def mixed(self, plan: PlanView, device_plan: Tensor, width: int = 1) -> ForwardBatch:
-        """Chunk rows, then the decode rows without padding; `logit_rows` are the plan's result rows, `width` of each."""
-        chunks = _chunks(plan)
-        size, count = chunk_rows(chunks), len(plan.rows) * width
-        pages: tuple[Tensor, ...] = ()
-        if count:
-            pages = self.decodes(device_plan, len(plan.rows), size, width).pages
-        else:
-            pages = tuple(page_ids[:0] for page_ids in self._pages)
-        host = np.zeros((2, size), np.int64)
-        for chunk in chunks:
-            rows = slice(chunk.offset, chunk.offset + chunk.size)
-            host[0, rows], host[1, rows] = chunk.slot, np.arange(chunk.start, chunk.end)
-        sampling = (plan.chunks[:, 3] < plan.chunks[:, 2]).tolist()
-        ends = np.repeat([chunk.offset + chunk.size - 1 for chunk, samples in zip(chunks, sampling, strict=True) if samples], width)
-        packed = torch.from_numpy(np.concatenate([host.ravel(), ends, np.arange(size, size + count)]).astype(np.int64))
-        packed = uploaded(packed, self.plan.device)
-        slots, positions = packed[:size], packed[size : 2 * size]
-        self.slots[:size], self.positions[:size] = slots, positions
-        self.ids[:size] = self._slots.tokens[slots, positions]
-        total = size + count
-        return ForwardBatch(
-            self.ids[:total], self.positions[:total], self.slots[:total],
-            self._rotary_rows(0, total), pages, packed[2 * size :], tuple(chunks), width,
-        )  # fmt: skip
+    def mixed(self, plan: Tensor, sizes: MixedSizes, width: int = 1) -> tuple[ForwardBatch, ForwardBatch]:
+        """The plan's chunk rows, then its decode rows, and the rows that give results (`logit_rows` of all), `width` of a sequence,
+        all padded to `sizes`. Needs nothing from the host."""
+        first, total = sizes.prompts, sizes.prompts + sizes.decodes * width
+        pages = tuple(page_ids[:0] for page_ids in self._pages)
+        if sizes.decodes:
+            pages = self._decoding(plan, sizes.decodes, first, width)
+        rows = StepRows(*(x[:total] for x in (self.ids, self.positions, self.slots)))
+        chunks, results = self._chunks[: sizes.chunks + 1], ResultInputs(*(x[: sizes.results * width] for x in self._results))
+        chunk_inputs(plan, LAYOUT, self._slots.tokens, self._slots.padding, rows, first, chunks, results, width)
+        batch = ForwardBatch(
+            *rows, self._rotary_rows(0, total), pages, results.rows, width=width, prompts=first, chunk_list=chunks
+        )
+        ends = replace(batch, slots=results.slots, positions=results.positions)
+        return batch, replace(ends, ids=rows.ids[results.rows]) if width > 1 else ends
+
+    def _decoding(self, plan: Tensor, sequences: int, first: int, width: int) -> tuple[Tensor, ...]:
+        """Make the plan's decode rows from row `first` on; the page ids that they read. Lengths advance."""
+        ids, positions, slots = (x[first : first + sequences * width] for x in (self.ids, self.positions, self.slots))
+        tokens, lengths = self._slots.tokens, self._slots.lengths
+        decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
+        return self._gathered(slots, positions, sequences)
 
     def _gathered(self, slots: Tensor, positions: Tensor, sequences: int) -> tuple[Tensor, ...]:
         """The page ids that each of the rows' sequences reads, of each KV group."""
@@ -129,13 +145,13 @@ class StepBuffers:
         return rope
 
 
-def _chunks(plan: PlanView) -> list[Chunk]:
+def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
     """The plan's chunks, with the offsets of their rows and their spans."""
     chunks: list[Chunk] = []
     for slot, start, end, _, first, count in plan.chunks.tolist():
         spans = tuple(map(tuple, plan.spans[first : first + count].tolist()))
         chunks.append(Chunk(slot, start, end, chunk_rows(chunks), spans))
-    return chunks
+    return tuple(chunks)
 
 
 def _unique_appends(plan: PlanView) -> np.ndarray:

@@ -21,9 +21,10 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile, paged_decode_step
 from kernels.launch import variants
-from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
+from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.bench.timing import FAILURES, READ_RATE, precompile_all
 from tests.support.attention import Shape, decode_node
 
@@ -260,8 +261,8 @@ def extend_rows(bench: Bench, layer: Layer, chunks: int, length: int) -> Iterato
     table = (torch.randperm(chunks * pages, device=device).to(torch.int32) + 1).view(chunks, pages)
     q = torch.randn(chunks * length, layer.heads, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
     tokens = tile_tokens(layer.heads, layer.kv_heads, layer.d)
-    tiles = extend_tiles([(slot, slot * length, 0, length) for slot in range(chunks)], tokens)
-    listed, out = torch.tensor(tiles, dtype=torch.int32, device=device), torch.empty_like(q)
+    whole = torch.tensor([(slot, slot * length, 0, length) for slot in range(chunks)], dtype=torch.int32, device=device)
+    listed, out = extend_tiles(whole, tokens, chunks * length), torch.empty_like(q)
 
     def run() -> None:
         extend_attention(q, pool, table, listed, layer.window, out)

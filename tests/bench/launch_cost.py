@@ -17,7 +17,7 @@ import torch
 
 from engine.geometry import kv_groups
 from engine.rank.attention import attention_backend
-from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
 from engine.rank.models.gemma4 import Gemma4
@@ -75,7 +75,8 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
         ids, positions, slots = torch.zeros((3, rows), dtype=torch.int32).unbind()
         pages = tuple(torch.zeros((decodes, group.read_width), dtype=torch.int32) for group in cache)
         rope = {key: torch.empty((rows, 2 * len(frequency))) for key, frequency in model.frequencies.items()}
-        batch = ForwardBatch(ids, positions, slots, rope, pages, torch.arange(chunk - 1, rows), (Chunk(0, 0, chunk, 0),))
+        chunks = {"prompts": chunk, "chunk_list": torch.tensor([[0, 0, 0, chunk]], dtype=torch.int32)}
+        batch = ForwardBatch(ids, positions, slots, rope, pages, torch.arange(chunk - 1, rows), **chunks)
         return lambda: model(batch, cache, attention)
 
     return step

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_splits, decode_tile
-from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
+from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem, candidates
 from tests.support.attention import EPS, Case, Shape, decode_case, precompile_decode
@@ -186,7 +187,8 @@ def test_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
     q = torch.empty(tokens, heads, d, dtype=torch.bfloat16, device="cuda")
     qkv_post(qkv, pool, table, slot_of.cuda(), position_of.cuda(), cos_sin, *norms, EPS, q)
     out = torch.full_like(q, torch.nan)
-    tiles = torch.tensor(extend_tiles(chunks, tile_tokens(heads, kv_heads, d)), dtype=torch.int32, device="cuda")
+    listed = torch.tensor(chunks, dtype=torch.int32, device="cuda")
+    tiles = extend_tiles(listed, tile_tokens(heads, kv_heads, d), sum(chunk[3] for chunk in chunks))
     extend_attention(q, pool, table, tiles, window, out)
     for slot, row, start, count in chunks:
         want = paged_prefill(q[row : row + count], pool, table[slot], start, window)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels import prefill
+from kernels.chunks import extend_tiles
 from kernels.launch import record
-from kernels.prefill import extend_attention, extend_tiles, paged_prefill, tile_tokens
+from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -63,6 +64,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, spans
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
+def tiles_of(chunks: Sequence[tuple[int, int, int, int]], tokens: int) -> Tensor:
+    """Tiles of up to `tokens` queries of chunks (slot, first row, first position, rows)."""
+    return extend_tiles(torch.tensor(chunks, dtype=torch.int32), tokens, sum(chunk[3] for chunk in chunks))
+
+
 @pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_prefill(monkeypatch: pytest.MonkeyPatch, length: int, window: int | None) -> None:
@@ -92,12 +98,12 @@ def test_extend(window: int | None) -> None:
     want = torch.full_like(q, 7.0)
     for slot, row, start, size in chunks:
         want[row : row + size] = dense(q[row : row + size], it.k[slot], it.v[slot], start, window)
-    tiles = extend_tiles(chunks, 16)
-    assert sum(tile[3] for tile in tiles) == sum(sizes)
-    assert max(tile[3] for tile in tiles) == 16
+    tiles = tiles_of(chunks, 16)
+    assert tiles[:, 3].sum() == sum(sizes)
+    assert tiles[:, 3].max() == 16
     for given, strays in ((tiles, False), (tiles[1:], True)):
         out = torch.full_like(q, 7.0)
-        extend_attention(q, it.pool, it.table, torch.tensor(given, dtype=torch.int32), window, out)
+        extend_attention(q, it.pool, it.table, given, window, out)
         assert ((out - want).abs().max() > FAULT) == strays
         assert strays or (out - want).abs().max() < TOLERANCE
 
@@ -128,7 +134,7 @@ def spanned(window: int, tokens: int | None) -> float:
         chunks.append((slot, rows, start, size))
         rows += size
     q = torch.randn(rows, 4, 16, generator=torch.Generator().manual_seed(1)) / 4
-    tiles = torch.tensor(extend_tiles(chunks, tokens or 16), dtype=torch.int32)
+    tiles = tiles_of(chunks, tokens or 16)
     seen = torch.cat([last_seen(spans, torch.arange(start, start + size)) for start, size, spans in SPANS])
     out = torch.empty_like(q)
     extend_attention(q, it.pool, it.table, tiles, window, out, tokens, seen)
@@ -217,7 +223,7 @@ def interpreted_extend(heads: int, kv_heads: int, d: int, window: int | None) ->
             answer[row : row + size] = dense(q[row : row + size], it.k[slot], it.v[slot], start, by)
     out = torch.full_like(q, 7.0)
     with record() as nodes:
-        extend_attention(q, it.pool, it.table, torch.tensor(extend_tiles(chunks, 16), dtype=torch.int32), window, out, 16)
+        extend_attention(q, it.pool, it.table, tiles_of(chunks, 16), window, out, 16)
     assert len(nodes) == 1
     assert (out - want).abs().max() < TOLERANCE
     if window is not None:
@@ -232,7 +238,7 @@ def interpreted_verify(size: int) -> None:
     chunks = [(slot, slot * size, length - size, size) for slot, length in enumerate(lengths)]
     q = torch.randn(3 * size, 4, 16) / 4
     out = torch.zeros_like(q)
-    extend_attention(q, it.pool, it.table, torch.tensor(extend_tiles(chunks, size), dtype=torch.int32), WINDOW, out, size)
+    extend_attention(q, it.pool, it.table, tiles_of(chunks, size), WINDOW, out, size)
     for slot, row, start, _ in chunks:
         rows = slice(row, row + size)
         assert (out[rows] - dense(q[rows], it.k[slot], it.v[slot], start, WINDOW)).abs().max() < TOLERANCE

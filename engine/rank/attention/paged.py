@@ -16,9 +16,10 @@ from engine.rank.attention.base import AttentionParts, Norms, PartSettings
 from engine.rank.batch import Chunk, RowBlock
 from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
+from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_cut
 from kernels.launch import processors
-from kernels.prefill import extend_attention, extend_tiles, tile_tokens
+from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.verify import verify_attention
 
@@ -62,9 +63,10 @@ class PagedExtend:
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads, cache.group.head_dim)
 
     def prepare(self, block: RowBlock) -> ExtendPlan:
-        """The tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`)."""
-        chunks = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in block.chunks]
-        tiles = uploaded(torch.tensor(extend_tiles(chunks, self._tokens), dtype=torch.int32), self._settings.device)
+        """The tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`). Without
+        images it asks the host nothing."""
+        assert block.chunk_list is not None
+        tiles = extend_tiles(block.chunk_list, self._tokens, len(block.slots))
         if not (self._cache.group.bidirectional and block.has_spans):
             return tiles, None
         last_seen = torch.cat([_last_seen(chunk) for chunk in block.chunks])

@@ -63,9 +63,8 @@ def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSetti
         spans = [(end - 1, end) for end in ends]
     else:
         spans = [(0, 40), (visible + 3, visible + 36)]
-    cache, batch = _sequences(group, layer, spans, settings.device)
-    if kind == "extend":
-        batch = replace(batch, chunks=(Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)))
+    chunks = (Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)) if kind == "extend" else ()
+    cache, batch = _sequences(group, layer, spans, settings.device, chunks)
     norms, qkv = _product(layer, settings, batch.rows, group)
     (block,), outputs = batch.blocks, []
     for maker in (paged.parts(settings), parts):
@@ -77,7 +76,7 @@ def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSetti
 
 
 def _sequences(
-    group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], device: torch.device
+    group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], device: torch.device, chunks: tuple[Chunk, ...]
 ) -> tuple[GroupCache, ForwardBatch]:
     """A slot for each span of positions, its pages shuffled; behind its end, in its last page and its table's tail, lies poison."""
     generator = torch.Generator().manual_seed(group.head_dim)
@@ -101,7 +100,7 @@ def _sequences(
     frequencies = {(rope, layer.head_dim): inverse_frequencies(rope.theta, rope.pairs, layer.head_dim, rope.factor).to(device)}
     slots = torch.tensor([slot for slot, (start, end) in enumerate(spans) for _ in range(start, end)], device=device)
     positions = torch.tensor([position for start, end in spans for position in range(start, end)], device=device)
-    return cache, eager_batch(KVCache([cache]), frequencies, torch.zeros_like(slots), slots, positions, ())
+    return cache, eager_batch(KVCache([cache]), frequencies, torch.zeros_like(slots), slots, positions, chunks)
 
 
 def _product(layer: Layer, settings: PartSettings, rows: int, group: KVGroup) -> tuple[Norms, Tensor]:

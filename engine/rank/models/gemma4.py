@@ -202,7 +202,7 @@ class Gemma4(Model):
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:
-        assert peers is None or not batch.chunks, "chunks are summed by collectives"
+        assert peers is None or not batch.prompts, "chunks are summed by collectives"
         residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
         allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, keep_full_residual=residual_is_read)
         blocks = [block for block in self.blocks if isinstance(block, Block)]

@@ -7,7 +7,7 @@ Outputs belong to a slot until its next admission: a preempted sequence has its 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,10 @@ class EncodeStage:
         for slot, item in zip(plan.encodes[:, 0].tolist(), self._encoded, strict=True):
             self._held.setdefault(slot, []).append(item)
         self._encoded = []
+
+    def holds(self, slots: Iterable[int]) -> bool:
+        """Whether any of the slots has an item whose end no chunk has reached."""
+        return any(self._held.get(slot) for slot in slots)
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """The chunks' rows of a batch that items take; None: none do. Items that end in a chunk are dropped."""

@@ -1,7 +1,7 @@
 """The forward of a step: the plan applied to the device's tables, the step's batch, the model.
 
-A plan of decode rows alone is padded to a bucket; the host decides nothing of it, so that a graph can hold it. A plan with chunks
-runs eagerly.
+Plans are padded to buckets; the host decides nothing of them, so that a graph can hold them. A plan with many prompt tokens, or
+whose chunks the host must know (`ForwardStage.eager`), runs as it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, inboxes_of
 from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, scored_rows
 from engine.rank.stages.encode_stage import EncodeStage
-from engine.rank.step import StepBuffers
+from engine.rank.step import MixedSizes, StepBuffers, chunks_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class FinalRows:
     """The output of a forward: hidden [rows, hidden] of the rows that sample, padded as the forward was.
 
     batch     slots and positions of those rows; None: the step has no rows
-    captured  the forward was a graph;   prompts  rows whose prompts' logprobs are wanted
+    captured  the sizes of its graph, if it was one;   prompts  rows whose prompts' logprobs are wanted
     """
 
     hidden: Tensor
     batch: ForwardBatch | None = None
-    captured: bool = False
+    captured: int | MixedSizes | None = None
     prompts: ScoredBatch | None = None
 
 
@@ -68,7 +68,19 @@ class ForwardStage:
         peers, _ = inboxes_of(self._inboxes, batch.rows)
         return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
-    def mixed(
+    def mixed(self, sizes: MixedSizes, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
+        """The result rows of a plan with chunks, padded to `sizes`, and their final hidden ones. Capturable."""
+        batch, ends = self._mixed(sizes, plan, 1)
+        return ends, self.run(batch)
+
+    def _mixed(self, sizes: MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
+        self._inputs.apply(plan)
+        batch, ends = self._inputs.mixed(plan, sizes, width)
+        if self._pages is not None:
+            self._pages.check(plan, batch)
+        return batch, ends
+
+    def eager(
         self,
         plan: PlanView,
         uploaded: Tensor,
@@ -78,15 +90,12 @@ class ForwardStage:
     ) -> FinalRows:
         """The forward of a step with chunks, and decode rows of `width` tokens, or with no rows at all. wanted: slots that report
         logprobs of their prompts; media: holds what encoders put into chunks."""
-        self._inputs.apply(uploaded)
         if not len(plan.chunks):
+            self._inputs.apply(uploaded)
             return FinalRows(self._inputs.ids[:0])
-        batch = self._inputs.mixed(plan, uploaded, width)
-        if media is not None:
-            batch = replace(batch, soft=media.soft_tokens(batch.chunks))
-        if self._pages is not None:
-            self._pages.check(uploaded, batch)
-        ends = _sampling_rows(batch, len(plan.result_slots) - len(plan.rows))
+        chunks = chunks_of(plan)
+        batch, ends = self._mixed(MixedSizes.of(plan), uploaded, width)
+        batch = replace(batch, chunks=chunks, soft=None if media is None else media.soft_tokens(chunks))
         if not (scored := scored_rows(batch.chunks, wanted)):
             return FinalRows(self.run(batch), ends)
         hidden = self.run(replace(batch, logit_rows=None))
@@ -95,12 +104,3 @@ class ForwardStage:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Final hidden rows of `batch.logit_rows`; sums over ranks are collectives."""
         return self.model.forward(batch, self._cache, self._attention)
-
-
-def _sampling_rows(batch: ForwardBatch, chunks: int) -> ForwardBatch:
-    """The batch's logit rows, `width` a sequence: of the first `chunks` sequences one alone is no padding."""
-    ends = replace(batch, slots=batch.slots[batch.logit_rows], positions=batch.positions[batch.logit_rows])
-    if batch.width == 1:
-        return ends
-    ends.positions.view(-1, batch.width)[:chunks, 1:] = -1
-    return replace(ends, ids=batch.ids[batch.logit_rows])

@@ -16,7 +16,7 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
-from engine.rank.step import StepBuffers, _chunks
+from engine.rank.step import MixedSizes, StepBuffers, chunks_of
 from kernels.sampling_batch import SMALL_TOP_K
 from kernels.slots import clear, put
 from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk
@@ -43,7 +43,7 @@ class Rank:
         uploaded = self.step.upload(view)
         self.step.apply(uploaded)
         if plan.chunks:
-            return self.step.mixed(view, uploaded)
+            return self.step.mixed(uploaded, MixedSizes.of(view))[0]
         return self.step.decodes(uploaded, len(plan.decodes) + padding) if plan.rows else None
 
     def results(self, plan: StepPlan) -> ResultRows:
@@ -319,6 +319,6 @@ def test_chunks_have_the_spans_that_they_name() -> None:
     """Each chunk gets its own of the plan's spans; planted fault: the next one's."""
     chunks = [PrefillChunk(0, 0, 9, 9, 0, 2), PrefillChunk(1, 0, 4, 4, 2, 0), PrefillChunk(2, 0, 8, 8, 2, 1)]
     plan = read_plan(encode_plan(StepPlan(1, chunks=chunks, spans=[(1, 4), (5, 9), (2, 6)])))
-    assert [chunk.spans for chunk in _chunks(plan)] == [((1, 4), (5, 9)), (), ((2, 6),)]
+    assert [chunk.spans for chunk in chunks_of(plan)] == [((1, 4), (5, 9)), (), ((2, 6),)]
     shifted = read_plan(encode_plan(StepPlan(1, chunks=[chunks[0]._replace(first_span=1)], spans=[(1, 4), (5, 9), (2, 6)])))
-    assert _chunks(shifted)[0].spans == ((5, 9), (2, 6))
+    assert chunks_of(shifted)[0].spans == ((5, 9), (2, 6))

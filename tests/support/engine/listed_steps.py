@@ -9,7 +9,7 @@ import torch
 from deploy.models.resolve import resolve
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank.attention import attention_backend
-from engine.rank.batch import Chunk, ForwardBatch
+from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
 from engine.rank.models.assistant import Assistant
@@ -24,6 +24,7 @@ from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.step import LAYOUT, StepBuffers
 from kernels.choose import ArgmaxInbox
+from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.launch import Node, record
 from kernels.sampling_batch import SlotParameters
@@ -128,10 +129,11 @@ def mixed(
             decode_inputs(plan, LAYOUT, tokens, lengths, SLOTS - 1, ids[chunk:], positions[chunk:], slots[chunk:])
             for group, out in zip(cache, pages, strict=True):
                 group.gather(slots[chunk:], positions[chunk:], out)
-            for key, table in rope.items():
-                rotary_table(positions[chunk:], model.frequencies[key], table[chunk:])
+        chunks, results = int32(2, 4), 1 + decodes
+        ends = ResultInputs(torch.empty(results, dtype=torch.int64, device=META), int32(results), int32(results))
+        chunk_inputs(plan, LAYOUT, tokens, SLOTS - 1, StepRows(ids, positions, slots), chunk, chunks, ends)
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
-        ends = None if every else torch.arange(chunk - 1, rows, device=META)
-        model(ForwardBatch(ids, positions, slots, rope, pages, ends, (Chunk(0, 0, chunk, 0),)), cache, attention)
+        wanted = None if every else ends.rows
+        model(ForwardBatch(ids, positions, slots, rope, pages, wanted, prompts=chunk, chunk_list=chunks), cache, attention)
     return tuple(nodes)

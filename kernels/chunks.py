@@ -1,0 +1,193 @@
+"""A step's prefill chunks, listed on the device from its plan: the host decides none of it, so that a graph can hold such steps.
+
+    chunk_inputs   rows of the chunks; the list of chunks; the rows that give results, those of chunks first
+    extend_tiles   the list, cut into tiles of queries of one sequence
+
+A list is int32 [n, 4]: slot, first row, first position, rows of each chunk. Rows that no chunk has are padding, one entry behind
+the chunks: at positions below 0, which see nothing. Entries behind it have no rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.grid import cdiv
+from kernels.launch import enabled, launch, trigger, wait
+from kernels.slots import PlanLayout, plan_sections
+
+_BLOCK = 64  # chunks looked at in a turn
+
+
+class StepRows(NamedTuple):
+    """A step's rows: those of chunks, padded, then those of sequences that decode, which are there already: int32 [T] each."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+class ResultInputs(NamedTuple):
+    """Of the rows that give results, `width` of each sequence: rows int64 [R] of the step, slots and positions int32 [R]. Of a
+    chunk one row gives one: the others are padding, as are rows behind the last result, at position -1."""
+
+    rows: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+def chunk_inputs(
+    plan: Tensor, layout: PlanLayout, tokens: Tensor, padding: int, rows: StepRows, prompts: int, chunks: Tensor,
+    results: ResultInputs, width: int = 1,
+) -> None:  # fmt: skip
+    """Fill rows [0, prompts) of the step, the list `chunks` int32 [n + 1, 4] of a plan of at most n chunks, and `results`.
+
+    tokens int32 [slots, max_len + ..];  padding: the slot of padding rows;  width: decode rows of a sequence, behind `prompts`
+    """
+    assert rows.ids.shape == rows.positions.shape == rows.slots.shape, (rows.ids.shape, rows.positions.shape, rows.slots.shape)
+    assert results.rows.shape == results.slots.shape == results.positions.shape, (results.rows.shape, results.slots.shape)
+    if enabled(plan, __name__):
+        launch(
+            _chunk_inputs, (cdiv(prompts, 32),), plan, tokens, tokens.shape[1], padding, *rows, prompts, chunks, len(chunks),
+            *results, len(results.rows), HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, CHUNK=layout.chunk,
+            WIDTH=width, ROWS=32, BLOCK=_BLOCK, warps=4,
+        )  # fmt: skip
+    else:
+        _inputs_reference(plan, layout, tokens, padding, rows, prompts, chunks, results, width)
+
+
+def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
+    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4]."""
+    tiles = torch.empty((rows // tokens + len(chunks), 4), dtype=torch.int32, device=chunks.device)
+    if enabled(chunks, __name__):
+        launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK, warps=4)
+    else:
+        cut = [
+            (slot, row + done, position + done, min(tokens, count - done))
+            for slot, row, position, count in chunks.tolist()
+            for done in range(0, count, tokens)
+        ]
+        tiles.zero_()[: len(cut)] = torch.tensor(cut, dtype=torch.int32).view(-1, 4)
+    return tiles
+
+
+# ---- reference
+
+
+def _inputs_reference(
+    plan: Tensor, layout: PlanLayout, tokens: Tensor, padding: int, rows: StepRows, prompts: int, chunks: Tensor,
+    results: ResultInputs, width: int,
+) -> None:  # fmt: skip
+    decodes, planned, *_ = plan_sections(plan, layout)
+    listed, found, row = [], [], 0
+    for slot, start, end, first_logit, *_ in planned.tolist():
+        listed.append((slot, row, start, end - start))
+        row += end - start
+        if first_logit < end:
+            found += [(row - 1, slot, -1 if lane else end - 1) for lane in range(width)]
+    listed.append((padding, row, row - prompts, prompts - row))
+    for slot, first, position, count in listed:
+        at = torch.arange(position, position + count, dtype=torch.int32, device=plan.device)
+        rows.slots[first : first + count], rows.positions[first : first + count] = slot, at.clamp(min=-1)
+        rows.ids[first : first + count] = torch.where(at >= 0, tokens[slot, at.clamp(min=0).long()], 0)
+    behind = range(prompts, prompts + len(decodes) * width)
+    found += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
+    found += [(0, padding, -1)] * (len(results.rows) - len(found))
+    chunks.zero_()[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
+    for out, values in zip(results, zip(*found, strict=True), strict=False):
+        out.copy_(torch.tensor(values))
+
+
+# ---- kernels
+
+
+@triton.jit(do_not_specialize=["tokens_width", "padding", "prompts", "listed", "given"])
+def _chunk_inputs(
+    plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, padding: tl.tensor, ids: tl.tensor, positions: tl.tensor,
+    slots: tl.tensor, prompts: tl.tensor, chunks: tl.tensor, listed: tl.tensor, result_rows: tl.tensor, result_slots: tl.tensor,
+    result_positions: tl.tensor, given: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """ROWS rows; the first program fills the list and the results as well."""
+    trigger(PDL)
+    wait(PDL)
+    decodes, count = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)
+    begin = plan + HEADER + ROW * decodes
+    first = tl.program_id(0) == 0
+    row, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    slot, position = row * 0 + padding, row * 0 - 1
+    total, sampled = decodes * 0, decodes * 0
+    for at in range(0, count, BLOCK):
+        live = at + lane < count
+        chunk = begin + CHUNK * (at + lane)
+        its_slot, start = tl.load(chunk, live, 0), tl.load(chunk + 1, live, 0)
+        end, first_logit = tl.load(chunk + 2, live, 0), tl.load(chunk + 3, live, 0)
+        last = total + tl.cumsum(end - start, 0)
+        behind = last - (end - start)
+        inside = (row[:, None] >= behind[None, :]) & (row[:, None] < last[None, :])
+        slot += tl.sum(tl.where(inside, its_slot[None, :] - padding, 0), 1)
+        position += tl.sum(tl.where(inside, start[None, :] + row[:, None] - behind[None, :] + 1, 0), 1)
+        entry = chunks + 4 * (at + lane)
+        tl.store(entry, its_slot, live & first)
+        tl.store(entry + 1, behind, live & first)
+        tl.store(entry + 2, start, live & first)
+        tl.store(entry + 3, end - start, live & first)
+        samples = (first_logit < end).to(tl.int32)
+        place = (sampled + tl.cumsum(samples, 0) - samples) * WIDTH
+        for token in range(WIDTH):
+            gives = (samples > 0) & first
+            tl.store(result_rows + place + token, (last - 1).to(tl.int64), gives)
+            tl.store(result_slots + place + token, its_slot, gives)
+            tl.store(result_positions + place + token, tl.where(token == 0, end - 1, -1), gives)
+        total += tl.sum(end - start, 0)
+        sampled += tl.sum(samples, 0)
+    token = tl.load(tokens + slot.to(tl.int64) * tokens_width + position, position >= 0, 0)
+    tl.store(slots + row, slot, row < prompts)
+    tl.store(positions + row, position, row < prompts)
+    tl.store(ids + row, token, row < prompts)
+    if first:
+        for at in range(count, listed, BLOCK):
+            pad = at + lane == count
+            entry = chunks + 4 * (at + lane)
+            tl.store(entry, tl.where(pad, padding, 0), at + lane < listed)
+            tl.store(entry + 1, tl.where(pad, total, 0), at + lane < listed)
+            tl.store(entry + 2, tl.where(pad, total - prompts, 0), at + lane < listed)
+            tl.store(entry + 3, tl.where(pad, prompts - total, 0), at + lane < listed)
+        for at in range(sampled * WIDTH, given, BLOCK):
+            place = at + lane
+            source = prompts + place - sampled * WIDTH
+            live = place < (sampled + decodes) * WIDTH
+            tl.store(result_rows + place, tl.where(live, source, 0).to(tl.int64), place < given)
+            tl.store(result_slots + place, tl.load(slots + source, live & (place < given), padding), place < given)
+            tl.store(result_positions + place, tl.load(positions + source, live & (place < given), -1), place < given)
+
+
+@triton.jit(do_not_specialize=["count", "tiles_count", "tokens"])
+def _tiles(
+    chunks: tl.tensor, count: tl.tensor, tiles: tl.tensor, tiles_count: tl.tensor, tokens: tl.tensor, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    trigger(PDL)
+    wait(PDL)
+    tile, lane = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)
+    slot, row, position, size = tile * 0, tile * 0, tile * 0, tile * 0
+    total = count * 0
+    for at in range(0, count, BLOCK):
+        live = at + lane < count
+        entry = chunks + 4 * (at + lane)
+        rows = tl.load(entry + 3, live, 0)
+        cut = (rows + tokens - 1) // tokens
+        last = total + tl.cumsum(cut, 0)
+        done = (tile[:, None] - (last - cut)[None, :]) * tokens
+        inside = (done >= 0) & (tile[:, None] < last[None, :])
+        slot += tl.sum(tl.where(inside, tl.load(entry, live, 0)[None, :], 0), 1)
+        row += tl.sum(tl.where(inside, tl.load(entry + 1, live, 0)[None, :] + done, 0), 1)
+        position += tl.sum(tl.where(inside, tl.load(entry + 2, live, 0)[None, :] + done, 0), 1)
+        size += tl.sum(tl.where(inside, tl.minimum(rows[None, :] - done, tokens), 0), 1)
+        total += tl.sum(cut, 0)
+    tl.store(tiles + 4 * tile, slot, tile < tiles_count)
+    tl.store(tiles + 4 * tile + 1, row, tile < tiles_count)
+    tl.store(tiles + 4 * tile + 2, position, tile < tiles_count)
+    tl.store(tiles + 4 * tile + 3, size, tile < tiles_count)
