@@ -67,7 +67,7 @@ def _raster(item: MediaItem) -> Tensor:
 
 
 def padded(model: Any, frames: Sequence[Tensor], budget: int) -> tuple[Tensor, Tensor]:
-    """Pixels fp32 [frames, rows, values] and positions int64 [frames, rows, 2] of pictures, padded as by transformers' processor."""
+    """Pixels fp32 [frames, rows, values] and positions int64 [frames, rows, 2] of pictures, padded as transformers does."""
     side, each = (SIDE, 1) if model.config.model_type == "gemma4_unified" else (PATCH, CELL**2)
     pixels, places = torch.zeros(len(frames), budget * each, 3 * side**2), torch.full((len(frames), budget * each, 2), -1)
     for at, picture in enumerate(frames):
