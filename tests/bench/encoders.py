@@ -23,13 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.memory import ENCODER_ROWS
-from engine.rank.load.random_fill import dummy, dummy_tensor
+from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
 from engine.rank.models.vision import VisionEncoder, encoder_of
 from engine.rank.models.vision_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.stages.encode_stage import batches
 from engine.vision_geometry import CELL, VisionGeometry, read_vision
+from tests.support.engine.dummy_tensors import dummy_tensor
 from tests.support.judge.pictures import padded, pictures
 
 SIZES = {"480x480": (16, 16), "720p": (12, 22), "1120 tokens": (25, 44)}  # rows and columns of cells

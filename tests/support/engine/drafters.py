@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.geometry import read_geometry
-from engine.rank.load.random_fill import dummy_tensor
 from engine.rank.load.slices import pieces
 from engine.rank.models.assistant_geometry import read_assistant
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from kernels.accept import DraftInputs, Verified, accept
+from tests.support.engine.dummy_tensors import dummy_tensor
 
 Accept = Callable[[Verified, Tensor, Tensor, int, DraftInputs], Tensor]
 
