@@ -31,6 +31,9 @@ class Rerun:
         self.stages: dict[tuple[str, int, int], tuple[Callable[[], Any], Any]] = {}
         self.replayed: set[tuple[str, int, int]] = set()
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.stages
+
     def warm(self, run: Callable[[], object]) -> None:
         run()
 
