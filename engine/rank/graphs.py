@@ -13,7 +13,8 @@ import torch
 
 
 class StageGraphs:
-    """Graphs of one rank. A stage gives the same tensors at every replay; they hold until the next replay of any graph.
+    """Graphs of one rank. A stage gives the same tensors at every replay. They hold until a graph is replayed that was captured
+    earlier, and may have had their memory: of a step's stages the later one must be captured later.
 
     Every rank must capture the same stages in the same order: warming up runs the step's sums over ranks.
     """

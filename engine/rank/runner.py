@@ -220,7 +220,8 @@ class Runner:
             if (end := mark(self._device)) is not None:
                 end.synchronize()  # the plan's staging memory is used again
         hidden = self.forward_stage.run(batch)
-        for rows in reversed(self._buckets):  # memory that the largest took does for the others
+        sizes = {rows * width for rows in self._buckets for width in self._widths}
+        for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others
             everything = SpecialRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
             for plan_of_masks in (None, uploaded):
@@ -285,7 +286,7 @@ class Runner:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
                 sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
-            self._draft(self.bucket(len(plan.result_slots)))
+            self._draft(self.bucket(len(plan.result_slots)), self._widths[-1])
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
@@ -316,11 +317,10 @@ class Runner:
         batch, hidden = stage.decode(sizes, uploaded, width) if isinstance(sizes, int) else stage.mixed(sizes, uploaded)
         return FinalRows(hidden, batch)
 
-    def _draft(self, sequences: int) -> None:
-        """Draft behind what was accepted, of so many sequences, padded to a bucket."""
+    def _draft(self, sequences: int, width: int) -> None:
+        """Draft behind what was accepted of so many sequences, padded to a bucket, for rows of `width` tokens."""
         if self.draft_stage is None:
             return
-        width = self._widths[-1]
         if self.graphs is not None:
             self.graphs.replay("draft", sequences, width)
         else:

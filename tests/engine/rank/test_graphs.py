@@ -15,6 +15,7 @@ from engine.rank import runner as rank_runner
 from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.rank.stages.sample_stage import SAMPLERS
+from kernels.choose import ROW_ERROR
 from tests.conftest import Nano
 from tests.support.engine import drafters
 from tests.support.engine.answers import answers, requests, texts
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.cpu
 
 
 class Rerun:
-    """Stands in for `StageGraphs`: a replay runs the stage again, and what it gives lies where the first run's lay."""
+    """Stands in for `StageGraphs`: a replay runs the stage again, and what it gives lies where the first run's lay. What graphs
+    gave that were captured later is overwritten: it may lie where this one's memory was."""
 
     def __init__(self, _: object) -> None:
         self.stages: dict[tuple[str, int, int], tuple[Callable[[], Any], Any]] = {}
@@ -46,6 +48,11 @@ class Rerun:
         self.replayed.add((stage, rows, width))
         for one, other in zip(tensors(kept), tensors(run()), strict=True):
             one.copy_(other)
+        order = list(self.stages)
+        for later in order[order.index((stage, rows, width)) + 1 :]:
+            given = self.stages[later][1]
+            for tensor in tensors(given[1:] if later[0] == "forward" else given):  # a batch lies in the step's buffers
+                tensor.fill_(ROW_ERROR)
         return kept
 
 
