@@ -6,9 +6,9 @@
     --list      the launches of both, and the microseconds that they should take; no GPU
     --protocol  what `tests.bench.engine` should then find for a decode step by the peers' protocol; no GPU
 
-A step has --budget rows; its prompts, of --prompt tokens, are whole but for the last. What is expected of a launch is what its like
-took alone on an H200: products at 700 TFLOP/s in whole tiles, NCCL's sums by their bytes, attention of decode rows by their number,
-the rest by the bytes that it moves at 4.26 TB/s.
+A step has --budget rows, or with --on-top so many beside its decode rows; its prompts, of --prompt tokens, are whole but for the
+last. What is expected of a launch is what its like took alone on an H200: products at 700 TFLOP/s in whole tiles, NCCL's sums by
+their bytes, attention of decode rows by their number, the rest by the bytes that it moves at 4.26 TB/s.
 """
 
 import argparse
@@ -121,12 +121,12 @@ def protocol_ms(batch: int, prompt: int, budget: int) -> float:
 class Steps:
     """Such steps on a rank, over and over: decode rows in the first slots, prompts in those behind them."""
 
-    def __init__(self, rank: BareRank, budget: int, prompt: int) -> None:
-        self._rank, self._budget, self._prompt, self._step = rank, budget, prompt, 0
+    def __init__(self, rank: BareRank, budget: int, prompt: int, *, on_top: bool) -> None:
+        self._rank, self._budget, self._prompt, self._on_top, self._step = rank, budget, prompt, on_top, 0
 
     def milliseconds(self, decodes: int) -> tuple[float, float]:
         """Of a step with so many decode rows: the mean, and what the host takes to launch one while the device is idle."""
-        sizes = [end for _, end in chunks_of(self._budget - decodes, self._prompt)]
+        sizes = [end for _, end in chunks_of(self._budget - decodes * (not self._on_top), self._prompt)]
         chunks = [PrefillChunk(slot, 0, size, size - 1) for slot, size in enumerate(sizes, decodes)]
         plans = [encode_plan(self._admitted(decodes, sizes))]
         for _ in range(STEPS):
@@ -164,15 +164,17 @@ def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) 
     folder, most = args.folder or resolve(args.model or ("dummy:31b" if on_gpu else "random:31b")), max(args.decodes, default=0)
     config = engine_config(
         model=str(folder), tp=parallel.size, device=device.type, dtype="bfloat16" if on_gpu else "float32", load_format="dummy",
-        max_seqs=most + args.budget // args.prompt + 1, max_len=2 * max(CONTEXT, args.prompt), prefill_budget=args.budget,
-        graphs=False,
+        max_seqs=most + args.budget // args.prompt + 1, max_len=2 * max(CONTEXT, args.prompt),
+        prefill_budget=args.budget + most * args.on_top, graphs=not args.eager,
     )  # fmt: skip
     held = pages_held(kv_groups(read_geometry(folder), parallel.size, config.page), max(1, most), CONTEXT, STEPS)
     pages = tuple(count + args.budget // config.page + config.max_seqs for count in held)
-    rank = bare_rank.build(load_rank(config, parallel, device, checked=False), pages)
+    loaded, free = load_rank(config, parallel, device, checked=False), torch.cuda.mem_get_info()[0] if on_gpu else 0
+    rank = bare_rank.build(loaded, pages, print if parallel.rank == 0 else lambda _: None)
     if on_gpu:
+        print(f"pools and graphs take {(free - torch.cuda.mem_get_info()[0]) >> 20} MiB", flush=True)
         rank.runner.warm()
-    steps, cases = Steps(rank, args.budget, args.prompt), (0, *args.decodes)
+    steps, cases = Steps(rank, args.budget, args.prompt, on_top=args.on_top), (0, *args.decodes)
     seen: dict[int, list[tuple[float, float]]] = {decodes: [] for decodes in cases}
     for _ in range(SERIES):
         for decodes in cases:
@@ -181,8 +183,10 @@ def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) 
         each, host = " ".join(f"{ms:.2f}" for ms, _ in seen[decodes]), min(host for _, host in seen[decodes])
         here, without = (statistics.median(ms for ms, _ in seen[count]) for count in (decodes, 0))
         whole, alone = (sum(expected_us(chunks_of(args.budget - count, args.prompt), count).values()) for count in (decodes, 0))
-        line = f"{decodes:4} decode rows, {args.budget - decodes} prompt tokens: {each} ms, host {host:.2f}; {here - without:+.2f}"
-        print(line + (f", {1e-3 * (whole - alone):+.2f} expected" if on_gpu and not args.model else ""), flush=True)
+        prompt = args.budget - decodes * (not args.on_top)
+        line = f"{decodes:4} decode rows, {prompt} prompt tokens: {each} ms, host {host:.2f}; {here - without:+.2f}"
+        expected = on_gpu and not (args.model or args.on_top)
+        print(line + (f", {1e-3 * (whole - alone):+.2f} expected" if expected else ""), flush=True)
 
 
 def main() -> None:
@@ -195,6 +199,8 @@ def main() -> None:
     parser.add_argument("--protocol", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--budget", type=int, default=2048, help="rows of a step")
+    parser.add_argument("--on-top", action="store_true", help="decode rows come on top of the budget")
+    parser.add_argument("--eager", action="store_true", help="no graphs")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--decodes", type=int, nargs="*", default=[8, 32, 64, 100], help="decode rows")
     args = parser.parse_args()

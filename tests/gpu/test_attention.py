@@ -194,6 +194,17 @@ def test_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
         want = paged_prefill(q[row : row + count], pool, table[slot], start, window)
         assert (out[row : row + count].float() - want.float()).abs().max() < TOLERANCE, slot
     if window is not None:
+        seen = position_of.clone()
+        seen[3:650], seen[690:700], seen[701:1000] = 649, 699, 1299
+        extend_attention(q, pool, table, tiles, window, out, last_seen=seen.cuda())
+        for slot, row, start, count in chunks:
+            rows = slice(row, row + count)
+            want = paged_prefill(q[rows], pool, table[slot], start, window, seen[rows].cuda())
+            assert (out[rows].float() - want.float()).abs().max() < TOLERANCE, slot
+        causal = paged_prefill(q[:700], pool, table[0], 0, window)
+        assert (out[:700].float() - causal.float()).norm() / causal.float().norm() > 1e-2
+        extend_attention(q, pool, table, tiles, window, out)
+    if window is not None:
         want = paged_prefill(q[700:1200], pool, table[1], 1000, window + 1)
         assert (out[700:1200].float() - want.float()).norm() / want.float().norm() > 1e-3
 

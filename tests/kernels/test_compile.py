@@ -27,6 +27,7 @@ from kernels.adjust import adjust, count_accepted
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
+from kernels.chunks import ResultInputs, StepRows, chunk_inputs, extend_tiles
 from kernels.clusters import best_of_clusters
 from kernels.experts import experts
 from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
@@ -118,6 +119,16 @@ def sampling_batch(rows: int, stops: int) -> SamplingBatch:
     """Of nine slots that may have so many stop ids."""
     parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, stops))
     return SamplingBatch(ints(rows), ints(rows), parameters, ints(9, 2049), ints(5), 30.0)
+
+
+def chunk_list_nodes(target: Target) -> Iterator[Node]:
+    """Inputs and tiles of a step's chunks, with decode rows of one token and of three."""
+    with record(target) as nodes:
+        for width in (1, 3):
+            rows, results = StepRows(ints(200), ints(200), ints(200)), ResultInputs(meta(24, dtype=torch.int64), ints(24), ints(24))
+            chunk_inputs(ints(500), LAYOUT, ints(9, 2049), 8, rows, 128, ints(17, 4), results, width)
+        extend_tiles(ints(17, 4), 64, 128)
+    yield from nodes
 
 
 def adjust_nodes(target: Target) -> Iterator[Node]:
@@ -234,6 +245,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "sent": sent_nodes,
     "fused_allreduce_norm": allreduce_norm_nodes,
     "choose": choose_nodes,
+    "chunks": chunk_list_nodes,
     "experts": experts_nodes,
     "candidates": candidates_nodes,
     "drafts": draft_nodes,

@@ -1,0 +1,97 @@
+"""Steps with chunks padded to the sizes that graphs are captured for, against the same steps as they are."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from engine.plan import StepPlan, StepResult, encode_plan, read_plan, single_rows
+from engine.rank import step
+from engine.rank.builder import build
+from engine.rank.prompt_logprobs import WantedLogprobs
+from engine.rank.stages.forward_stage import FinalRows
+from engine.rank.step import CHUNKS, MixedSizes
+from kernels.chunks import chunk_inputs
+from tests.golden.record import load
+from tests.support.engine.plan_stream import logprob_error
+from tests.support.engine.ranks import run, single
+from tests.support.engine.recording import PAGES, config_of, tokens_of
+
+pytestmark = pytest.mark.cpu
+
+Nano = Callable[[str], Path]
+
+
+def replayed(folder: Path, *, padded: bool) -> tuple[list[StepResult], list[Tensor], Counter[object]]:
+    """The committed stream: results, final hidden rows of each step, and how often each size was run."""
+    runner, hidden, sizes = build(single(config_of(folder, 1)), PAGES), [], Counter[object]()
+    runner._pads_chunks = padded
+    start, padded_forward = runner.report_stage.start, runner._padded_forward
+
+    def seen(plan: Any, rows: Any, sampled: Any, final: Tensor, *rest: Any) -> Any:
+        hidden.append(final[: len(rows.slots)].clone())
+        return start(plan, rows, sampled, final, *rest)
+
+    def counted(size: int | MixedSizes, *rest: Any) -> FinalRows:
+        sizes[size] += 1
+        return padded_forward(size, *rest)
+
+    runner.report_stage.start, runner._padded_forward = seen, counted
+    plans, _ = load()
+    return [run(runner, plan) for plan in plans], hidden, sizes
+
+
+def difference(rows: list[Tensor], others: list[Tensor]) -> float:
+    """The largest of final hidden rows."""
+    return max((one - other).abs().max().item() for one, other in zip(rows, others, strict=True) if len(one))
+
+
+@pytest.mark.parametrize(("member", "tolerance"), [("31b", 0.0), ("26b-a4b", 1e-5), ("e2b", 1e-5)])
+def test_padded_steps_give_what_they_give_as_they_are(nano: Nano, member: str, tolerance: float) -> None:
+    """Tokens, logprobs and final hidden rows of the committed stream, whose steps with chunks are padded: hidden rows to the bit,
+    but for products of experts and of single rows, which a CPU adds in another order when there are more."""
+    plain, rows, few = replayed(nano(member), padded=False)
+    results, others, many = replayed(nano(member), padded=True)
+    assert not any(isinstance(size, MixedSizes) for size in few)
+    steps = {size: count for size, count in many.items() if isinstance(size, MixedSizes)}
+    assert sum(steps.values()) == len(rows) - sum(few.values())
+    assert {size.decodes > 0 for size in steps} == {True, False}
+    assert all(size.chunks == CHUNKS and size.results == 4 for size in steps)
+    assert tokens_of(results) == tokens_of(plain)
+    assert logprob_error(results, plain) < 1e-5
+    assert difference(rows, others) <= tolerance
+
+
+def test_a_result_of_the_row_before_is_seen(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a chunk's result is taken one row too early."""
+    _, rows, _ = replayed(nano("31b"), padded=False)
+
+    def early(*arguments: Any) -> None:
+        chunk_inputs(*arguments)
+        arguments[7].rows.sub_(1).clamp_(min=0)
+
+    monkeypatch.setattr(step, "chunk_inputs", early)
+    _, others, _ = replayed(nano("31b"), padded=True)
+    assert difference(rows, others) > 1e-2
+
+
+def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
+    """Chunks of images, chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has."""
+    runner = build(single(config_of(nano("31b"), 1)), PAGES)
+    runner._pads_chunks = True
+
+    def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> MixedSizes | None:
+        plan = StepPlan(1, chunks=list(chunks), spans=spans or [], rows=single_rows(range(rows)))
+        return runner._padded(read_plan(encode_plan(plan)))
+
+    chunk = (0, 3, 20, 19, 0, 0)
+    assert padded(chunk) == (32, CHUNKS, 0, 4)
+    assert padded(chunk, rows=1) == (32, CHUNKS, 4, 4)
+    assert padded((0, 0, 65, 65, 0, 0)) is None
+    assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(CHUNKS + 1))) is None
+    assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
+    runner.slots.prompts[0] = WantedLogprobs(1, 0, 9, 0)
+    assert padded(chunk) is None
