@@ -285,7 +285,7 @@ class Runner:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
                 sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
-            self._draft(self.bucket(len(plan.result_slots)))
+            self._draft(self.bucket(len(plan.result_slots)), plan.drafts)
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
@@ -316,12 +316,11 @@ class Runner:
         batch, hidden = stage.decode(sizes, uploaded, width) if isinstance(sizes, int) else stage.mixed(sizes, uploaded)
         return FinalRows(hidden, batch)
 
-    def _draft(self, sequences: int) -> None:
-        """Draft behind what was accepted, of so many sequences, padded to a bucket."""
-        if self.draft_stage is None:
+    def _draft(self, sequences: int, count: int) -> None:
+        """Draft so many tokens behind what was accepted, of so many sequences, padded to a bucket."""
+        if self.draft_stage is None or not count:
             return
-        width = self._widths[-1]
         if self.graphs is not None:
-            self.graphs.replay("draft", sequences, width)
+            self.graphs.replay("draft", sequences, 1 + count)
         else:
-            self.draft_stage.draft(sequences, width - 1)
+            self.draft_stage.draft(sequences, count)
