@@ -43,7 +43,7 @@ class DecodeStep(NamedTuple):
     ms: float
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     """Drafts of a step of so many rows, an index in `sizes`."""
 
     drafts: int
@@ -131,7 +131,7 @@ class Drafting:
         """Since boot."""
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
-    def choose(self, rows: int) -> Choice:
+    def choose(self, rows: int) -> DraftChoice:
         """Of the next step, of `rows` decode rows. Rows that were more a few steps ago count as many still: the number does not
         change from step to step where two sizes meet."""
         if len(self._options) > 1:
@@ -141,7 +141,7 @@ class Drafting:
                 self._at, self._fewer = at, 0
             known = self._known(self._at)
             self.drafts = (known.trial.option if known.trial else known.chosen).drafts
-        return Choice(self.drafts, self._at)
+        return DraftChoice(self.drafts, self._at)
 
     def took(self, step: DecodeStep) -> None:
         """A step with decode rows has ended."""

@@ -150,7 +150,7 @@ class Runner:
                 state = graphs.capture("forward", rows, partial(self.forward_stage.decode, rows, plan, width), width)
                 for name in SAMPLERS:
                     graphs.capture(name, rows, partial(self._sampled, name, plan, *state), width)
-        if self.draft_stage is not None:  # last: outputs are copied behind a step's drafts, so their memory is none of these graphs'
+        if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(sizes, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
         torch.cuda.synchronize(self._device)

@@ -67,6 +67,28 @@ def test_nothing_behind_an_end_reaches_the_client() -> None:
     assert output.finish is FinishReason.length
 
 
+def test_an_output_says_what_became_of_its_drafts() -> None:
+    """Accepted are those that are among its tokens, rejected the others: also where a row is cut at the end."""
+    served = Served()
+    about = [(output.accepted, output.rejected) for output in (served.gives(3, 4), served.gives(3), served.gives(3, END, 5, 6))]
+    assert about == [(1, 2), (0, 3), (2, 1)]
+    assert [(each.verified, each.accepted) for each in served.scheduler.load().draft_positions] == [(3, 2), (3, 1), (3, 1)]
+
+
+def test_a_request_may_do_without_drafts() -> None:
+    """Its rows are of one token, and in a step of such rows alone ranks draft nothing."""
+    served = Served(drafts=False)
+    served.gives(3)
+    assert served.widths == [1]
+    plan = served.scheduler.schedule()
+    assert plan is not None
+    assert plan.drafts == 0
+    served = Served()
+    plan = served.scheduler.schedule()
+    assert plan is not None
+    assert plan.drafts == 3
+
+
 def test_only_committed_pages_are_cached() -> None:
     """A row that wrote two pages and gave its first token alone leaves the pages before it."""
     served = Served()

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.core.allocator import first_page
-from engine.core.drafting import Choice, Drafting
+from engine.core.drafting import DraftChoice, Drafting
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
@@ -222,9 +222,9 @@ class AnyDrafts(Drafting):
         super().__init__(options, sizes)
         self._draw = random.Random(seed)
 
-    def choose(self, rows: int) -> Choice:
+    def choose(self, rows: int) -> DraftChoice:
         self.drafts = self._draw.choice(self._options)
-        return Choice(self.drafts, 0)
+        return DraftChoice(self.drafts, 0)
 
 
 @dataclass(frozen=True)
