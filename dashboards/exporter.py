@@ -115,7 +115,7 @@ class Exporter(Collector):
             "gauges": [gauges],
             "processes": gauges.processes,
             "load": [] if last is None else [last.load],
-            "pools": [] if last is None else last.load.pools,
+            **{name: [] if last is None else getattr(last.load, name) for name in ("pools", "draft_positions", "draft_switches")},
         }
         for origin, series, labels, value in self._levels:
             for item in items[origin]:

@@ -13,8 +13,8 @@ Clock points are those of engine/events.py: submitted, scheduled, first, last, e
 
     FirstToken.ttft_s   a field of an event (engine/events.py, dashboards/derived.py): a histogram observes it unless it is None, a
     RequestStarted      counter grows by it, without a field by one. Labels are fields of the event.
-    load.running        read at each scrape: of the core's `load`, each of its `pools`, each of the group's `processes`, the front's
-                        `gauges`, the exporter's `facts`
+    load.running        read at each scrape: of the core's `load`, each of its `pools`, `draft_positions` and `draft_switches`, each
+                        of the group's `processes`, the front's `gauges`, the exporter's `facts`
 """
 
 from dataclasses import dataclass
@@ -319,6 +319,30 @@ _SCHEDULER = (
         "Drafts that were accepted: tokens that took no step of their own.",
         "load.accepted_tokens",
         alias="spec_decode_num_accepted_tokens_total",
+    ),
+    Metric(
+        "quartet_verified_drafts_by_position_total",
+        "counter",
+        "Drafts that were verified, by their position behind the sequence's last token, from 0.",
+        "draft_positions.verified",
+        ("position",),
+    ),
+    Metric(
+        "quartet_accepted_drafts_by_position_total",
+        "counter",
+        "Drafts that were accepted, as all before them were, by the same position.",
+        "draft_positions.accepted",
+        ("position",),
+        alias="spec_decode_num_accepted_tokens_per_pos_total",
+    ),
+    Metric("quartet_drafts", "gauge", "Drafts behind each sequence that the last step was planned with.", "load.drafts"),
+    Metric(
+        "quartet_draft_switches_total",
+        "counter",
+        "Changes of the number of drafts at a number of rows, by cause: trial (of another for some steps), better (another takes"
+        " fewer seconds a token), off (none is better), on (some are again).",
+        "draft_switches.count",
+        ("cause",),
     ),
     Metric(
         "quartet_prefix_cache_evicted_pages_total",

@@ -29,6 +29,7 @@ WeightsName = Literal["auto", *FORMATS]  # type: ignore[valid-type]
 AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's names, known at import
 
 MAX_SEQS = 4096
+AUTO_DRAFTS = (0, 1, 2, 3, 5, 7)  # graphs are captured for each; those between would gain some two percent
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
 
@@ -36,7 +37,13 @@ class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Multi-token prediction: a drafter guesses tokens, and the model computes all of them in one step. The text is the same."""
 
     model: Annotated[str | None, Meta(description="the model's assistant: a folder or a hub id; none: no drafts")] = None
-    drafts: Annotated[int, Meta(ge=0, le=7, description="tokens that the assistant guesses behind each sequence; 0: none")] = 3
+    drafts: Annotated[
+        Literal["auto"] | Annotated[int, Meta(ge=0, le=7)],
+        Meta(
+            description="tokens that the assistant guesses behind each sequence, 0 to 7; auto: what is fastest at the time, by "
+            "measured step times and how many guesses are right; 0: none"
+        ),
+    ] = "auto"
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,14 +135,21 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     debug_hash: bool = False
 
     @property
-    def widest(self) -> int:
-        """Tokens that a decode row computes at most: its own and its drafts."""
-        return 1 + self.mtp.drafts if self.mtp.model else 1
+    def drafts(self) -> tuple[int, ...]:
+        """How many drafts a step may have behind each sequence, ascending; the core chooses."""
+        if self.mtp.model is None:
+            return (0,)
+        return AUTO_DRAFTS if self.mtp.drafts == "auto" else (self.mtp.drafts,)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens a row that decode steps are padded to on a GPU, ascending."""
-        return tuple(sorted({1, self.widest}))
+        """Tokens a row that decode steps are padded to on a GPU, ascending: those of a step that may not draft are of one."""
+        return tuple(sorted({1, *(1 + drafts for drafts in self.drafts)}))
+
+    @property
+    def widest(self) -> int:
+        """Tokens that a decode row computes at most: its own and its drafts."""
+        return self.widths[-1]
 
     def kv_groups(self, geometry: Geometry) -> tuple[KVGroup, ...]:
         """The KV groups of a rank."""

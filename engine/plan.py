@@ -7,7 +7,8 @@ device as it is (`engine.plan_layout`).
                 | admissions, variable
     StepResult  header | table [n,4 + W] | logprobs of tokens, variable, only when the header says so | of prompts, variable
 
-    plan header, int32: version, flags, step (two words), the number of rows of each section, of admissions; the rest is zero
+    plan header, int32: version, flags, step (two words), the number of rows of each section, of admissions; drafts; the rest 0
+    drafts    that ranks make behind each sequence of the step that gets a token
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts; ROW_MASKED: not every token may come
     chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt, of which those from
               first_logit on want logits (none, if it is end); the last one's give the token at `end`
@@ -49,7 +50,7 @@ DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
-_PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 1}I{4 * (HEADER - COUNTS - len(SECTIONS) - 1)}x")
+_PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
 _ENCODES = list(SECTIONS).index("encodes")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _ADMISSION = struct.Struct("<iiqqfff10i")
@@ -95,12 +96,14 @@ class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
 
     Sections of which there may be many are arrays in the core. `masked`: in some rows not every token may come; the step's
-    StepMasks say which. `media`: the items of its encodes, which go another way (`engine.step_media`).
+    StepMasks say which. `drafts`: that ranks make behind each sequence. `media`: the items of its encodes, which go another way
+    (`engine.step_media`).
     """
 
     step: int
     stop: bool = False
     masked: bool = False
+    drafts: int = 0
     rows: "array[int]" = field(default_factory=lambda: array("i"))
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     appends: Section = field(default_factory=list)
@@ -137,6 +140,7 @@ class PlanView:
     step: int
     stop: bool
     masked: bool
+    drafts: int
     fixed: np.ndarray
     rows: np.ndarray
     chunks: np.ndarray
@@ -234,7 +238,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     flags = (FLAG_STOP if plan.stop else 0) | (FLAG_MASKED if plan.masked else 0)
     sections = [_packed(getattr(plan, name)) for name in SECTIONS]
     counts = [len(section) // size for section, size in zip(sections, _ROW_BYTES, strict=True)]
-    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(plan.admissions))
+    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(plan.admissions), plan.drafts)
     return b"".join([header, *sections, *map(_encode_admission, plan.admissions)])
 
 
@@ -289,7 +293,7 @@ def read_header(data: bytes) -> PlanHeader:
 def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
     step, stop, masked, _ = read_header(data)
-    _, _, _, *counts, n_admissions = _PLAN.unpack_from(data)
+    _, _, _, *counts, n_admissions, drafts = _PLAN.unpack_from(data)
     widths = SECTIONS.values()
     ends = list(accumulate((count * width for count, width in zip(counts, widths, strict=True)), initial=HEADER))
     fixed = np.frombuffer(data, np.int32, ends[-1])
@@ -302,7 +306,7 @@ def read_plan(data: bytes) -> PlanView:
         admissions.append(admission)
     if offset != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
-    return PlanView(step, stop, masked, fixed, **sections, admissions=tuple(admissions))
+    return PlanView(step, stop, masked, drafts, fixed, **sections, admissions=tuple(admissions))
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:

@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     the chosen one alone; None: nothing). `stop_ids` end the request; they are masked until `min_tokens` tokens are out. The
     edge puts the end ids among them unless the client ignores those. Stop strings are text and stay in `front/text`.
     `prompt_logprobs`: the same of the prompt's tokens, from the second on. `adjustments` None: there are none. `grammar` and
-    `thought` stay in the core, which makes masks of them.
+    `thought` stay in the core, which makes masks of them, and so does `drafts`: whether its rows may have any.
     """
 
     max_tokens: int
@@ -92,6 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     adjustments: LogitAdjustments | None = None
     grammar: Grammar | None = None
     thought: ThoughtBudget | None = None
+    drafts: bool = True
 
     @property
     def needs_masks(self) -> bool:
@@ -210,6 +211,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """What a step gave a request. With `finish`, the request has ended and this is its last entry.
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
+    `accepted` of its tokens were drafts, and `rejected` drafts were not among them.
     `prompt_logprobs` come before the first tokens, in the prompt's order, none twice. `error` is a sentence for the client, with
     `invalid` set when the request itself was at fault, and then perhaps OpenAI's short `code`.
     """
@@ -222,6 +224,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     invalid: bool = False
     code: str | None = None
     cached: int = 0
+    accepted: int = 0
+    rejected: int = 0
     prompt_logprobs: list[PromptLogprobs] = []
 
 
@@ -239,11 +243,26 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.used / self.total if self.total else 0.0
 
 
+class DraftPosition(msgspec.Struct, frozen=True):
+    """Of the first drafts, the second ones, ...: how many were verified, and accepted with all before them."""
+
+    position: int
+    verified: int
+    accepted: int
+
+
+class DraftSwitches(msgspec.Struct, frozen=True):
+    """How often the number of drafts was changed for that reason."""
+
+    cause: str
+    count: int
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
 
     `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found; `evicted_pages` of the cache.
-    `draft_rows` verified `draft_tokens` and accepted `accepted_tokens` of them.
+    `drafts`: of the last step behind each sequence; none of the others without a drafter.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 
@@ -261,11 +280,26 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens: int
     queried_tokens: int = 0
     hit_tokens: int = 0
-    draft_rows: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     evicted_pages: int = 0
+    drafts: int = 0
+    draft_positions: list[DraftPosition] = []
+    draft_switches: list[DraftSwitches] = []
     pools: list[PoolLoad]
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows that verified drafts."""
+        return self.draft_positions[0].verified if self.draft_positions else 0
+
+    @property
+    def draft_tokens(self) -> int:
+        """Drafts that were verified."""
+        return sum(position.verified for position in self.draft_positions)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts that were accepted."""
+        return sum(position.accepted for position in self.draft_positions)
 
     @property
     def kv_usage(self) -> float:

@@ -170,7 +170,9 @@ class CompletionResponse(Response):
         per_prompt = self._job.choices_each
         cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._job.media_tokens)
+        accepted, rejected = (sum(getattr(one, name) for one in self._generations) for name in ("accepted", "rejected"))
+        media = self._job.media_tokens
+        return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, media, accepted, rejected)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

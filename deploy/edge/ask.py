@@ -106,12 +106,16 @@ class RawPrompts:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen, and when they end. None: as the checkpoint or the server has it; of `allowed_ids`: all are."""
+    """How tokens are chosen, and when they end. None: as the checkpoint or the server has it; of `allowed_ids`: all are.
+
+    `speculative`: drafts may be used, if there is a drafter; they change no token.
+    """
 
     n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
+    speculative: bool = True
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True

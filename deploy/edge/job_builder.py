@@ -227,6 +227,7 @@ class JobBuilder:
             min_tokens=sampling.min_tokens,
             stop_ids=tuple(dict.fromkeys((*eos, *self._in_vocab(sampling.stop_ids, "stop_token_ids")))),
             logprobs=ask.logprobs,
+            drafts=sampling.speculative,
         )
 
     def _check_limits(self, ask: Ask, prompts: int) -> None:

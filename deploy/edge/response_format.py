@@ -32,6 +32,7 @@ class Usage:
 
     `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included;
     `media` of the prompt's stand for images, videos and clips, by OpenAI's name of the count.
+    `accepted` of the completion's were drafts, and `rejected` drafts were not among them.
     """
 
     prompt: int
@@ -39,6 +40,8 @@ class Usage:
     cached: int = 0
     reasoning: int = 0
     media: Mapping[str, int] = field(default_factory=dict)
+    accepted: int = 0
+    rejected: int = 0
 
 
 class ResponseFormat(Protocol):

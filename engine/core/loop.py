@@ -206,7 +206,7 @@ def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTi
         config.max_seqs,
         config.max_len,
         config.prefill_budget,
-        config.widest,
+        config.drafts,
         cache_share=share,
         policy=config.policy,
         step_times=times,

@@ -41,9 +41,6 @@ class Counters:
     decode_tokens: int = 0
     queried_tokens: int = 0  # of prompts, looked up in the prefix cache
     hit_tokens: int = 0  # of these, found
-    draft_rows: int = 0  # rows that verified drafts
-    draft_tokens: int = 0  # drafts that were verified
-    accepted_tokens: int = 0  # of these, accepted
 
 
 class Requests:

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.core.drafting import Drafting
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Expected
@@ -28,12 +29,16 @@ class InFlightStep:
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
+    drafts    as in the plan, chosen for rows of the index `rows_at`;   drafting  its sequences that may draft
     expected  its expected time, if a target bounds the step
     """
 
     step: int
     chunks: list[ChunkRow] = field(default_factory=list)
     rows: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    drafts: int = 0
+    rows_at: int = 0
+    drafting: int = 0
     prefill_tokens: int = 0
     expected: Expected | None = None
 
@@ -41,8 +46,8 @@ class InFlightStep:
 class Results:
     """Plans in flight, oldest first. `done` is the step of the last result."""
 
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
+    def __init__(self, requests: Requests, drafting: Drafting) -> None:
+        self._requests, self._drafting = requests, drafting
         self._in_flight: deque[InFlightStep] = deque()
         self.done = 0
 
@@ -125,21 +130,18 @@ class Results:
         assert len(row.tokens) <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
         if width > 1:
-            counters = self._requests.counters
-            counters.draft_rows += 1
-            counters.draft_tokens += width - 1
-            counters.accepted_tokens += max(0, len(row.tokens) - 1)
+            self._drafting.verified(width - 1, max(0, len(row.tokens) - 1))
         if len(taken) < width:
             sequence.dropped = max(sequence.dropped, sequence.low + width)
         sequence.low += len(taken)
         sequence.high -= width - len(row.tokens)
         sequence.rejected += width - len(row.tokens)
-        self._take(sequence, row, taken, finish)
+        self._take(sequence, row, taken, finish, width - 1)
         if len(taken) < len(row.tokens) and not finish:
             sequence.step_back()
 
-    def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None) -> None:
-        """Append a row's tokens, and tell the client."""
+    def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None, drafts: int = 0) -> None:
+        """Append a row's tokens, and tell the client. Of its `drafts` those are accepted that are among the tokens."""
         assert (row.slot, row.number) == (sequence.slot, sequence.number & NUMBER_MASK), (row, sequence)
         if row.nan:
             self._fail(sequence)
@@ -151,7 +153,16 @@ class Results:
         cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         logprobs = list(row.logprobs[: len(taken)])
-        output = Output(id=sequence.key[1], tokens=taken, logprobs=logprobs, finish=finish, cached=cached)
+        accepted = min(len(taken), len(row.tokens) - 1)
+        output = Output(
+            id=sequence.key[1],
+            tokens=taken,
+            logprobs=logprobs,
+            finish=finish,
+            cached=cached,
+            accepted=accepted,
+            rejected=drafts - accepted,
+        )
         if finish:
             self._requests.end(sequence, output)
         else:

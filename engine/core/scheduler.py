@@ -14,11 +14,12 @@ always advances: its worst case fits the empty pools (or it was refused), and al
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
+from engine.core.drafting import DecodeStep, Drafting
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, InFlightStep, Results
 from engine.core.sequence import Sequence
@@ -26,23 +27,16 @@ from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometry
-from engine.memory import ENCODER_ROWS, longest_sequence
+from engine.memory import ENCODER_ROWS, buckets, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan, StepResult
-from engine.protocol import Load, MediaKind, PoolLoad
-
-Width = Callable[[Sequence], int]  # the tokens, drafts included, that a sequence's next row should compute; at least 1
-
-
-def all_drafts(_: Sequence) -> int:
-    """As many as rows may compute."""
-    return 8
+from engine.protocol import DraftSwitches, Load, MediaKind, PoolLoad
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """pages           of each group, its null page included
     prefill_budget  rows of a step that has prompt tokens, decode rows included; a quarter always belongs to prompts
-    widest          tokens that a decode row may compute at most: its own and drafts, of which those that are right are given too
+    drafts          how many a step may have behind each sequence, ascending: one of these is chosen (core/drafting.py)
     cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
     policy          a name of core/step_budget.py
     encoder_rows    positions of media items that a step encodes at most; one item may have more
@@ -55,13 +49,18 @@ class SchedulerConfig:
     max_seqs: int
     max_len: int
     prefill_budget: int
-    widest: int = 1
+    drafts: tuple[int, ...] = (0,)
     cache_share: float | None = None
     policy: str = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
     encoder_rows: int = ENCODER_ROWS
     encoders: Mapping[MediaKind, MediaGeometry] | None = None
+
+    @property
+    def widest(self) -> int:
+        """Tokens that a decode row computes at most: its own and its drafts."""
+        return 1 + self.drafts[-1]
 
 
 @dataclass
@@ -73,6 +72,7 @@ class PlanDraft:
     in_flight: InFlightStep
     rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
     masked: bool = False  # a row of it uses a mask
+    drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     encoder_rows: int = 0  # positions of media items that it may still encode
@@ -83,23 +83,20 @@ class PlanDraft:
 
 class Scheduler:
     """Call `schedule` for the next plan, which advances `high` of every sequence in it, and `commit` with each plan's result, in
-    order.
+    order."""
 
-    width  how many tokens a sequence's next row should compute
-    """
-
-    def __init__(self, config: SchedulerConfig, width: Width = all_drafts) -> None:
+    def __init__(self, config: SchedulerConfig, drafting: Drafting | None = None) -> None:
         self.config = config
         self.allocator = Allocator(config.groups, config.pages, config.cache_share)
         longest = longest_sequence(config.groups, config.pages)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest, config.encoders)
-        self._results = Results(self.requests)
+        self._drafting = drafting or Drafting(config.drafts, buckets(config.max_seqs))
+        self._results = Results(self.requests, self._drafting)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, self.allocator, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
         self._encoder_waits: list[Sequence] = []  # whose items the last plan had no rows for
         self._changes = Changes()  # not sent yet: the next plan carries them
-        self._wanted_width = width
         self._step = 0  # of the last plan
 
     @property
@@ -131,6 +128,8 @@ class Scheduler:
             return None
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.masked = draft.masked
+        plan.drafts = draft.drafts if draft.in_flight.drafting else 0
+        draft.in_flight.drafts = plan.drafts
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         if draft.media:
@@ -144,8 +143,13 @@ class Scheduler:
         """Commit one result; results come in the order of their plans. `took_ms`: milliseconds since the one before it, or since
         the plan was sent if nothing was in flight then."""
         step = self._results.commit(result)
-        if took_ms is not None and step.expected is not None:
+        if took_ms is None:
+            return
+        if step.expected is not None:
             self._budget.took(step.expected, took_ms)
+        if rows := len(step.rows):
+            drafting = min(1.0, step.drafting / rows)
+            self._drafting.took(DecodeStep(step.rows_at, drafting, step.drafts, step.prefill_tokens, took_ms))
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
@@ -156,6 +160,9 @@ class Scheduler:
             running=len(requests.running),
             waiting_tokens=sum(len(sequence.tokens) for sequence in requests.waiting),
             evicted_pages=0 if cache is None else cache.evicted_pages,
+            drafts=self._drafting.drafts,
+            draft_positions=self._drafting.positions,
+            draft_switches=[DraftSwitches(*switches) for switches in self._drafting.switches.items()],
             pools=[
                 PoolLoad(name=pool.group.name, total=pool.total, used=pool.used, cached=pool.idle)
                 for pool in self.allocator.pools
@@ -169,10 +176,12 @@ class Scheduler:
         waiting = self._admissions.candidates()
         if not (prefills or waiting):
             self._budget.idle()
+            draft.drafts, draft.in_flight.rows_at = self._drafting.choose(len(self.requests.running))
             return {}
         decoding = [sequence for sequence in self.requests.running if sequence.decodable]
         draft.decode_rows = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
-        draft.budget = self._budget.prompt_tokens(sum(map(self._width, decoding)))
+        draft.drafts, draft.in_flight.rows_at = self._drafting.choose(len(decoding))
+        draft.budget = self._budget.prompt_tokens(len(decoding) * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
         prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
@@ -195,23 +204,20 @@ class Scheduler:
             elif high < sequence.limit - 1 and not sequence.waits:
                 if not (sequence.number or self._admit_again(sequence, draft)):
                     continue
-                width = 1 if single else self._width(sequence)
+                width = 1 if single else _width(sequence, draft)
                 end = high + width
                 if end > sequence.held:
                     if not self._hold_row(sequence, width, draft.changes):
                         continue
                     end = min(end, sequence.held)
                 sequence.high = end
+                if not single:
+                    _note_drafts(sequence, draft)
                 flags = 0
                 if sequence.masked:
                     flags, draft.masked = ROW_MASKED, True
                 plan_rows += (slot, end - high, flags)
                 add_row((sequence, sequence.number, end - high))
-
-    def _width(self, sequence: Sequence) -> int:
-        """Positions of its next row: none behind its limit, and one where a mask says which token may come."""
-        width = 1 if sequence.masked else min(self._wanted_width(sequence), self.config.widest)
-        return width if width == 1 else min(width, sequence.limit - 1 - sequence.high)
 
     def _admit_again(self, sequence: Sequence, draft: PlanDraft) -> bool:
         """Admit a sequence that has stepped back with its next row; False if the plan has no room for that."""
@@ -287,6 +293,8 @@ class Scheduler:
         rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
         if samples and sequence.masked:
             draft.masked = True
+        if samples:
+            _note_drafts(sequence, draft)
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
@@ -321,6 +329,20 @@ class Scheduler:
                 return False
             self.requests.preempt(youngest)
         return True
+
+
+def _width(sequence: Sequence, draft: PlanDraft) -> int:
+    """Positions of its next row: none behind its limit, and one where a mask says which token may come."""
+    if sequence.masked or not sequence.params.drafts:
+        return 1
+    return 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high)
+
+
+def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
+    """Its token in this step has drafts behind it, unless its next row is to have none."""
+    may_draft = sequence.params.drafts and not sequence.masked
+    draft.in_flight.drafting += may_draft
+    sequence.drafts = draft.drafts if may_draft else 0
 
 
 def _prompt(sequence: Sequence) -> Prompt:

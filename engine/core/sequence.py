@@ -42,6 +42,7 @@ class Sequence:
                 `cached_when_queued`: when it was queued
     cache_points  page counts at which it leaves a prefix in the cache, ascending
     hit         while it waits: the last look-up in the prefix cache
+    drafts      that ranks have made behind it with its last planned row
     rejected    tokens by which its rows have given fewer than planned
     dropped     end of the positions that rejected drafts, and rows whose results are dropped, may have written
     held        positions for which it holds pages in every group;   runs: those pages, by group
@@ -72,6 +73,7 @@ class Sequence:
     hit: Hit | None = None
     low: int = 0
     high: int = 0
+    drafts: int = 0
     rejected: int = 0
     dropped: int = 0
     held: int = 0
@@ -146,7 +148,7 @@ class Sequence:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.low = self.high = self.encoded = self.cached = self.dropped = self.held = self.release_at = 0
+        self.low = self.high = self.drafts = self.encoded = self.cached = self.dropped = self.held = self.release_at = 0
         self.cache_points, self.hit = [], None
         self.runs = [PageRun() for _ in range(groups)]
 
@@ -154,7 +156,7 @@ class Sequence:
         """Drop the decode rows in flight. It keeps slot and pages, and is admitted again with its next row, which begins at `low`:
         K and V of a position that is computed twice are the same."""
         assert self.low >= self.target, self
-        self.number, self.dropped, self.high = 0, max(self.dropped, self.high), self.low
+        self.number, self.drafts, self.dropped, self.high = 0, 0, max(self.dropped, self.high), self.low
 
     def leave(self) -> int:
         """Give the slot back. Results of this admission no longer count."""

@@ -239,6 +239,7 @@ class Generation:
     clock      its clock points; None if the engine was gone already
     has_ended  the delta with `finish` has been taken, or it was aborted
     cached     tokens of its prompt found in the prefix cache, known with its first tokens
+    accepted   of its tokens were drafts so far;   rejected  drafts were not
     """
 
     def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
@@ -248,7 +249,7 @@ class Generation:
         self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
         self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
         self.clock = engine.clock(self._stream.id)
-        self.cached = 0
+        self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
         self._reader = _reader(text, job, prompt)
         self._one_call = job.one_call
@@ -283,6 +284,8 @@ class Generation:
             self.has_ended = True
             return
         self.cached += output.cached
+        self.accepted += output.accepted
+        self.rejected += output.rejected
         yield from self._prompt_deltas(output.prompt_logprobs)
         for piece in _pieces(output):
             delta = self._made(piece)

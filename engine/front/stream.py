@@ -75,6 +75,8 @@ def _joined(first: Output, second: Output) -> Output:
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
         finish=second.finish,
         cached=first.cached + second.cached,
+        accepted=first.accepted + second.accepted,
+        rejected=first.rejected + second.rejected,
     )
 
 

@@ -150,7 +150,7 @@ class Runner:
                 state = graphs.capture("forward", rows, partial(self.forward_stage.decode, rows, plan, width), width)
                 for name in SAMPLERS:
                     graphs.capture(name, rows, partial(self._sampled, name, plan, *state), width)
-        if self.draft_stage is not None:  # last: outputs are copied behind drafts, so their memory is none of these
+        if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(sizes, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
         torch.cuda.synchronize(self._device)
@@ -286,7 +286,7 @@ class Runner:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
                 sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
-            self._draft(self.bucket(len(plan.result_slots)), self._widths[-1])
+            self._draft(self.bucket(len(plan.result_slots)), plan.drafts)
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
@@ -317,11 +317,11 @@ class Runner:
         batch, hidden = stage.decode(sizes, uploaded, width) if isinstance(sizes, int) else stage.mixed(sizes, uploaded)
         return FinalRows(hidden, batch)
 
-    def _draft(self, sequences: int, width: int) -> None:
-        """Draft behind what was accepted of so many sequences, padded to a bucket, for rows of `width` tokens."""
-        if self.draft_stage is None:
+    def _draft(self, sequences: int, count: int) -> None:
+        """Draft so many tokens behind what was accepted, of so many sequences, padded to a bucket."""
+        if self.draft_stage is None or not count:
             return
         if self.graphs is not None:
-            self.graphs.replay("draft", sequences, width)
+            self.graphs.replay("draft", sequences, 1 + count)
         else:
-            self.draft_stage.draft(sequences, width - 1)
+            self.draft_stage.draft(sequences, count)

@@ -79,7 +79,7 @@ def drafting(bench: BareRank, batch: int, args: argparse.Namespace, step: int) -
     runner, width = bench.runner, 1 + args.drafts
     rows = array("i", [number for slot in range(batch) for number in (slot, width, 0)])
     first = encode_plan(bench.admission(batch, args.context, args.steps * width, step))
-    rest = [encode_plan(StepPlan(step + at, rows=rows)) for at in range(1, args.steps + 1)]
+    rest = [encode_plan(StepPlan(step + at, drafts=args.drafts, rows=rows)) for at in range(1, args.steps + 1)]
     bench.run([first, *rest[:WARM_STEPS]])
     with lengths_kept(bench):
         results, seconds = bench.run(rest[WARM_STEPS:])

@@ -66,6 +66,7 @@ PREEMPTED, RECEIVED = f"quartet_preemptions_total{{{ON}}}", f"quartet_requests_r
 WAITING, QUEUE = f"quartet_requests_waiting{{{ON}}}", f"quartet_waiting_tokens{{{ON}}}"
 LOOKED_UP = f"quartet_prefix_cache_queried_tokens_total{{{ON}}}"
 FOUND = f"quartet_prefix_cache_hit_tokens_total{{{ON}}}"
+DRAFTED, ACCEPTED = f"quartet_draft_tokens_total{{{ON}}}", f"quartet_accepted_draft_tokens_total{{{ON}}}"
 DEAD = f'quartet_retired_requests_total{{{PLACE},outcome="dead"}}'
 ANSWERED, REFUSED = (f'quartet_requests_total{{{ON},outcome="{outcome}"}}' for outcome in ("stop", "refused"))
 POOL = f'quartet_kv_usage_ratio{{{ON},group="%s"}}'
@@ -104,6 +105,9 @@ CASES = (
     Case("QuartetPrefixCacheCollapsed", {LOOKED_UP: "0+600x120", FOUND: "0+300x60 18000x60"}, "95m", 1),
     Case("QuartetPrefixCacheCollapsed", {LOOKED_UP: "0+600x120", FOUND: "0+300x120"}, "95m", 0),
     Case("QuartetPrefixCacheCollapsed", {LOOKED_UP: "0+600x120", FOUND: "0x120"}, "95m", 0),  # it never found anything
+    Case("QuartetDraftsRejected", {DRAFTED: "0+600x40", ACCEPTED: "0+6x40"}, "30m", 1),
+    Case("QuartetDraftsRejected", {DRAFTED: "0+600x40", ACCEPTED: "0+18x40"}, "30m", 0),
+    Case("QuartetDraftsRejected", {DRAFTED: "0+30x40", ACCEPTED: "0x40"}, "30m", 0),    # trials alone, a draft in two seconds
     Case("QuartetDiscoveryStale", {DISCOVERY: "0+6x30"}, "15m", 1),
     Case("QuartetDiscoveryStale", {DISCOVERY: "6x30"}, "15m", 0),
 )  # fmt: skip

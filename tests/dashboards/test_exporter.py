@@ -31,7 +31,7 @@ from engine.events import (
     ScrapeGauges,
     Tokens,
 )
-from engine.protocol import Load, PoolLoad
+from engine.protocol import DraftPosition, DraftSwitches, Load, PoolLoad
 from tests.support.engine.load_figures import load
 from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, exporter_after, pools
 
@@ -42,8 +42,9 @@ GROUP = OBJECTIVES | {"slots": 16, "page_tokens": 32, "step_bound_s": 60}
 POOLS = pools(7, 9)
 LEVELS = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1}
 CACHE = {"queried_tokens": 90, "hit_tokens": 32, "evicted_pages": 5}
-CACHE |= {"draft_rows": 6, "draft_tokens": 18, "accepted_tokens": 11}
-COUNTS = CACHE | {"prefill_tokens": 100, "decode_tokens": 50}
+POSITIONS = [DraftPosition(0, 6, 5), DraftPosition(1, 6, 4), DraftPosition(2, 6, 2)]
+DRAFTS = {"drafts": 3, "draft_positions": POSITIONS, "draft_switches": [DraftSwitches("trial", 4)]}
+COUNTS = CACHE | DRAFTS | {"prefill_tokens": 100, "decode_tokens": 50}
 EVENTS: list[Event] = [
     *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.3),
@@ -97,6 +98,10 @@ EXPECTED = {
     "quartet_draft_rows_total": 6,
     "quartet_draft_tokens_total": 18,
     "quartet_accepted_draft_tokens_total": 11,
+    'quartet_verified_drafts_by_position_total{position="2"}': 6,
+    'quartet_accepted_drafts_by_position_total{position="1"}': 4,
+    "quartet_drafts": 3,
+    'quartet_draft_switches_total{cause="trial"}': 4,
     "quartet_kv_cache_usage_ratio": 0.1,
     "quartet_engine_step_bound_seconds": 60,
     'quartet_build_info{attention="reference",build="1",model_name="google/gemma-4-31B-it",tp="4"}': 1,
@@ -130,7 +135,10 @@ def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
     assert "_created" not in text
 
 
-SCRAPED = {"load": Load, "pools": PoolLoad, "processes": ProcessFigures, "gauges": ScrapeGauges, "facts": Facts}
+SCRAPED = {
+    "load": Load, "pools": PoolLoad, "draft_positions": DraftPosition, "draft_switches": DraftSwitches,
+    "processes": ProcessFigures, "gauges": ScrapeGauges, "facts": Facts,
+}  # fmt: skip
 EVENT_TYPES = {kind.__name__: kind for kind in (*get_args(Event), *get_args(Derived))}
 
 

@@ -152,7 +152,7 @@ def test_the_longest_sequence_runs_to_its_end(widest: int, monkeypatch: pytest.M
     longest = longest_sequence(groups, pages)
 
     def ends(prompt: int, tokens: int) -> Output:
-        scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, widest), lambda sequence: widest)
+        scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, (widest - 1,)))
         machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3)
         params = SamplingParams(max_tokens=tokens)
         scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * prompt), params=params))

@@ -38,7 +38,11 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     """Token counts in OpenAI's words."""
     return _counts(usage.prompt, usage.completion) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached, **usage.media},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning,
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.rejected,
+        },
     }
 
 

@@ -44,7 +44,7 @@ _WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WO
 _BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
 _ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
 # Keys by which a wire format and Sampling call the same.
-_SAME = ("n", "min_tokens", "ignore_eos", "skip_special_tokens", "seed", "temperature", "top_p", "top_k", "min_p",
+_SAME = ("n", "min_tokens", "ignore_eos", "speculative", "skip_special_tokens", "seed", "temperature", "top_p", "top_k", "min_p",
          "presence_penalty", "frequency_penalty", "repetition_penalty")  # fmt: skip
 
 
@@ -68,6 +68,7 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
     stop: kt.RawStops = UNSET
     stop_token_ids: kt.RawIds = UNSET
     ignore_eos: bool | None = None
+    speculative: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: kt.Priority | None = None

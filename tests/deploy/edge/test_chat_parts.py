@@ -47,7 +47,11 @@ def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ARGUMENTS
     assert [(call["type"], call["function"]["name"]) for call in message["tool_calls"]] == [("function", "get_weather")] * 2
     assert len({call["id"] for call in message["tool_calls"]}) == 2
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(edge.text.encode(THOUGHT, add_bos=False))}
+    assert usage["completion_tokens_details"] == {
+        "reasoning_tokens": len(edge.text.encode(THOUGHT, add_bos=False)),
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
     chunks = [json.loads(line) for line in events(edge, CHAT, asked(stream_options={"include_usage": True}))[:-1]]
     streamed = sum_chat(chunks)
     assert streamed["reasoning_content"] == streamed["reasoning"] == "Two calls."

@@ -23,11 +23,13 @@ from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Vocabulary
+from engine.plan import ROW_MASKED
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, ThoughtBudget, pack_tokens
 from engine.step_masks import StepMasks, decode_masks
 from tests.conftest import Nano
 from tests.support.engine.masked_machine import GROUPS, MaskedMachine
 from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
+from tests.support.engine.plans import DecodeRow, decode_rows
 from tests.support.engine.schemas import members
 
 pytestmark = pytest.mark.pure
@@ -63,6 +65,7 @@ class Served:
     steps: int = 0
     prefill: int = 0  # tokens of chunks
     given: dict[int, list[int]] = field(default_factory=dict)  # steps of each request's tokens
+    rows: list[DecodeRow] = field(default_factory=list)
 
     def tokens(self, request: int) -> list[int]:
         return [token for output in self.outputs if output.id == request for token in output.tokens]
@@ -79,9 +82,10 @@ def serve(
     pages: tuple[int, ...] = PAGES,
     marks: tuple[int, ...] = (),
     cache_share: float | None = 1.0,
+    drafts: int = 0,
 ) -> Served:
     """As the core's loop does it, two plans out at a time."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, cache_share=cache_share))
+    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, (drafts,), cache_share=cache_share))
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
     machine.plant_masks = plant
@@ -94,6 +98,7 @@ def serve(
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
             served.prefill += plan.prompt_tokens
+            served.rows += decode_rows(plan)
             if plan.masked:
                 masks.planned(plan)
         for data in masks.due():
@@ -194,6 +199,30 @@ def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[in
         texts += bool(choice.content)
     assert calls > 40
     assert texts == 8
+
+
+def test_text_is_drafted_and_a_call_is_not(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the trigger, and behind a call's end, rows have drafts; inside a call each is one token. What a row gave behind a
+    trigger is dropped: the tokens are those without drafts, in fewer steps. Kept, they would be read as text."""
+    schemas = {"get_weather": wanted(0)}
+    rules = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    asked = [request(model, at, rules) for at in range(5)]
+    served, plain = serve(model, asked, drafts=3), serve(model, asked)
+    assert [served.tokens(at) for at in range(5)] == [plain.tokens(at) for at in range(5)]
+    assert served.steps < plain.steps
+    assert sum(served.tokens(at).count(model.markers.begin_call) for at in range(5)) > 5
+    assert {row.width for row in served.rows if row.flags == ROW_MASKED} == {1}
+    assert [row.width for row in served.rows if not row.flags].count(4) > 100
+
+    made = Sequence.__post_init__
+
+    def uncut(sequence: Sequence) -> None:
+        made(sequence)
+        sequence.cut_ids = frozenset()
+
+    monkeypatch.setattr(Sequence, "__post_init__", uncut)
+    with pytest.raises(AssertionError):
+        serve(model, asked, drafts=3)
 
 
 @pytest.mark.parametrize("cache_share", [None, 1.0])

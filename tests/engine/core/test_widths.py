@@ -4,12 +4,14 @@ show in random worlds."""
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from engine.core import scheduler
 from engine.core.masks import MaskedRow
 from engine.core.results import Results
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import PlanDraft, Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import ResultRow
@@ -28,7 +30,7 @@ class Served:
     """One request of 6 prompt tokens, whose rows are 4 wide where they may be."""
 
     def __init__(self, **params: Any) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, 4, cache_share=1.0), lambda sequence: 4)
+        self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, (3,), cache_share=1.0))
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
         self.scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * 6), params=asked))
         self.sequence = next(iter(self.scheduler.requests))
@@ -65,6 +67,28 @@ def test_nothing_behind_an_end_reaches_the_client() -> None:
     assert output.finish is FinishReason.length
 
 
+def test_an_output_says_what_became_of_its_drafts() -> None:
+    """Accepted are those that are among its tokens, rejected the others: also where a row is cut at the end."""
+    served = Served()
+    about = [(output.accepted, output.rejected) for output in (served.gives(3, 4), served.gives(3), served.gives(3, END, 5, 6))]
+    assert about == [(1, 2), (0, 3), (2, 1)]
+    assert [(each.verified, each.accepted) for each in served.scheduler.load().draft_positions] == [(3, 2), (3, 1), (3, 1)]
+
+
+def test_a_request_may_do_without_drafts() -> None:
+    """Its rows are of one token, and in a step of such rows alone ranks draft nothing."""
+    served = Served(drafts=False)
+    served.gives(3)
+    assert served.widths == [1]
+    plan = served.scheduler.schedule()
+    assert plan is not None
+    assert plan.drafts == 0
+    served = Served()
+    plan = served.scheduler.schedule()
+    assert plan is not None
+    assert plan.drafts == 3
+
+
 def test_only_committed_pages_are_cached() -> None:
     """A row that wrote two pages and gave its first token alone leaves the pages before it."""
     served = Served()
@@ -88,7 +112,7 @@ def test_behind_a_thoughts_beginning_a_row_is_cut() -> None:
 
 def test_a_row_shrinks_to_its_pages() -> None:
     """Drafts take no page from another sequence, though one of later precedence holds it: the row ends with its own last page."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 6), 2, 64, 16, 4), lambda sequence: 4)
+    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 6), 2, 64, 16, (3,)))
     for number, (prompt, tokens) in enumerate(((6, 11), (2, 7))):
         params = SamplingParams(max_tokens=tokens)
         scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens([number] * prompt), params=params))
@@ -155,19 +179,25 @@ def thoughts_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def masked_rows_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A masked row is as wide as any other."""
-    monkeypatch.setattr(Scheduler, "_width", lambda self, sequence: min(2, sequence.limit - 1 - sequence.high))
+    honest, free = scheduler._width, Mock(masked=False, params=SamplingParams(max_tokens=1))
+
+    def width(sequence: Sequence, draft: PlanDraft) -> int:
+        free.drafts, free.limit, free.high = draft.drafts, sequence.limit, sequence.high
+        return honest(free, draft)
+
+    monkeypatch.setattr(scheduler, "_width", width)
 
 
 def mostly_wrong_drafts(world: World) -> World:
     """Wide rows, a step at a time, whose drafts are mostly wrong, and now and then not finite."""
-    world.config = replace(world.config, widest=4)
+    world.config = replace(world.config, drafts=(3,))
     world.depth, world.nan_chance, world.guess_chance = 1, 0.05, 0.3
     return world
 
 
 def long_thoughts(world: World) -> World:
     """Wide rows, and budgets for thoughts that begin now and then."""
-    world.config, world.guess_chance, world.stop_chance = replace(world.config, widest=4), 0.8, 0.0
+    world.config, world.guess_chance, world.stop_chance = replace(world.config, drafts=(3,)), 0.8, 0.0
     world._limit_thoughts()
     return world
 

@@ -1,11 +1,13 @@
 """The core's figures, made up: what is not said is 0."""
 
+from typing import Any
+
 from engine.protocol import Load, PoolLoad
 
 
-def load(step: int = 1, pools: list[PoolLoad] | None = None, **figures: int) -> Load:
+def load(step: int = 1, pools: list[PoolLoad] | None = None, **figures: Any) -> Load:
     """A Load; `pools`: one with nothing in use, unless given."""
-    names = [name for name in Load.__struct_fields__ if name not in {"step", "pools"}]
+    names = [name for name in Load.__struct_fields__ if name not in {"step", "pools", "draft_positions", "draft_switches"}]
     return Load(step=step, pools=[pool("full", 0, 9)] if pools is None else pools, **{**dict.fromkeys(names, 0), **figures})
 
 

@@ -81,7 +81,8 @@ def _plan_of(data: dict[str, Any]) -> StepPlan:
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])
     ]
     media = msgspec.convert(data.get("media", []), list[MediaItem])
-    return StepPlan(data["step"], masked=data.get("masked", False), admissions=admissions, media=media, **sections)
+    flags = {"masked": data.get("masked", False), "drafts": data.get("drafts", 0)}
+    return StepPlan(data["step"], **flags, admissions=admissions, media=media, **sections)
 
 
 def _result_to_json(result: StepResult) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def decode_plan(data: bytes) -> StepPlan:
     sections: dict[str, Any] = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
     sections["rows"] = array("i", view.rows.tobytes())
     admissions = [replace(admission, tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions]
-    return StepPlan(view.step, view.stop, view.masked, **sections, admissions=admissions)
+    return StepPlan(view.step, view.stop, view.masked, view.drafts, **sections, admissions=admissions)
 
 
 def decode_rows(plan: StepPlan) -> list[DecodeRow]:

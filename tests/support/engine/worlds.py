@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 
 from engine.core.allocator import first_page
+from engine.core.drafting import DraftChoice, Drafting
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_PASSED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
+from engine.memory import buckets
 from engine.plan import DEPTH, ROW_MASKED, StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, MediaItem, Output, SamplingParams, pack_tokens
 from tests.support.engine.draws import chance, mixed
@@ -57,11 +59,11 @@ class World:
             KVGroup(0, "sliding", (0,), 1, 256, window, page, bidirectional=True),
             KVGroup(1, "full", (1,), 1, 512, None, page),
         )
-        widest = 1 + rng.choice((0, 0, 0, 1, 3))
+        drafts = rng.choice((0, 0, 0, 1, 3))
         share = rng.choice((None, 1.0, 1.0, 0.3))
         two_windows = 2 * self.groups[0].worst_pages(max_len)
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
-        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), widest, share)
+        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), (drafts,), share)
         self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
@@ -148,9 +150,10 @@ class World:
         self.requests.append(following)
         return following
 
-    def width(self, sequence: Sequence) -> int:
-        """Of a sequence's next row, from one to more than there may be."""
-        return 1 + mixed(self.seed, sequence.key[1], sequence.high) % (self.config.widest + 1)
+    def drafting(self) -> Drafting:
+        """Any number for a step, or in every other world what the core chooses."""
+        options, sizes = range(self.config.widest), buckets(self.config.max_seqs)
+        return Drafting(options, sizes) if self.seed % 2 else AnyDrafts(options, sizes, self.seed)
 
     def nan(self, prefix: int) -> bool:
         """Whether the logits behind a prefix are not finite."""
@@ -212,6 +215,18 @@ def with_grammar(request: GenerateRequest, grammar: Grammar) -> GenerateRequest:
     return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, grammar=grammar))
 
 
+class AnyDrafts(Drafting):
+    """Each step's number of drafts is drawn."""
+
+    def __init__(self, options: range, sizes: tuple[int, ...], seed: int) -> None:
+        super().__init__(options, sizes)
+        self._draw = random.Random(seed)
+
+    def choose(self, rows: int) -> DraftChoice:
+        self.drafts = self._draw.choice(self._options)
+        return DraftChoice(self.drafts, 0)
+
+
 @dataclass(frozen=True)
 class Answer:
     """Of a request; `masks`: int32 [words] of each of its tokens, None where it is free."""
@@ -237,7 +252,7 @@ def simulate(
 ) -> Run:
     """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
-    scheduler = Scheduler(config, world.width)
+    scheduler = Scheduler(config, world.drafting())
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.media = world.media
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
@@ -338,7 +353,7 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
     running = {sequence.slot: sequence for sequence in scheduler.requests.running}
     for slot, width, flags in decode_rows(plan):
         sequence = running[slot]
-        assert 1 <= width <= scheduler.config.widest
+        assert 1 <= width <= 1 + plan.drafts
         assert sequence.high <= sequence.limit - 1
         assert flags == ROW_MASKED * sequence.masked
         assert not sequence.masked or width == 1

@@ -18,6 +18,7 @@ from engine.events import (
     ScrapeGauges,
     Tokens,
 )
+from engine.protocol import DraftPosition, DraftSwitches
 from tests.support.engine.load_figures import load, pool
 
 SLOTS = 64
@@ -133,9 +134,9 @@ def _load(requests: tuple[ScriptedRequest, ...], now: float) -> EngineLoad:
         queried_tokens=sum(request.prompt for request in begun),
         hit_tokens=sum(request.cached for request in begun),
         evicted_pages=len(begun),
-        draft_rows=4 * len(begun),
-        draft_tokens=12 * len(begun),
-        accepted_tokens=7 * len(begun),
+        drafts=3,
+        draft_positions=[DraftPosition(at, 4 * len(begun), (3 - at) * len(begun)) for at in range(3)],
+        draft_switches=[DraftSwitches("trial", len(begun))],
         decode_tokens=sum(at <= now for request in begun for at in request.tokens),
         pools=[pool("sliding", 12 * len(running), SLIDING_PAGES), pool("full", held, FULL_PAGES)],
         received=sum(request.submitted <= now for request in requests),

@@ -1,0 +1,262 @@
+"""How many drafts a step has: the number that takes the fewest seconds a token, by what steps took and how many drafts were right.
+
+    seconds a token = ms of a step of its rows with n drafts  /  tokens that its rows give: one each, and where a sequence may
+                      + ms of the prompt tokens beside them      draft the chance that its first draft is right, its first two, ...
+
+Steps are told apart by their rows, padded as ranks pad them. What changes while a number is in force (contexts grow) changes the
+times of all; what tells them apart is measured in trials of a few steps. A trial is of a number that may be better than the one in
+force by the most that is not known to be wrong, and trials together may lose a hundredth of the time. The number in force gives way
+when what it has lost against a measured one comes to a fifth of so many steps: a clear loss soon, a small one late, noise never.
+
+Which drafts were right is forgotten over some hundred steps, and an optimistic guess takes its place: so no number, and no drafter,
+is given up for good.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from engine.protocol import DraftPosition
+
+EVERY = 8  # steps between two looks
+TRIAL, LONGEST_TRIAL = 8, 64  # steps of a trial: so many at least, and more while too few drafts are known
+TRIALS_SHARE, START = 0.01, 16  # part of the time that trials may lose;   steps that they may at first, at each number of rows
+FRESH = 1024  # steps after which a measured time is measured again, if a fifth less would change anything
+REMEMBERED = 256  # steps over which acceptance averages;   those over which times and prompts beside do
+SMOOTH = 16
+SURE = 24.0  # rows that have had a draft at a position, remembered ones, below which its acceptance is a guess
+GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
+LOSS = 0.2 * 32  # in steps, at which the number in force gives way
+NOISE = 0.01  # what another number must gain to count
+
+
+class DecodeStep(NamedTuple):
+    """A step that has ended: the index of its rows in `sizes` when its drafts were chosen, the share of them that may draft, its
+    drafts, its prompt tokens, how long it took."""
+
+    at: int
+    drafting: float
+    drafts: int
+    prompt_tokens: int
+    ms: float
+
+
+class DraftChoice(NamedTuple):
+    """Drafts of a step of so many rows, an index in `sizes`."""
+
+    drafts: int
+    at: int
+
+
+@dataclass
+class Option:
+    """A number of drafts at a number of rows. `ms` of its steps, 0: not known; `step` at which that was measured."""
+
+    drafts: int
+    ms: float = 0.0
+    step: int = -FRESH
+
+
+class PromptTime:
+    """ms that a prompt token adds to a step, from pairs of steps one behind the other that differ in nothing else."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, int, float] = None, 0, 0.0
+        self._squares, self._products = 0.0, 0.0
+
+    def of(self, kind: object, tokens: int, ms: float) -> float:
+        """What so many add to a step, which took `ms`. `kind`: equal of steps that differ in prompt tokens alone."""
+        before, last_tokens, last_ms = self._last
+        if kind == before:
+            more = tokens - last_tokens
+            self._squares += (more * more - self._squares) / REMEMBERED
+            self._products += (more * (ms - last_ms) - self._products) / REMEMBERED
+        self._last = kind, tokens, ms
+        return max(0.0, self._products / self._squares * tokens) if self._squares else 0.0
+
+
+@dataclass
+class Trial:
+    """Of an option: `ms` of its steps so far; `verified` rows had that many drafts before."""
+
+    option: Option
+    verified: int
+    ms: list[float] = field(default_factory=list)
+
+
+@dataclass
+class RowCount:
+    """What is known of steps of so many rows.
+
+    chosen    of the options, the one in force;    loss  what it has lost against a better one, in steps
+    trial     the option that is tried now
+    drafting  share of rows that may draft;        beside_ms  of prompt tokens, a step on average;   steps  so far
+    """
+
+    options: list[Option]
+    chosen: Option
+    loss: float = 0.0
+    trial: "Trial | None" = None
+    drafting: float = 1.0
+    beside_ms: float = 0.0
+    steps: int = 0
+
+
+class Drafting:
+    """Chooses each step's drafts among `options`, ascending; a single one is always chosen. `sizes`: what rows are padded to."""
+
+    def __init__(self, options: Sequence[int], sizes: Sequence[int]) -> None:
+        self._options, self._sizes = tuple(options), sizes
+        self._by_rows: dict[int, RowCount] = {}
+        self.drafts = self._options[len(self._options) // 2]  # of the last step
+        self.switches = dict.fromkeys(("trial", "better", "off", "on") if len(self._options) > 1 else (), 0)  # by cause
+        most = self._options[-1] + 1
+        self._verified, self._right = [0] * most, [0] * most  # rows by their drafts, and by how many of these were right
+        self._read = ([0] * most, [0] * most)  # of both, what the remembered ones have
+        self._remembered = ([0.0] * most, [0.0] * most)
+        self._at, self._fewer = 0, 0  # rows of the last step, and steps in a row that had fewer
+        self._prompts = PromptTime()
+        self._step = 0
+        self._credit_ms = 0.0  # that trials may lose
+
+    def verified(self, drafts: int, right: int) -> None:
+        """A row had so many drafts, the first `right` of which were right."""
+        self._verified[drafts] += 1
+        self._right[right] += 1
+
+    @property
+    def positions(self) -> list[DraftPosition]:
+        """Since boot."""
+        return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
+
+    def choose(self, rows: int) -> DraftChoice:
+        """Of the next step, of `rows` decode rows. Rows that were more a few steps ago count as many still: the number does not
+        change from step to step where two sizes meet."""
+        if len(self._options) > 1:
+            at = bisect_left(self._sizes, rows)
+            self._fewer = self._fewer + 1 if at < self._at else 0
+            if at > self._at or self._fewer > EVERY:
+                self._at, self._fewer = at, 0
+            known = self._known(self._at)
+            self.drafts = (known.trial.option if known.trial else known.chosen).drafts
+        return DraftChoice(self.drafts, self._at)
+
+    def took(self, step: DecodeStep) -> None:
+        """A step with decode rows has ended."""
+        if len(self._options) == 1:
+            return
+        self._step += 1
+        known = self._known(step.at)
+        known.drafting += (step.drafting - known.drafting) / SMOOTH
+        beside_ms = self._prompts.of((id(known), step.drafts), step.prompt_tokens, step.ms)
+        known.beside_ms += (beside_ms - known.beside_ms) / SMOOTH
+        self._credit_ms += TRIALS_SHARE * step.ms
+        self._note_time(known, step.drafts, max(step.ms - beside_ms, 0.1 * step.ms))
+        if self._step % EVERY == 0:
+            self._remember()
+        known.steps += 1
+        if known.steps % EVERY == 0:
+            self._look(known)
+
+    def _known(self, at: int) -> RowCount:
+        """Of steps of so many rows. At first the number in force is that of the nearest rows."""
+        if at not in self._by_rows:
+            options = [Option(drafts) for drafts in self._options]
+            nearest = min(self._by_rows, key=lambda other: abs(other - at), default=None)
+            drafts = self.drafts if nearest is None else self._by_rows[nearest].chosen.drafts
+            self._by_rows[at] = RowCount(options, options[self._options.index(drafts)])
+        return self._by_rows[at]
+
+    def _note_time(self, known: RowCount, drafts: int, ms: float) -> None:
+        """A step took `ms`, without what prompts added."""
+        chosen = known.chosen
+        if drafts == chosen.drafts:
+            chosen.step = self._step
+            if not chosen.ms:
+                chosen.ms = ms
+                self._credit_ms += START * ms
+            change = (min(ms, 1.5 * chosen.ms) - chosen.ms) / SMOOTH  # a single pause is no trend
+            for option in known.options:
+                option.ms = max(option.ms + change, 0.1 * option.ms) if option.ms else 0.0
+        elif known.trial is not None and drafts == known.trial.option.drafts:
+            known.trial.ms.append(ms)
+            rows = sum(self._verified[drafts:]) - known.trial.verified
+            if len(known.trial.ms) >= (LONGEST_TRIAL if drafts and rows < SURE else TRIAL):
+                self._end_trial(known, known.trial)
+
+    def _end_trial(self, known: RowCount, trial: Trial) -> None:
+        """The middle of its times is the option's; what it lost is taken from the credit."""
+        self._remember()
+        option, steps = trial.option, len(trial.ms)
+        option.ms, option.step = sorted(trial.ms)[steps // 2], self._step
+        lost = 1 - self._gain(known, option, option.ms)
+        self._credit_ms -= max(0.0, lost) * (option.ms + known.beside_ms) * steps
+        known.trial = None
+
+    def _look(self, known: RowCount) -> None:
+        """Give way to a better number, or begin a trial."""
+        chosen = known.chosen
+        if not chosen.ms or known.trial is not None:
+            return
+        sure = [option for option in known.options if self._is_sure(option)]
+        best = max(sure, key=lambda option: self._gain(known, option, option.ms), default=chosen)
+        known.loss = max(0.0, known.loss + EVERY * (self._gain(known, best, best.ms) - 1 - NOISE))
+        if known.loss >= LOSS:
+            self.switches["off" if not best.drafts else "on" if not chosen.drafts else "better"] += 1
+            known.chosen, known.loss = best, 0.0
+            return
+        self._try(known)
+
+    def _try(self, known: RowCount) -> None:
+        """Begin a trial, if there is credit and a number that is not sure may be the best."""
+        if self._credit_ms <= 0:
+            return
+        gains = {option.drafts: self._gain(known, option, self._least_ms(known, option)) for option in known.options}
+        unsure = [option for option in known.options if option is not known.chosen and not self._is_sure(option)]
+        option = max(unsure, key=lambda option: gains[option.drafts], default=None)
+        if option is not None and gains[option.drafts] > 1 + NOISE:
+            known.trial = Trial(option, sum(self._verified[option.drafts :]))
+            self.switches["trial"] += 1
+
+    def _is_sure(self, option: Option) -> bool:
+        """Its time is measured, and the chance of its last draft."""
+        verified, _ = self._remembered
+        return self._step - option.step < FRESH and bool(option.ms) and verified[option.drafts] >= (SURE if option.drafts else 0)
+
+    def _least_ms(self, known: RowCount, option: Option) -> float:
+        """What its steps may take at least: a fifth less than long ago; as much as with fewer drafts; with more, in proportion."""
+        if option.ms:
+            return option.ms * (1.0 if self._step - option.step < FRESH else 0.8)
+        measured = [other for other in known.options if other.ms]
+        fewer = [other.ms for other in measured if other.drafts < option.drafts]
+        more = [other.ms * (1 + option.drafts) / (1 + other.drafts) for other in measured if other.drafts > option.drafts]
+        return max(fewer + more)
+
+    def _gain(self, known: RowCount, option: Option, ms: float) -> float:
+        """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""
+        chosen, tokens = known.chosen, self._tokens(known)
+        return tokens[option.drafts] / tokens[chosen.drafts] * (chosen.ms + known.beside_ms) / (ms + known.beside_ms)
+
+    def _tokens(self, known: RowCount) -> list[float]:
+        """Tokens that a row gives on average with 0, 1, ... drafts."""
+        right, last, tokens = 1.0, GUESS, [1.0]
+        for had, were in zip(*(remembered[1:] for remembered in self._remembered), strict=True):
+            after = (were + GUESS_ROWS * right * last) / (had + GUESS_ROWS)
+            last, right = min(1.0, after / right) if right else 0.0, after
+            tokens.append(tokens[-1] + known.drafting * right)
+        return tokens
+
+    def _remember(self) -> None:
+        """Take the rows since the last time, and forget some of those before."""
+        for counts, read, remembered in zip((self._verified, self._right), self._read, self._remembered, strict=True):
+            new = [count - before for count, before in zip(counts, read, strict=True)]
+            read[:] = counts
+            rows = [0, *_at_least(new)]
+            remembered[:] = [kept * (1 - EVERY / REMEMBERED) + more for kept, more in zip(remembered, rows, strict=True)]
+
+
+def _at_least(counts: Sequence[int]) -> list[int]:
+    """How many had 1 or more, 2 or more, ..., if `counts[n]` had n."""
+    return list(accumulate(reversed(counts[1:])))[::-1]

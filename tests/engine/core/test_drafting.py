@@ -1,0 +1,146 @@
+"""How many drafts a step has, on devices whose times are known: nearly as fast as the best number, whatever is right, and never
+slower than without drafts; each beside the same without what it is for."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core import drafting
+from engine.core.drafting import Drafting
+from tests.support.engine.drafting_world import (
+    OPTIONS,
+    SIZES,
+    Served,
+    Times,
+    Traffic,
+    best_fixed,
+    dense,
+    experts,
+    padded,
+    serve,
+    small,
+)
+
+pytestmark = pytest.mark.pure
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def auto(times: Times, traffic: Traffic, seed: int = 0) -> Served:
+    return serve(Drafting(OPTIONS, SIZES), times, traffic, seed)
+
+
+def steady(rows: int, chance: float, steps: int = 8000) -> Traffic:
+    return Traffic(lambda step: rows, lambda sequence, step: chance, steps=steps)
+
+
+def relative(times: Times, traffic: Traffic) -> float:
+    """To the run with the best number throughout."""
+    return auto(times, traffic).rate / best_fixed(times, traffic).rate
+
+
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafting, "_try", lambda self, known: None)
+
+
+def no_hysteresis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "LOSS", 0.001)
+    monkeypatch.setattr(drafting, "NOISE", 0.0)
+
+
+def free_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials cost nothing, and nothing is known for long."""
+    monkeypatch.setattr(drafting, "TRIALS_SHARE", 100.0)
+    monkeypatch.setattr(drafting, "FRESH", 1)
+
+
+@pytest.mark.parametrize("times", [dense, experts, small])
+@pytest.mark.parametrize(("rows", "chance"), [(1, 0.0), (1, 0.8), (8, 0.3), (32, 0.0), (32, 0.8), (100, 0.3)])
+def test_nearly_the_best_number(times: Times, rows: int, chance: float) -> None:
+    """What start, trials and noise take is at most three percent of a short run; so it is never slower than without drafts."""
+    ahead = {drafts: rows * sum(chance**right for right in range(drafts + 1)) / times(padded(rows), drafts) for drafts in OPTIONS}
+    assert auto(times, steady(rows, chance, 4000)).rate > 0.97 * max(ahead.values())
+
+
+def test_a_long_run_loses_two_percent_at_most() -> None:
+    """Where a trial is dear: drafts are never right, and double the time."""
+    traffic = steady(100, 0.0, 6000)
+    assert auto(small, traffic).rate > 0.98 * 100 / small(padded(100), 0)
+
+
+def test_it_follows_what_is_right() -> None:
+    """Acceptance that changes every two thousand steps: faster than any number throughout."""
+    traffic = Traffic(lambda step: 8, lambda sequence, step: (0.9, 0.0, 0.5)[step // 2000 % 3], steps=9000)
+    assert relative(experts, traffic) > 1.05
+
+
+@pytest.mark.parametrize("fault", [no_trials, free_trials])
+def test_without_bounded_trials_it_is_slow(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Planted faults: a better number is never tried; or any number, all the time."""
+    fault(monkeypatch)
+    assert min(relative(experts, steady(8, 0.0, 4000)), relative(dense, steady(1, 0.95, 4000))) < 0.9
+
+
+def changes(served: Served) -> int:
+    return sum(before != after for before, after in zip(served.drafts, served.drafts[1:], strict=False))
+
+
+@pytest.mark.parametrize("period", [60, 150])
+def test_it_does_not_oscillate(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
+    """Text that is easy and hard by turns: six switches in 6000 steps, trials apart; without hysteresis many, and slower."""
+    traffic = Traffic(lambda step: 4, lambda sequence, step: 0.9 if step // period % 2 else 0.3, steps=6000)
+
+    def run() -> tuple[int, float]:
+        chooses = Drafting(OPTIONS, SIZES)
+        served = serve(chooses, small, traffic)
+        return sum(chooses.switches.values()) - chooses.switches["trial"], served.rate
+
+    few, rate = run()
+    no_hysteresis(monkeypatch)
+    many, slower = run()
+    assert few <= 6
+    assert many > 2 * few
+    assert slower < 0.98 * rate
+
+
+def test_nothing_is_lost_where_two_sizes_meet() -> None:
+    """Rows that alternate between two sizes from step to step: the number does not, and nothing is drafted for the waste-basket."""
+    traffic = Traffic(lambda step: 32 + step % 2, lambda sequence, step: 0.7, steps=4000)
+    assert relative(dense, traffic) > 0.97
+    assert changes(auto(dense, traffic)) < 60
+
+
+@pytest.mark.parametrize("rows", [2, 8, 32])
+def test_one_that_is_never_right_slows_nobody(rows: int) -> None:
+    """Its neighbours' tokens a second are those that they have beside one that does not draft, within two percent."""
+    def of_others(served: Served) -> float:
+        return sum(served.tokens[1:]) / served.ms
+
+    def chance(sequence: int, step: int) -> float:
+        return 0.8 if sequence else 0.0
+
+    never = Traffic(lambda step: rows, chance, steps=6000)
+    best = max(of_others(serve(Drafting((drafts,), SIZES), dense, never)) for drafts in OPTIONS)
+    assert of_others(auto(dense, never)) > 0.98 * best
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_beside_prompts(share: float, chance: float) -> None:
+    """Every step, or every other, computes prompt tokens too, some hundred: what these take is told apart from what drafts take."""
+    def prompts(step: int) -> int:
+        return (step * 7919) % 700 + 50 if step % 100 < 100 * share else 0
+
+    traffic = Traffic(lambda step: 32, lambda sequence, step: chance, prompts, 6000)
+    assert relative(small, traffic) > 0.97
+
+
+def test_few_that_may_draft_do_not_pad_all() -> None:
+    """Where one row of 64 may draft, and the step would take twice as long for it, none does."""
+    traffic = Traffic(lambda step: 64, lambda sequence, step: 0.9, steps=3000, drafting=lambda rows: 1)
+    assert auto(small, traffic).drafts[-500:].count(0) > 450
+
+
+def test_a_single_number_is_always_chosen() -> None:
+    """A setting that names a number is no advice."""
+    assert set(serve(Drafting((3,), SIZES), small, steady(100, 0.0, 200)).drafts) == {3}

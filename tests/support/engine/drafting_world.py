@@ -1,0 +1,96 @@
+"""A device whose steps take known times, and sequences whose drafts are right with known chances: what `core/drafting.py` makes of
+them."""
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.core.drafting import DecodeStep, Drafting
+from engine.memory import buckets
+
+OPTIONS = (0, 1, 2, 3, 5, 7)
+SIZES = buckets(256)
+Times = Callable[[int, int], float]  # padded rows, drafts -> ms
+
+
+def padded(rows: int) -> int:
+    return next(size for size in SIZES if size >= rows)
+
+
+def dense(rows: int, drafts: int) -> float:
+    """As a 31B on two H200: weights are read once, up to some 160 rows of products."""
+    return 8.0 + 0.16 * drafts + 0.02 * rows + 0.045 * max(0, rows * (1 + drafts) - 160)
+
+
+def experts(rows: int, drafts: int) -> float:
+    """As a 26B of experts: each token reads more of them, until all are read."""
+    tokens = rows * (1 + drafts)
+    return 2.0 + 0.15 * drafts + 6.0 * (1 - 0.94**tokens) + 0.01 * tokens
+
+
+def small(rows: int, drafts: int) -> float:
+    """As an E2B: a drafter's pass is a tenth of a step."""
+    return 1.8 + 0.2 * drafts + 0.02 * rows * (1 + drafts)
+
+
+@dataclass
+class Traffic:
+    """Steps of `rows(step)` sequences, whose n-th draft is right with `chance(sequence, step)` if those before it were.
+    `may_draft`: of so many, the first ones."""
+
+    rows: Callable[[int], int]
+    chance: Callable[[int, int], float]
+    prompts: Callable[[int], int] = lambda step: 0
+    steps: int = 20_000
+    drafting: Callable[[int], int] = lambda rows: rows
+
+
+@dataclass
+class Served:
+    """What came of it: tokens of each sequence, ms, the drafts of each step."""
+
+    tokens: list[float]
+    ms: float = 0.0
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return sum(self.tokens) / self.ms
+
+
+def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> Served:
+    """Two steps are out at a time: a step's drafts are chosen before the one before it has ended."""
+    rng, clock, out = random.Random(seed), random.Random(seed), deque[tuple[DecodeStep, list[tuple[int, int]]]]()
+    served, made = Served([0.0] * 256), 0
+    for step in range(traffic.steps):
+        rows, prompts = traffic.rows(step), traffic.prompts(step)
+        drafts, at = drafting.choose(rows)
+        ms = (times(padded(rows), drafts) + 0.01 * prompts) * max(0.5, clock.gauss(1, 0.03))
+        given = []
+        for sequence in range(rows):
+            right, most = 0, min(made, drafts) if sequence < traffic.drafting(rows) else 0
+            chance = traffic.chance(sequence, step) if most else 0.0
+            if chance:
+                right = min(most, int(math.log(1 - rng.random()) / math.log(chance)))
+            given.append((most, right))
+            served.tokens[sequence] += 1 + right
+        made = drafts
+        served.ms += ms
+        if clock.random() < 0.002:
+            ms += 50  # a pause of the host, which is nobody's
+        served.drafts.append(drafts)
+        out.append((DecodeStep(at, traffic.drafting(rows) / rows, drafts, prompts, ms), given))
+        if len(out) == 2:
+            ended, verified = out.popleft()
+            for most, right in verified:
+                if most:
+                    drafting.verified(most, right)
+            drafting.took(ended)
+    return served
+
+
+def best_fixed(times: Times, traffic: Traffic, seed: int = 0) -> Served:
+    """The best of the runs with one number throughout."""
+    return max((serve(Drafting((drafts,), SIZES), times, traffic, seed) for drafts in OPTIONS), key=lambda served: served.rate)
