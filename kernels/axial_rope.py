@@ -1,5 +1,6 @@
 """Head norm and rotary embedding of vision towers: the first half of a head is turned by x, the second by y.
 
+    head_norm(x)             rms_norm(x) over each head, without weight
     norm_axial_rope(x; w)    x' = rms_norm(x; w) over each head, then in each half, d/2 long, the pairs (i, i + d/4), i < d/4:
                              (x'_i, x'_j) -> (x'_i cos - x'_j sin, x'_j cos + x'_i sin)
 
@@ -29,14 +30,27 @@ def axial_tables(x: Tensor, y: Tensor, frequencies: Tensor) -> tuple[Tensor, Ten
 
 def norm_axial_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, d/2] -> [T, heads, d] in x's dtype."""
-    rows, heads, d = x.shape
+    rows, _, d = x.shape
     assert weight.shape == (d,), (weight.shape, x.shape)
     assert cos.shape == sin.shape == (rows, d // 2), (cos.shape, sin.shape, x.shape)
     if not rows or not enabled(x, __name__):
         return _reference(x, weight, cos, sin, eps)
+    return _launch(x, weight, cos, sin, eps)
+
+
+def head_norm(x: Tensor, eps: float) -> Tensor:
+    """x [T, heads, d] -> [T, heads, d] in x's dtype."""
+    if not len(x) or not enabled(x, __name__):
+        return rms_norm(x, None, eps)
+    return _launch(x, x, x, x, eps)
+
+
+def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Without weight and rotation, x stands for what they need."""
     assert x.is_contiguous(), x.stride()
-    out = torch.empty_like(x)
-    launch(_configured(heads, d, eps), (cdiv(rows * heads, _ROWS),), x, weight, cos, sin, out, rows * heads)
+    (rows, heads, d), out = x.shape, torch.empty_like(x)
+    kernel = _configured(heads, d, eps, weight is not x)
+    launch(kernel, (cdiv(rows * heads, _ROWS),), x, weight, cos, sin, out, rows * heads)
     return out
 
 
@@ -47,31 +61,33 @@ def _reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) 
 
 
 @cache
-def _configured(heads: int, d: int, eps: float) -> Configured:
-    return configured(_norm_axial_rope, HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, warps=4)
+def _configured(heads: int, d: int, eps: float, turned: bool) -> Configured:
+    return configured(_norm_axial_rope, HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, TURNED=turned, warps=4)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _norm_axial_rope(
     x: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, count: tl.tensor,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, TURNED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program: ROWS heads, one after the other over all rows."""
     trigger(PDL)
     QUARTER: tl.constexpr = D // 4
     row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    left = dim // QUARTER % 2 == 0
-    other = tl.where(left, dim + QUARTER, dim - QUARTER)  # the other one of its pair
-    angle = dim // (2 * QUARTER) * QUARTER + dim % QUARTER
-    own_weight = tl.load(weight + dim, dim < D, 0.0).to(tl.float32)
-    other_weight = tl.load(weight + other, dim < D, 0.0).to(tl.float32)
     live = (row < count)[:, None] & (dim < D)[None, :]
     at = row.to(tl.int64)[:, None] * D
-    table = (row // HEADS).to(tl.int64)[:, None] * (D // 2) + angle[None, :]
     wait(PDL)
     own = tl.load(x + at + dim[None, :], live, 0.0).to(tl.float32)
-    partner = tl.load(x + at + other[None, :], live, 0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(own * own, 1) / D + EPS)[:, None]
-    own, partner = own * scale * own_weight[None, :], partner * scale * other_weight[None, :]
-    turned = own * tl.load(cos + table, live, 0.0) + tl.where(left[None, :], -partner, partner) * tl.load(sin + table, live, 0.0)
-    tl.store(out + at + dim[None, :], cast(turned, out.dtype.element_ty), live)
+    own = own * scale
+    if TURNED:
+        left = dim // QUARTER % 2 == 0
+        other = tl.where(left, dim + QUARTER, dim - QUARTER)  # the other one of its pair
+        angle = dim // (2 * QUARTER) * QUARTER + dim % QUARTER
+        table = (row // HEADS).to(tl.int64)[:, None] * (D // 2) + angle[None, :]
+        partner = tl.load(x + at + other[None, :], live, 0.0).to(tl.float32) * scale
+        partner *= tl.load(weight + other, dim < D, 0.0).to(tl.float32)[None, :]
+        own *= tl.load(weight + dim, dim < D, 0.0).to(tl.float32)[None, :]
+        own = own * tl.load(cos + table, live, 0.0) + tl.where(left[None, :], -partner, partner) * tl.load(sin + table, live, 0.0)
+    tl.store(out + at + dim[None, :], cast(own, out.dtype.element_ty), live)

@@ -209,6 +209,8 @@ class Runner:
 
         They run in the padding slot, whose pages are the null page, which is zeroed again afterwards.
         """
+        if self.encode_stage is not None:
+            self.encode_stage.warm()
         size, slot = self._prefill, self.slots.padding
         for rows in warm_rows(size):
             image = self._images and rows == size

@@ -4,11 +4,12 @@ Pictures lie over the edges of pages, chunks and windows, one is longer than a w
 largest budget; prompts run beside each other, so that chunks of several, with pictures or without, are one step.
 """
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from cluster.group import Group
 from deploy.models.nano.nano_shapes import SHAPES
 from engine.config import EngineConfig
 from engine.core.loop import scheduler_config
@@ -29,7 +31,7 @@ from engine.rank.models import vision
 from engine.rank.runner import Runner
 from engine.rank.stages.encode_stage import EncodeStage
 from tests.conftest import Nano
-from tests.support.engine.drive import Answer
+from tests.support.engine.drive import Answer, Request, ask_all, attached, still
 from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
@@ -152,6 +154,47 @@ def test_the_largest_budget(case: Callable[[str], Case]) -> None:
     print(f"12b, 1120 tokens: {match}")
     assert match.wrong == 0
     assert match.worst < TOLERANCE
+
+
+def test_a_group_of_processes(case: Callable[[str], Case]) -> None:
+    """The same through core, rings and two ranks, all prompts at once, some of them preempted and encoded again."""
+    it = case("31b")
+    asked = [prompt for prompt in it.prompts if prompt.media] * 2
+    config = msgspec.structs.replace(it.config, tp=2, max_seqs=8, pages=(80, 17), prefix_cache=False)
+
+    async def main() -> Served:
+        async with attached(group) as (client, _), asyncio.timeout(120):
+            longer = msgspec.structs.replace(ASKED, max_tokens=64)
+            requests = [Request(prompt.ids, longer, media=prompt.media) for prompt in asked]
+            served = Served(dict(enumerate(await ask_all(client, requests, len(requests)))))
+            assert (await still(client)).preemptions > 0
+            return served
+
+    with Group.boot(config) as group:
+        match = it.match(asked, asyncio.run(main()))
+    print(f"31b TP=2, {match}")
+    assert match.wrong == 0
+    assert match.worst < TOLERANCE
+
+
+def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
+    """Data that is not of its shape, or gives other rows than there are places, or a kind without encoder, is refused: which."""
+    it = case("31b")
+    (good,) = it.prompts[0].media[:1]
+    scheduler = Scheduler(scheduler_config(it.config, PAGES))
+    change = partial(msgspec.structs.replace, good)
+    long = change(length=1, spans=(), shape=(48, 48 * 2000, 3), data=bytes(48 * 48 * 2000 * 3))
+    wrong = [
+        (change(data=good.data[:-1]), "not of shape"), (change(shape=(*good.shape[:2], 1)), "not of shape"),
+        (change(shape=good.shape[::-1]), "not of shape"), (change(shape=()), "not of shape"),
+        (change(shape=(48, 48, 3), data=good.data[: 48 * 48 * 3]), "does not fit its positions"),
+        (long, "is longer than 1120"), (change(kind="audio"), "takes no audio"),
+    ]  # fmt: skip
+    for number, (item, complaint) in enumerate([*wrong, (good, "")]):
+        request = GenerateRequest(id=number, prompt=pack_tokens(it.prompts[0].ids), params=ASKED, media=(item,))
+        scheduler.requests.add(0, request)
+        outputs = [output for _, output in scheduler.requests.drain()]
+        assert [complaint in (output.error or "") for output in outputs] == [True] * bool(complaint), (complaint, outputs)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from engine.plan_layout import STEP
 from engine.rank.step import LAYOUT
 from kernels.accept import DraftInputs, Verified, accept
 from kernels.adjust import adjust, count_accepted
+from kernels.axial_rope import head_norm, norm_axial_rope
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
@@ -34,6 +35,7 @@ from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import Node, launch, record, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
+from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits
 from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
@@ -239,6 +241,16 @@ def attention_nodes(target: Target) -> Iterator[Node]:
     yield from chunk_nodes(named("31b-tp4-sliding"), target)
 
 
+def vision_nodes(target: Target) -> Iterator[Node]:
+    """Both towers' heads."""
+    with record(target) as nodes:
+        for heads, d in ((12, 64), (16, 72)):
+            q, tables = meta(90, heads, d), meta(90, d // 2, dtype=torch.float32)
+            norm_axial_rope(q, meta(d), tables, tables, 1e-6)
+            ragged_attention(q, q, head_norm(q, 1e-6), ints(3), 60)
+    yield from nodes
+
+
 SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "adjust": adjust_nodes,
     "linear": linear_nodes,
@@ -253,6 +265,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
     "slots": slots_nodes,
     "table_check": table_check_nodes,
     "attention": attention_nodes,
+    "vision": vision_nodes,
 }
 
 

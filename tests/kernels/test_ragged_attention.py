@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels import axial_rope, ragged_attention
-from kernels.axial_rope import axial_tables, norm_axial_rope
+from kernels.axial_rope import axial_tables, head_norm, norm_axial_rope
+from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies
 from tests.support import interpreter
 
@@ -47,6 +48,7 @@ def interpreted_rope() -> None:
         right = axial_rope._reference(q, weight, *tables, 1e-6)
         assert (norm_axial_rope(q, weight, *tables, 1e-6) - right).abs().max() < TOLERANCE, d
         assert (norm_axial_rope(q, weight, *axial_tables(y, x, frequencies), 1e-6) - right).abs().max() > FAULT
+        assert (head_norm(q, 1e-6) - rms_norm(q, None, 1e-6)).abs().max() < TOLERANCE
 
 
 def test_under_the_interpreter() -> None:

@@ -67,6 +67,10 @@ class MediaEncoder(Shard, ABC):
         """Rows that one input gives."""
 
     @abstractmethod
+    def largest(self) -> list[Tensor]:
+        """Inputs that take about as much memory as any batch."""
+
+    @abstractmethod
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         """Inputs -> their rows [n, hidden of the text model], in order."""
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from engine.audio_geometry import AudioGeometry
 from engine.geometry import Geometry
+from engine.memory import ENCODER_ROWS
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import Shard
@@ -151,6 +152,10 @@ class AudioEncoder(MediaEncoder):
 
     def rows(self, one: Tensor) -> int:
         return self.geometry.tokens(len(one))
+
+    def largest(self) -> list[Tensor]:
+        clip = torch.zeros((3000, self.geometry.features), device=self.device)
+        return [clip] * (ENCODER_ROWS // self.rows(clip))
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         """batch: clips fp32 [rows, features], on its device -> soft tokens [T, model]."""

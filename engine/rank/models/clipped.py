@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
@@ -16,7 +17,8 @@ _MATRIX = ".linear.weight"
 
 
 class ClippedProduct(Module):
-    """x W^T. bounds: between which x, and then the product, is cut; None: neither is."""
+    """x W^T, by the library: kernels for few rows would be compiled when such a picture comes. bounds: between which x, and then
+    the product, is cut; None: neither is."""
 
     def __init__(self, shard: Shard, rows: int, columns: int) -> None:
         super().__init__()
@@ -25,10 +27,9 @@ class ClippedProduct(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bounds is None:
-            return self.weight(x)  # type: ignore[no-any-return]
+            return functional.linear(x, self.weight.weight)
         low, high, least, most = self.bounds
-        product: Tensor = self.weight(x.clamp(low, high))
-        return product.clamp_(least, most)
+        return functional.linear(x.clamp(low, high), self.weight.weight).clamp_(least, most)
 
 
 def load_encoder(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.geometry import Geometry, Layer
+from engine.memory import ENCODER_ROWS
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import NormWeights, Shard
@@ -30,7 +31,7 @@ from engine.rank.parallel import Parallel
 from engine.rank.upload import uploaded
 from engine.vision_geometry import CELL, PATCH, SIDE, VisionGeometry
 from kernels.activation import geglu
-from kernels.axial_rope import axial_tables, norm_axial_rope
+from kernels.axial_rope import axial_tables, head_norm, norm_axial_rope
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies
@@ -55,8 +56,10 @@ class VisionEncoder(MediaEncoder):
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         """batch: pictures uint8 [height, width, 3] on its device, sides multiples of 48 -> [cells, model]."""
-        rows: Tensor = self.out(rms_norm(self.cells(batch), None, self.geometry.eps))
-        return rows
+        return functional.linear(rms_norm(self.cells(batch), None, self.geometry.eps), self.out.weight)
+
+    def largest(self) -> list[Tensor]:
+        return [torch.zeros((32 * SIDE, 32 * SIDE, 3), dtype=torch.uint8, device=self.device)] * (ENCODER_ROWS // 32**2)
 
     @abstractmethod
     def cells(self, pictures: Sequence[Tensor]) -> Tensor:
@@ -97,7 +100,7 @@ class VisionBlock(Module):
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
         q, k, v = (product(x).view(len(x), -1, self._head_dim) for product in (self.q, self.k, self.v))
         q, k = (norm_axial_rope(y, w, rows.cos, rows.sin, self._eps) for y, w in ((q, self.q_norm), (k, self.k_norm)))
-        attended = ragged_attention(q, k, rms_norm(v, None, self._eps), rows.starts, rows.longest)
+        attended = ragged_attention(q, k, head_norm(v, self._eps), rows.starts, rows.longest)
         return self.o(attended.flatten(1))  # type: ignore[no-any-return]
 
     def _add(self, part: Tensor, h: Tensor, post: Tensor, next_norm: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,7 +128,7 @@ class Tower(VisionEncoder):
         x, y, rows = self._rows(sizes)
         pixels = torch.cat([_cells(picture, CELL).view(-1, 3 * PATCH**2) for picture in pictures])
         patches = (2 * (pixels * (1 / 255) - 0.5)).to(self.dtype)
-        h = self.patches(patches) + (self.positions[0][x] + self.positions[1][y])
+        h = functional.linear(patches, self.patches.weight) + (self.positions[0][x] + self.positions[1][y])
         blocks = [block for block in self.blocks if isinstance(block, VisionBlock)]
         first = [block.norms["pre_attention"] for block in blocks]
         normed = rms_norm(h, first[0], self.geometry.eps)

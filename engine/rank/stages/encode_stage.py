@@ -41,6 +41,11 @@ class EncodeStage:
         self._cache: OrderedDict[tuple[bytes, tuple[int, ...]], Tensor] = OrderedDict()
         self._cached = 0
 
+    def warm(self) -> None:
+        """Run each encoder on as much as it will ever get at once."""
+        for encoder in set(self._encoders.values()):
+            encoder(encoder.largest())
+
     def encode(self, items: Sequence[MediaItem]) -> None:
         """Start the encoders of the next plan's items, those in the cache apart."""
         assert not self._encoded, "the items of a plan were not taken"

@@ -106,7 +106,7 @@ def test_the_largest_picture_has_its_places(both: Both) -> None:
     (picture,) = pictures((1, 1120))
     model, oracle = both("12b")
     assert error(model([picture]), theirs(oracle, picture, 1120)) < TOLERANCE
-    assert [both(member)[0].geometry.longest_sides()["image"] for member in MEMBERS] == [1120] * 3
+    assert [both(member)[0].geometry.positions for member in MEMBERS] == [CELL * 1120, CELL * 1120, 1120]
 
 
 def test_a_bound_that_is_not_saved_bounds_nothing(nano: Nano, tmp_path: Path) -> None:

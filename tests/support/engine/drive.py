@@ -9,7 +9,7 @@ from cluster.group import Group
 from engine.errors import InvalidRequest
 from engine.events import EngineLoad, Event, to_each
 from engine.front.client import EngineClient
-from engine.protocol import AbortReason, FinishReason, Load, Logprobs, SamplingParams
+from engine.protocol import AbortReason, FinishReason, Load, Logprobs, MediaItem, SamplingParams
 from tests.support.engine.outcomes import Outcomes
 from tests.support.engine.outputs import outputs
 
@@ -21,6 +21,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     leave_after: int | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass
@@ -70,7 +71,7 @@ async def attached(group: Group) -> AsyncIterator[tuple[EngineClient, Figures]]:
 async def ask(client: EngineClient, request: Request) -> Answer:
     """One request to its end; GenerationFailed and EngineDead are raised."""
     answer = Answer()
-    stream = client.generate(request.prompt, request.params)
+    stream = client.generate(request.prompt, request.params, media=request.media)
     leave = request.leave_after
     if leave == 0:
         await asyncio.sleep(0.002 * (stream.id % 20))  # in the queue, in its prefill, now and then later

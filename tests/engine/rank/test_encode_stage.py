@@ -1,0 +1,140 @@
+"""The encode stage: how often encoders run, whose rows go where, what is kept."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.plan import Admission, PlanView, StepPlan, encode_plan, read_plan
+from engine.protocol import MediaItem, MediaKind, SamplingParams
+from engine.rank.batch import Chunk
+from engine.rank.models.architecture import MediaEncoder
+from engine.rank.stages import encode_stage
+from engine.rank.stages.encode_stage import EncodeStage
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+
+
+class Counting:
+    """An encoder whose rows are (mean of the picture's pixels, its height, the row's number)."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def inputs(self, data: Tensor) -> list[Tensor]:
+        return [data] if data.dim() == 3 else list(data)
+
+    def rows(self, one: Tensor) -> int:
+        return one.shape[0] * one.shape[1] // 48**2
+
+    def __call__(self, batch: Sequence[Tensor]) -> Tensor:
+        self.calls.append(len(batch))
+        facts = [(one.float().mean().item(), one.shape[0], row) for one in batch for row in range(self.rows(one))]
+        return torch.tensor(facts)
+
+
+def picture(first: int, shade: int, rows: int = 2, columns: int = 3) -> MediaItem:
+    data = bytes([shade]) * (48 * rows * 48 * columns * 3)
+    end = first + rows * columns
+    digest = hashlib.sha256(data).digest()
+    return MediaItem(first, rows * columns, digest, ((first, end),), "image", (48 * rows, 48 * columns, 3), data)
+
+
+def stage_of(cached: int = 1 << 20) -> tuple[EncodeStage, list[int]]:
+    """A stage, and the sizes of its encoder's batches."""
+    encoder = Counting()
+    kinds: tuple[MediaKind, ...] = ("image", "video")
+    return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, cached), encoder.calls
+
+
+def plan_of(items: Sequence[MediaItem], slots: Sequence[int], admitted: Sequence[int] = ()) -> PlanView:
+    encodes = [(slot, item.first, item.length, 0) for slot, item in zip(slots, items, strict=True)]
+    admissions = [Admission(slot, 1, [5] * 3, 3, SamplingParams(max_tokens=1)) for slot in admitted]
+    return read_plan(encode_plan(StepPlan(1, encodes=encodes, admissions=admissions)))
+
+
+def encode(stage: EncodeStage, items: Sequence[MediaItem], slots: Sequence[int] = (), admitted: Sequence[int] = ()) -> None:
+    stage.encode(items)
+    stage.take(plan_of(items, slots or [0] * len(items), admitted))
+
+
+def rows(stage: EncodeStage, *chunks: Chunk) -> list[tuple[int, tuple[float, ...]]]:
+    """(row of the batch, values) of the chunks' soft tokens."""
+    soft = stage.soft_tokens(chunks)
+    return [] if soft is None else list(zip(soft.rows.tolist(), map(tuple, soft.values.tolist()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("items", "room", "calls"),
+    [
+        ([picture(10 * at, at) for at in range(6)], 4096, [6]),
+        ([picture(20 * at, at, 2, 2 + at % 2) for at in range(6)], 4096, [6]),
+        ([picture(10 * at, at) for at in range(6)], 12, [2, 2, 2]),
+        ([picture(10 * at, at) for at in range(2)], 5, [1, 1]),
+        ([picture(10 * at, 1) for at in range(6)], 4096, [1]),
+        ([], 4096, []),
+    ],
+    ids=["equal sizes", "two sizes", "a budget for two", "a budget for less than one", "one picture six times", "none"],
+)
+def test_how_often_encoders_run(monkeypatch: pytest.MonkeyPatch, items: list[MediaItem], room: int, calls: list[int]) -> None:
+    """Once for all pictures of a step, of whatever sizes; in as many parts as their rows need; each picture once."""
+    monkeypatch.setattr(encode_stage, "ENCODER_ROWS", room)
+    stage, called = stage_of()
+    encode(stage, items)
+    assert called == calls
+    found = rows(stage, Chunk(0, 0, 200, 0))
+    shades = {item.first + row: (float(item.data[0]), item.shape[0], row) for item in items for row in range(item.length)}
+    assert dict(found) == shades
+
+
+def test_rows_follow_chunks() -> None:
+    """A picture that chunks cut gives each its part, at its place in the batch, and goes behind its end; another slot's stays."""
+    stage, _ = stage_of()
+    encode(stage, [picture(2, 7), picture(4, 9)], [0, 1])
+    assert rows(stage, Chunk(0, 0, 5, 10), Chunk(1, 0, 4, 15)) == [(12 + at, (7.0, 96.0, float(at))) for at in range(3)]
+    assert rows(stage, Chunk(0, 5, 9, 0)) == [(at, (7.0, 96.0, 3.0 + at)) for at in range(3)]
+    assert rows(stage, Chunk(0, 0, 9, 0)) == []
+    assert len(rows(stage, Chunk(1, 4, 10, 0))) == 6
+
+
+def test_a_new_sequence_has_nothing_of_the_last_one() -> None:
+    """A slot's rows go when it is admitted again; those that come with the admission stay."""
+    stage, _ = stage_of()
+    encode(stage, [picture(0, 7)])
+    encode(stage, [picture(1, 9)], admitted=[0])
+    assert [values[0] for _, values in rows(stage, Chunk(0, 0, 9, 0))] == [9.0] * 6
+
+
+def test_between_a_videos_frames_is_text() -> None:
+    """Rows of a video go to its spans alone."""
+    stage, calls = stage_of()
+    data = bytes([1]) * (48 * 48 * 3) + bytes([2]) * (48 * 48 * 3)
+    video = MediaItem(3, 5, bytes(32), ((3, 4), (7, 8)), "video", (2, 48, 48, 3), data)
+    encode(stage, [video])
+    assert [(row, values[0]) for row, values in rows(stage, Chunk(0, 0, 9, 0))] == [(3, 1.0), (7, 2.0)]
+    assert calls == [2]
+
+
+def test_outputs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that was encoded is not encoded again while there is room for its rows, the oldest of which go first; the same
+    bytes of another shape are another picture (planted fault: found by the digest alone)."""
+    size = 6 * 3 * 4
+    stage, calls = stage_of(2 * size)
+    for shade in (1, 2, 1, 3, 1, 2):
+        encode(stage, [picture(0, shade)], admitted=[0])
+        assert rows(stage, Chunk(0, 0, 9, 0))[0][1][0] == shade
+    assert calls == [1] * 4  # of 1, 2, 3, and 2 again
+    stage, calls = stage_of()
+    for faulty in (False, True):
+        if faulty:
+            monkeypatch.setattr(encode_stage, "_key", lambda item: item.digest)
+            stage, calls = stage_of()
+        for shape in ((2, 3), (3, 2)):
+            encode(stage, [picture(0, 5, *shape)], admitted=[0])
+            height = rows(stage, Chunk(0, 0, 9, 0))[0][1][1]
+        assert (height == 96.0) == faulty
