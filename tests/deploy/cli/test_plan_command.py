@@ -100,8 +100,8 @@ def test_parameters_are_the_published_ones_to_the_last(member: str, engine_of: M
 
 @pytest.mark.parametrize("member", list(PUBLISHED_BYTES))
 def test_bytes_are_the_published_ones(member: str, engine_of: Make) -> None:
-    """At TP=1 in bf16 the weights are the published bytes but for routers, which the engine holds in fp32; without encoders, but for
-    the towers."""
+    """At TP=1 in bf16 the weights are the published bytes but for routers, which the engine holds in fp32; without encoders, but
+    for the towers."""
     engine = engine_of(PUBLIC[member])
     geometry = read_geometry(Path(engine.model))
     moe, hidden = geometry.moe, geometry.hidden
