@@ -41,14 +41,19 @@ class VisionGeometry(Geometry):
     clipped: bool = False
     standardize: bool = False
 
+    @property
+    def longest(self) -> int:
+        """Cells of a picture's side at most."""
+        return self.positions // (1 if self.unified else CELL)
+
     def check(self, item: MediaItem) -> None:
         """Raise InvalidRequest unless the item's data gives a row for each of its positions."""
         *frames, height, width, channels = item.shape if len(item.shape) > 2 else (0, 0, 0)
-        cells, longest = math.prod(frames) * (height // SIDE) * (width // SIDE), self.positions // (1 if self.unified else CELL)
+        cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
         if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
             raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
-        if max(height, width) > SIDE * longest or cells != sum(end - begin for begin, end in item.runs):
-            raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {longest}")
+        if max(height, width) > SIDE * self.longest or cells != sum(end - begin for begin, end in item.runs):
+            raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {self.longest}")
 
 
 def read_vision(folder: Path) -> VisionGeometry | None:

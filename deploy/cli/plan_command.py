@@ -33,9 +33,9 @@ The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4
   quartet plan --model 26b-a4b --tp 2 --max-seqs 256 --max-len 131072 --gpu b200 --json
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
-sequences run at once. `largest max_seqs` is the setting at which every slot could hold so many tokens. The encoder of pictures,
-which every rank has, and what it needs to run are counted; --language-model-only true leaves it out. --reserve: what CUDA, NCCL
-and the allocator hold beside weights, as H200s showed.
+sequences run at once. `largest max_seqs` is the setting at which every slot could hold so many tokens. Encoders of
+pictures and sound, which every rank has whole, and what they need to run are counted; --language-model-only true leaves them out.
+--reserve: what CUDA, NCCL and the allocator hold beside weights, as H200s showed.
 
 exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the question cannot be answered"""
 

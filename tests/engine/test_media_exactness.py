@@ -1,4 +1,4 @@
-"""Prompts with pictures and videos through scheduler, plans and ranks, in fp32, against transformers' whole models.
+"""Prompts with pictures, videos and clips through scheduler, plans and ranks, in fp32, against transformers' whole models.
 
 Pictures lie over the edges of pages, chunks and windows, one is longer than a window, one is asked about twice, and one has the
 largest budget; prompts run beside each other, so that chunks of several, with pictures or without, are one step.
@@ -19,6 +19,7 @@ import transformers
 
 from cluster.group import Group
 from deploy.models.nano.nano_shapes import SHAPES
+from engine.audio_geometry import read_audio
 from engine.config import EngineConfig
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
@@ -58,6 +59,18 @@ def prompts(member: str, geometry: Geometry) -> list[Prompt]:
     third = Prompt(ids[: geometry.window - 5]).picture(wide, image).text(ids[9:12]).picture(clip, video).text(ids[3:9])
     fourth = Prompt(ids[:20]).picture(small, image).text(ids[:11]).picture(pictures((2, 9), seed=1)[0], image).text(ids[:30])
     return [first, second, third, Prompt(ids[:90]), fourth]
+
+
+def heard(member: str, folder: Path) -> list[Prompt]:
+    """With clips over edges of pages, chunks and the window, beside a picture; none where the member hears nothing."""
+    audio, ids, generator = read_audio(folder), [at * 37 % 900 + 10 for at in range(90)], torch.Generator().manual_seed(0)
+    if audio is None:
+        return []
+    image, sound = (SHAPES[member].media[f"<|{kind}|>"] for kind in ("image", "audio"))
+    long, short = (torch.randn((rows, audio.features), generator=generator) for rows in (90, 31))
+    first = Prompt(ids[:20]).clip(short, audio.tokens(31), sound).text(ids[:5]).clip(long, audio.tokens(90), sound).text(ids[:9])
+    second = Prompt(ids[:50]).clip(long, audio.tokens(90), sound).picture(pictures((2, 9))[0], image)
+    return [first, second.clip(short, audio.tokens(31), sound).text(ids[:70])]
 
 
 @dataclass
@@ -115,7 +128,7 @@ def case(nano: Nano) -> Callable[[str], Case]:
     def make(member: str) -> Case:
         folder = nano(member)
         config = config_of(folder, 1, max_seqs=4, max_len=1400, prefill_budget=64, pages=PAGES)
-        return Case(config, prompts(member, read_geometry(folder)), load_oracle(folder))
+        return Case(config, [*heard(member, folder), *prompts(member, read_geometry(folder))], load_oracle(folder))
 
     return make
 
@@ -217,10 +230,11 @@ def planted(fault: str, scale: float) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fault", ["scaled", "late", "swapped"])
-def test_faults_are_seen(case: Callable[[str], Case], fault: str) -> None:
+@pytest.mark.parametrize(("fault", "kind"), [("scaled", "image"), ("late", "image"), ("swapped", "image"), ("late", "audio")])
+def test_faults_are_seen(case: Callable[[str], Case], fault: str, kind: str) -> None:
     """Planted faults put logprobs off by 100 tolerances."""
     it = case("e2b")
+    asked = [next(prompt for prompt in it.prompts if {item.kind for item in prompt.media} == {kind})]
     with planted(fault, read_geometry(Path(it.config.model)).embedding_scale):
-        served = serve(build(single(it.config), PAGES), it.config, it.prompts[:1])
-    assert it.match(it.prompts[:1], served).worst > FAULT
+        served = serve(build(single(it.config), PAGES), it.config, asked)
+    assert it.match(asked, served).worst > FAULT

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER
+from deploy.edge.api import JSON
 from deploy.edge.apis import GENERATION_APIS
 from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, PastCall, RawPrompts, Sampling, Text
 from engine.errors import InvalidRequest
@@ -15,7 +16,7 @@ from engine.front.grammar import json_answer
 
 pytestmark = pytest.mark.pure
 
-READ = {api.path: api.read for api in GENERATION_APIS}
+READ = {api.path: api.read for api in GENERATION_APIS if api.media_type == JSON}
 CHAT, TEXT, MESSAGES, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ONE = ToolChoice("required", ("f",), one=True)

@@ -158,9 +158,8 @@ def renamed(prefix: str, *, towers: str = "model.") -> Callable[[Tensors], Tenso
     """Text tensors under `prefix`, a tower's beside them under `towers`."""
 
     def edit(tensors: Tensors) -> Tensors:
-        return {prefix + name.removeprefix(TEXT): tensor for name, tensor in tensors.items()} | {
-            f"{towers}vision_tower.x": torch.zeros(2, dtype=torch.int8)
-        }
+        text = {prefix + name.removeprefix(TEXT): tensor for name, tensor in tensors.items() if name.startswith(TEXT)}
+        return text | {f"{towers}vision_tower.x": torch.zeros(2, dtype=torch.int8)}
 
     return edit
 

@@ -1,4 +1,4 @@
-"""Pictures in prompts: as the engine gets them, and as transformers' models do."""
+"""Pictures and clips in prompts: as the engine gets them, and as transformers' models do."""
 
 import hashlib
 import math
@@ -17,7 +17,7 @@ from engine.vision_geometry import CELL, PATCH, SIDE
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the pictures and videos among them."""
+    """Token ids, and the media among them."""
 
     ids: list[int]
     media: tuple[MediaItem, ...] = ()
@@ -39,6 +39,13 @@ class Prompt:
         return Prompt(ids, (*self.media, item))
 
 
+    def clip(self, clip: Tensor, tokens: int, placeholder: int) -> "Prompt":
+        """With a clip float32 [rows, features] of so many soft tokens behind it."""
+        data = clip.numpy().tobytes()
+        item = MediaItem(len(self.ids), tokens, hashlib.sha256(data).digest(), (), "audio", tuple(clip.shape), data)
+        return Prompt([*self.ids, *[placeholder] * tokens], (*self.media, item))
+
+
 def pictures(*sizes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     """uint8 [..., height, width, 3] of so many cells a side."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,17 +60,22 @@ def as_inputs(model: transformers.PreTrainedModel, prompt: Prompt, count: int) -
         items = [item for item in prompt.media if item.kind == kind]
         for first, last in (span for item in items for span in item.spans):
             types[0, first:last] = number
-        frames = [frame for item in items for frame in _raster(item).view(-1, *item.shape[-3:])]
+        frames = [frame for item in items for frame in _data(item, np.uint8).view(-1, *item.shape[-3:])]
         if frames:
             pixels, places = padded(model, frames, max(frame.shape[0] * frame.shape[1] // SIDE**2 for frame in frames) + 3)
             given |= {f"pixel_values{suffix}": pixels, f"{kind}_position_ids": places}
         if frames and kind == "video":
             given["num_frames_per_video"] = torch.tensor([item.shape[0] for item in items])
+    clips = [_data(item, np.float32) for item in prompt.media if item.kind == "audio"]
+    if clips:
+        given["input_features"] = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True)
+        lengths = torch.tensor([len(clip) for clip in clips])
+        given["input_features_mask"] = torch.arange(given["input_features"].shape[1]) < lengths[:, None]
     return {**given, "mm_token_type_ids": types}
 
 
-def _raster(item: MediaItem) -> Tensor:
-    return torch.from_numpy(np.frombuffer(item.data, np.uint8).reshape(item.shape).copy())
+def _data(item: MediaItem, dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(item.data, dtype).reshape(item.shape).copy())
 
 
 def padded(model: Any, frames: Sequence[Tensor], budget: int) -> tuple[Tensor, Tensor]:
