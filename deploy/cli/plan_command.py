@@ -33,7 +33,7 @@ The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4
   quartet plan --model 26b-a4b --tp 2 --max-seqs 256 --max-len 131072 --gpu b200 --json
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
-sequences run at once. `largest max_seqs` is the setting at which every slot could hold so many tokens. The encoder of pictures,
+sequences run at once. The encoder of pictures,
 which every rank has, and what it needs to run are counted; --language-model-only true leaves it out. --reserve: what CUDA, NCCL
 and the allocator hold beside weights, as H200s showed.
 
@@ -148,9 +148,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
             }
             for pool in sized.pools
         ],
-        "concurrency": [
-            {"tokens": length, "sequences": sized.concurrency(length), "largest_max_seqs": sized.most(length)} for length in lengths
-        ],
+        "concurrency": [{"tokens": length, "sequences": sized.concurrency(length)} for length in lengths],
     }  # fmt: skip
 
 
@@ -191,5 +189,5 @@ def _pools(rows: list[dict[str, Any]]) -> Table:
 
 
 def _sequences(report: dict[str, Any]) -> Table:
-    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}", f"{row['largest_max_seqs']:,}") for row in report["concurrency"]]
-    return Table("", (">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}", ">largest max_seqs"), rows)
+    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
+    return Table("", (">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)
