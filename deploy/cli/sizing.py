@@ -118,10 +118,10 @@ def _in_hub_cache(settings: "Settings") -> Path | None:
 
 def configured(settings: "Settings", folder: Path) -> EngineConfig:
     """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
-    from deploy.placement import Placement, configure
+    from deploy.placement import configure
 
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
-    return configure(settings, Placement(folder, device, settings.load_format or "safetensors"))
+    return configure(settings, folder, device, settings.load_format or "safetensors")
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:
