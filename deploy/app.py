@@ -38,7 +38,7 @@ from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes
-from deploy.placement import configure, place
+from deploy.placement import place
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.scaling import Demand
 from deploy.settings import DEPLOYMENT, Settings
@@ -120,7 +120,7 @@ class Quartet:
         logs.install(self._settings.logs)
         _warn_about_ray_settings()
         self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
-        config = configure(self._settings, place(self._settings))
+        config = place(self._settings)
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
         loop = asyncio.get_running_loop()
         booting = loop.run_in_executor(self._spawner, Group.boot, config)

@@ -18,7 +18,7 @@ from typing import Any
 from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, Gpu
 from deploy import environment
-from deploy.cli.finding import Finding, checked
+from deploy.cli.finding import Finding, State, checked
 from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
 from deploy.ports import HAPROXY_PORTS, check_port
@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.front.text import template_source
 
-NAMED = ("torch", "triton", "ray", "flashinfer-python")  # a line each; the other dependencies share one
+NAMED = ("torch", "triton", "ray", "flashinfer-python")  # shown always, others where they are out of range
 SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
 _FILES = 4096
 _SHM = 1 << 30
@@ -47,28 +47,19 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
     python, supported = platform.python_version(), described["requires-python"]
     good = SpecifierSet(supported).contains(python)
     yield checked("python", good, f"{python} (supported: {supported})", "make PYTHON=python3.12 ...", "fail")
-    findings = {finding.name: finding for finding in (_version(Requirement(text)) for text in described["dependencies"])}
-    optional = (_version(Requirement(text), optional=True) for text in described["optional-dependencies"]["gpu"])
-    named = findings | {finding.name: finding for finding in optional}
-    yield from (named[name] for name in NAMED)
-    others = [findings[name] for name in findings if name not in NAMED]
-    wrong = "; ".join(f"{finding.name} {finding.found}" for finding in others if finding.state != "ok")
-    fine = f"{len(others)} other dependencies are in range"
-    yield checked("packages", not wrong, wrong or fine, "pip install -c constraints.txt .", "fail")
+    needed: list[tuple[str, State]] = [(text, "fail") for text in described["dependencies"]]
+    needed += [(text, "warn") for text in described["optional-dependencies"]["gpu"]]
+    for text, bad in needed:
+        requirement = Requirement(text)
+        name, supported, version = requirement.name, requirement.specifier, installed(requirement.name)
+        good = version is not None and supported.contains(version, prereleases=True)
+        if name in NAMED or not good:
+            state = f"{version or 'not installed'} (supported: {supported})"
+            yield checked(name, good, state, f"pip install '{name}{supported}'", bad)
     try:
         environment.refuse_kernels_distribution()
     except ConfigError as error:
         yield Finding("kernels", "fail", "a foreign distribution of that name", str(error))
-
-
-def _version(requirement: Any, *, optional: bool = False) -> Finding:
-    name, supported, version = requirement.name, str(requirement.specifier), installed(requirement.name)
-    if version is None and optional:
-        return Finding(name, "warn", "not installed", "make install-gpu, where there are GPUs of the SM100 family")
-    if version is None:
-        return Finding(name, "fail", "not installed", "make serve installs it")
-    good = requirement.specifier.contains(version, prereleases=True)
-    return checked(name, good, f"{version} (supported: {supported})", f"pip install '{name}{supported}'", "fail")
 
 
 def devices(node: Capability) -> Iterator[Finding]:

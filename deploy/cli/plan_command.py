@@ -33,9 +33,8 @@ The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4
   quartet plan --model 26b-a4b --tp 2 --max-seqs 256 --max-len 131072 --gpu b200 --json
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
-sequences run at once. `largest max_seqs` is the setting at which every slot could hold so many tokens. Encoders of
-pictures and sound, which every rank has whole, and what they need to run are counted; --language-model-only true leaves them out.
---reserve: what CUDA, NCCL and the allocator hold beside weights, as H200s showed.
+sequences run at once. Encoders of pictures and sound, which every rank has whole, and what they need to run are counted;
+--language-model-only true leaves them out. --reserve: what CUDA, NCCL and the allocator hold beside weights, as H200s showed.
 
 exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the question cannot be answered"""
 
@@ -148,9 +147,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
             }
             for pool in sized.pools
         ],
-        "concurrency": [
-            {"tokens": length, "sequences": sized.concurrency(length), "largest_max_seqs": sized.most(length)} for length in lengths
-        ],
+        "concurrency": [{"tokens": length, "sequences": sized.concurrency(length)} for length in lengths],
     }  # fmt: skip
 
 
@@ -191,5 +188,5 @@ def _pools(rows: list[dict[str, Any]]) -> Table:
 
 
 def _sequences(report: dict[str, Any]) -> Table:
-    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}", f"{row['largest_max_seqs']:,}") for row in report["concurrency"]]
-    return Table("", (">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}", ">largest max_seqs"), rows)
+    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
+    return Table("", (">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)

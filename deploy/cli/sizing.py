@@ -7,7 +7,6 @@ So there is no formula here that could differ from what an engine allocates. Wha
 weights only a device can tell: `reserve` is what an H200 showed at TP=4 (`python -m tests.gpu.memory`).
 """
 
-import bisect
 import json
 import re
 import tempfile
@@ -17,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
-from engine.config import MAX_SEQS, EngineConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
-from engine.memory import INBOX_BYTES, kv_budget, longest_sequence, reserved_bytes
+from engine.memory import INBOX_BYTES, kv_budget, longest_sequence
 
 if TYPE_CHECKING:
     from deploy.settings import Settings
@@ -44,8 +41,8 @@ class Pool:
     table_bytes: int
 
     def holds(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that it can hold at once."""
-        return _holds(self.group, self.pages, tokens)
+        """Sequences of `tokens` tokens that it can hold at once; the last token is never computed on, so it needs no page."""
+        return (self.pages - 1) // self.group.worst_pages(max(1, tokens - 1))
 
 
 @dataclass(frozen=True)
@@ -69,30 +66,6 @@ class Sizing:
     def concurrency(self, tokens: int) -> int:
         """Sequences of `tokens` tokens, prompt and output, that run at once and are never preempted."""
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
-
-    def most(self, tokens: int) -> int:
-        """The largest max_seqs, up to the setting's bound, at which all slots can hold `tokens` tokens at once."""
-        return bisect.bisect_left(range(1, MAX_SEQS + 1), x=True, key=lambda slots: not self._all_fit(slots, tokens))
-
-    def _all_fit(self, slots: int, tokens: int) -> bool:
-        from engine.memory import pages_of
-
-        engine = msgspec.structs.replace(self.config, max_seqs=slots, pages=None)
-        try:
-            pages = pages_of(engine, self.budget + _reserved(self.config) - _reserved(engine))
-        except ConfigError:
-            return False
-        return all(_holds(pool.group, count, tokens) >= slots for pool, count in zip(self.pools, pages, strict=True))
-
-
-def _reserved(engine: EngineConfig) -> int:
-    """Bytes of a GPU that the budget leaves out; they grow with max_seqs."""
-    return 0 if engine.device == "cpu" else reserved_bytes(engine)
-
-
-def _holds(group: KVGroup, pages: int, tokens: int) -> int:
-    """The last token of a sequence is never computed on, so it needs no page."""
-    return (pages - 1) // group.worst_pages(max(1, tokens - 1))
 
 
 def shape_of(model: str) -> ModelShape | None:
@@ -145,10 +118,10 @@ def _in_hub_cache(settings: "Settings") -> Path | None:
 
 def configured(settings: "Settings", folder: Path) -> EngineConfig:
     """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
-    from deploy.placement import Placement, configure
+    from deploy.placement import configure
 
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
-    return configure(settings, Placement(folder, device, settings.load_format or "safetensors"))
+    return configure(settings, folder, device, settings.load_format or "safetensors")
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:

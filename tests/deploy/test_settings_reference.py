@@ -30,11 +30,11 @@ engine.config = module
 """
 ENGINE = """
 from deploy.models.resolve import resolve
-from deploy.placement import Placement, configure
+from deploy.placement import configure
 from deploy.settings import Settings
 import msgspec
 def made(**args):
-    return configure(Settings.read({"model": "nano:31b", **args}), Placement(resolve("nano:31b"), "cpu", "safetensors"))
+    return configure(Settings.read({"model": "nano:31b", **args}), resolve("nano:31b"), "cpu", "safetensors")
 print(made().spare_pages, msgspec.msgpack.decode(msgspec.msgpack.encode(made(spare_pages=7)))["spare_pages"])
 """
 

@@ -202,17 +202,6 @@ def test_so_many_run_at_once_and_one_more_does_not(engine_of: Make) -> None:
     assert preemptions > 0 or most <= held
 
 
-@pytest.mark.parametrize("tokens", [1024, 9216, 131072])
-def test_the_largest_max_seqs_is_the_edge(tokens: int, engine_of: Make) -> None:
-    """At `most` all slots hold so many tokens, at one more they do not."""
-    engine = engine_of(PUBLIC["31b"], tp=4, max_len=131072)
-    weights, _ = weight_bytes_and_count(engine)
-    most = size(engine, weights, H200).most(tokens)
-    for slots, whole in ((most, True), (most + 1, False)):
-        resized = size(msgspec.structs.replace(engine, max_seqs=slots), weights, H200)
-        assert (resized.concurrency(tokens) == slots) is whole
-
-
 @pytest.mark.parametrize("member", MEMBERS)
 def test_every_public_shape_is_known_by_name(member: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Offline, as a short name and as the hub id, with the same answer, as JSON."""
