@@ -47,7 +47,7 @@ def split_heads(qkv: Tensor, heads: int, pool: Tensor) -> tuple[Tensor, Tensor |
     assert (qkv.shape[1] - heads * d) % (kv_heads * d) == 0, (qkv.shape, heads, pool.shape)
     kv_projections = (qkv.shape[1] - heads * d) // (kv_heads * d)
     assert 0 <= kv_projections <= 2, (qkv.shape, heads, pool.shape)
-    q, *kv = qkv.view(qkv.shape[0], -1, d).split((heads, *(kv_heads,) * kv_projections), dim=1)
+    q, *kv = qkv.view(qkv.shape[0], qkv.shape[1] // d, d).split((heads, *(kv_heads,) * kv_projections), dim=1)
     return (q, kv[0], kv[-1]) if kv else (q, None, None)
 
 

@@ -111,7 +111,7 @@ class Runner:
         rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
-        self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= prefill]
+        self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= config.prefill_budget]
         own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
         self._pads_chunks = on_gpu and own and drafter is None
         self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
@@ -137,6 +137,8 @@ class Runner:
         """The captured decode steps of these buckets, and steps with chunks of these sizes, largest first. Every rank must call
         it."""
         graphs, plan = StageGraphs(self._device), self._inputs.plan
+        if beside:  # no plan's chunks fit all sizes
+            self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
         for mixed in beside:
             for name in SAMPLERS:
                 graphs.warm(partial(self._repeat_mixed, mixed, name))

@@ -30,8 +30,8 @@ class Rerun:
     gave that were captured later is overwritten: it may lie where this one's memory was."""
 
     def __init__(self, _: object) -> None:
-        self.stages: dict[tuple[str, int, int], tuple[Callable[[], Any], Any]] = {}
-        self.replayed: set[tuple[str, int, int]] = set()
+        self.stages: dict[tuple[str, Any, int], tuple[Callable[[], Any], Any]] = {}
+        self.replayed: set[tuple[str, Any, int]] = set()
 
     def __contains__(self, key: object) -> bool:
         return key in self.stages
@@ -39,11 +39,14 @@ class Rerun:
     def warm(self, run: Callable[[], object]) -> None:
         run()
 
-    def capture(self, stage: str, rows: int, run: Callable[[], Any], width: int = 1) -> Any:
+    def capture(self, stage: str, rows: Any, run: Callable[[], Any], width: int = 1) -> Any:
         self.stages[stage, rows, width] = run, run()
         return self.stages[stage, rows, width][1]
 
-    def replay(self, stage: str, rows: int, width: int = 1) -> Any:
+    def __contains__(self, captured: tuple[str, Any, int]) -> bool:
+        return captured in self.stages
+
+    def replay(self, stage: str, rows: Any, width: int = 1) -> Any:
         run, kept = self.stages[stage, rows, width]
         self.replayed.add((stage, rows, width))
         for one, other in zip(tensors(kept), tensors(run()), strict=True):

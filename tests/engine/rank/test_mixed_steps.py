@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from torch import Tensor
 
 from engine.plan import StepPlan, StepResult, encode_plan, read_plan, single_rows
-from engine.rank import step
+from engine.rank import runner, step
 from engine.rank.builder import build
 from engine.rank.prompt_logprobs import WantedLogprobs
 from engine.rank.stages.forward_stage import FinalRows
 from engine.rank.step import CHUNKS, MixedSizes
 from kernels.chunks import chunk_inputs
+from tests.engine.rank.test_graphs import Rerun
 from tests.golden.record import load
 from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.ranks import run, single
@@ -22,14 +24,15 @@ from tests.support.engine.recording import PAGES, config_of, tokens_of
 
 pytestmark = pytest.mark.cpu
 
+PLANS = load()[0][:70]  # of the committed stream
 Nano = Callable[[str], Path]
 
 
 def replayed(folder: Path, *, padded: bool) -> tuple[list[StepResult], list[Tensor], Counter[object]]:
-    """The committed stream: results, final hidden rows of each step, and how often each size was run."""
-    runner, hidden, sizes = build(single(config_of(folder, 1)), PAGES), [], Counter[object]()
-    runner._pads_chunks = padded
-    start, padded_forward = runner.report_stage.start, runner._padded_forward
+    """The stream: results, final hidden rows of each step, and how often each size was run."""
+    made, hidden, sizes = build(single(config_of(folder, 1)), PAGES), [], Counter[object]()
+    made._pads_chunks = padded
+    start, padded_forward = made.report_stage.start, made._padded_forward
 
     def seen(plan: Any, rows: Any, sampled: Any, final: Tensor, *rest: Any) -> Any:
         hidden.append(final[: len(rows.slots)].clone())
@@ -39,9 +42,8 @@ def replayed(folder: Path, *, padded: bool) -> tuple[list[StepResult], list[Tens
         sizes[size] += 1
         return padded_forward(size, *rest)
 
-    runner.report_stage.start, runner._padded_forward = seen, counted
-    plans, _ = load()
-    return [run(runner, plan) for plan in plans], hidden, sizes
+    made.report_stage.start, made._padded_forward = seen, counted
+    return [run(made, plan) for plan in PLANS], hidden, sizes
 
 
 def difference(rows: list[Tensor], others: list[Tensor]) -> float:
@@ -78,20 +80,49 @@ def test_a_result_of_the_row_before_is_seen(nano: Nano, monkeypatch: pytest.Monk
     assert difference(rows, others) > 1e-2
 
 
+def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and sampler of a padded step are graphs of its sizes, and replays give the eager steps' state; with the rows of the
+    step before they do not."""
+    config = config_of(nano("31b"), 1)
+    eager, captured, wrong = (build(single(config), PAGES) for _ in range(3))
+    monkeypatch.setattr(runner, "StageGraphs", Rerun)
+    monkeypatch.setattr(runner.torch.cuda, "synchronize", lambda _: None)
+    for made in (eager, captured, wrong):
+        made._pads_chunks = True
+    for made in (captured, wrong):
+        made.graphs = made.graphs_of((), made._mixed_sizes())
+        made.slots.lengths.zero_()
+        for cache in made.slots.cache:
+            cache.pool.zero_()
+    assert [run(captured, plan).step for plan in PLANS] == [run(eager, plan).step for plan in PLANS]
+    assert captured.state_hash == eager.state_hash
+    graphs: Any = captured.graphs
+    replayed = {stage for stage, size, _ in graphs.replayed if isinstance(size, MixedSizes)}
+    assert replayed >= {"forward", "argmax", "small_top_k"}
+    stages: Any = wrong.graphs
+    for key, (_, kept) in stages.stages.items():
+        if isinstance(key[1], MixedSizes) and key[0] == "forward":
+            stages.stages[key] = partial(lambda given: given, kept), kept
+    for plan in PLANS:
+        run(wrong, plan)
+    assert wrong.state_hash != eager.state_hash
+
+
 def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     """Chunks of images, chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has."""
-    runner = build(single(config_of(nano("31b"), 1)), PAGES)
-    runner._pads_chunks = True
+    made = build(single(config_of(nano("31b"), 1, prefill_budget=512)), PAGES)
+    made._pads_chunks = True
 
     def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> MixedSizes | None:
         plan = StepPlan(1, chunks=list(chunks), spans=spans or [], rows=single_rows(range(rows)))
-        return runner._padded(read_plan(encode_plan(plan)))
+        return made._padded(read_plan(encode_plan(plan)))
 
     chunk = (0, 3, 20, 19, 0, 0)
     assert padded(chunk) == (32, CHUNKS, 0, 4)
     assert padded(chunk, rows=1) == (32, CHUNKS, 4, 4)
-    assert padded((0, 0, 65, 65, 0, 0)) is None
+    assert padded((0, 0, 512, 512, 0, 0)) == (512, CHUNKS, 0, 4)
+    assert padded((0, 0, 513, 513, 0, 0)) is None
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
-    runner.slots.prompts[0] = WantedLogprobs(1, 0, 9, 0)
+    made.slots.prompts[0] = WantedLogprobs(1, 0, 9, 0)
     assert padded(chunk) is None
