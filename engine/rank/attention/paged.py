@@ -53,8 +53,8 @@ class PagedDecode:
             return
         q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
         qkv_post(qkv, pool, self._cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
-        reads = q, pool, pages, block.positions, group.window
-        verify_attention(*reads, self._scratch, out.view(q.shape), splits, most=settings.buckets[bucket])
+        out, most = out.view(q.shape), settings.buckets[bucket]
+        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out, splits, most=most)
 
 
 class PagedExtend:
