@@ -68,8 +68,8 @@ MANY, AT_ONCE, LENGTH = 34_000, 16, 400
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("member", ["e2b", "26b-a4b", "31b"])
 def test_many_tokens_are_those_without_drafts(nano: Nano, member: str) -> None:
-    """Of three members together 10^5 tokens, greedy and sampled, of trained models with their trained drafters, any number of drafts
-    from step to step: not one differs."""
+    """Of three members together 10^5 tokens, greedy and sampled, of trained models with their drafters, any number of drafts from
+    step to step: not one differs."""
     sizes = {"max_seqs": AT_ONCE, "max_len": 1024, "prefill_budget": 512, "pages": (400, 600), "debug_hash": False}
     folder = nano(member)
     drafted = config_of(folder, 1, **sizes, mtp={"model": str(resolve(f"nano:{member}-assistant")), "drafts": "auto"})
