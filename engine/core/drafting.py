@@ -215,6 +215,8 @@ class Drafting:
             return
         gains = {option.drafts: self._gain(known, option, self._least_ms(known, option)) for option in known.options}
         unsure = [option for option in known.options if option is not known.chosen and not self._is_sure(option)]
+        if not known.options[0].ms:
+            unsure = unsure[:1]  # what may be lost without drafts is soon known, and bounds all others
         option = max(unsure, key=lambda option: gains[option.drafts], default=None)
         if option is not None and gains[option.drafts] > 1 + NOISE:
             known.trial = Trial(option, sum(self._verified[option.drafts :]))
@@ -226,11 +228,16 @@ class Drafting:
         return self._step - option.step < FRESH and bool(option.ms) and verified[option.drafts] >= (SURE if option.drafts else 0)
 
     def _least_ms(self, known: RowCount, option: Option) -> float:
-        """What its steps may take at least: a fifth less than long ago; as much as with fewer drafts; with more, in proportion."""
+        """What its steps may take at least: a fifth less than long ago; with fewer drafts, in proportion; with more, as much, and
+        half of what drafts have added so far."""
         if option.ms:
             return option.ms * (1.0 if self._step - option.step < FRESH else 0.8)
         measured = [other for other in known.options if other.ms]
         fewer = [other.ms for other in measured if other.drafts < option.drafts]
+        if len(fewer) > 1:
+            first, last = measured[0], measured[len(fewer) - 1]
+            slope = (last.ms - first.ms) / (last.drafts - first.drafts)
+            fewer.append(last.ms + 0.5 * max(0.0, slope) * (option.drafts - last.drafts))
         more = [other.ms * (1 + option.drafts) / (1 + other.drafts) for other in measured if other.drafts > option.drafts]
         return max(fewer + more)
 

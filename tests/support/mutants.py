@@ -71,7 +71,7 @@ _CORE = (
     ),
     Fault(
         "drafts-behind-the-limit", "engine/core/scheduler.py",
-        "else min(width, sequence.limit - 1 - sequence.high)", "else width", "engine/core/test_widths.py",
+        "sequence.drafts, sequence.limit - 2 - sequence.high)", "sequence.drafts)", "engine/core/test_widths.py",
     ),
     Fault(
         "rejected-drafts-stay-planned", "engine/core/results.py",

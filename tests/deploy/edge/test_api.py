@@ -83,6 +83,22 @@ def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> Non
         assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_usage_says_what_became_of_drafts(edge: Edge, *, at_once: bool) -> None:
+    """Accepted and rejected ones of all choices together, whole and streamed, however steps pile up; the core hears of
+    `speculative: false`."""
+    edge.core.steps, edge.core.drafts, edge.core.at_once = [[300, 301, 302], [303, 304], [305]], 3, at_once
+    body = {"model": "nano", "messages": HELLO, "n": 2}
+    whole = httpx.post(f"{edge.url}/v1/chat/completions", json=body | {"speculative": False}).json()
+    data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
+    for usage in (whole["usage"], json.loads(data[-2])["usage"]):
+        details = usage["completion_tokens_details"]
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 12)
+    assert [request.params.drafts for request in edge.core.requests] == [False, False, True, True]
+    refused = httpx.post(f"{edge.url}/v1/chat/completions", json=body | {"speculative": "no"})
+    assert (refused.status_code, "speculative" in refused.text) == (400, True)
+
+
 def test_openai_streams_a_text_completion(edge: Edge) -> None:
     """Text deltas of /v1/completions with a token-id prompt, ended by length."""
     edge.core.steps = token_steps(edge, "one two three four")

@@ -2,10 +2,8 @@
 
 import json
 import random
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -24,28 +22,17 @@ from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Vocabulary
 from engine.plan import ROW_MASKED
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, Output, SamplingParams, ThoughtBudget, pack_tokens
+from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, ThoughtBudget
 from engine.step_masks import StepMasks, decode_masks
 from tests.conftest import Nano
-from tests.support.engine.masked_machine import GROUPS, MaskedMachine
+from tests.support.engine.masked_machine import GROUPS
 from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
-from tests.support.engine.plans import DecodeRow, decode_rows
+from tests.support.engine.masked_serving import MAX_LEN, PAGES, MaskedRun, Model, request, serve
 from tests.support.engine.schemas import members
 
 pytestmark = pytest.mark.pure
 
-MAX_LEN = 512
-PAGES = (200, 300)  # of four tokens: ten long replies do not fit together
 TIGHT = (60, 56)
-
-
-@dataclass
-class Model:
-    """The nano's vocabulary, as front and core have it."""
-
-    text: TextProcessor
-    vocabulary: Vocabulary
-    markers: Markers
 
 
 @pytest.fixture(scope="module")
@@ -54,73 +41,6 @@ def model(nano: Nano) -> Model:
     markers = Markers.of(text)
     assert markers is not None
     return Model(text, Vocabulary.of_checkpoint(nano("31b"), text.vocab_size), markers)
-
-
-@dataclass
-class Served:
-    """What came of some requests."""
-
-    outputs: list[Output] = field(default_factory=list)
-    preemptions: int = 0
-    steps: int = 0
-    prefill: int = 0  # tokens of chunks
-    given: dict[int, list[int]] = field(default_factory=dict)  # steps of each request's tokens
-    rows: list[DecodeRow] = field(default_factory=list)
-
-    def tokens(self, request: int) -> list[int]:
-        return [token for output in self.outputs if output.id == request for token in output.tokens]
-
-    def end(self, request: int) -> Output:
-        (end,) = [output for output in self.outputs if output.id == request and output.finish]
-        return end
-
-
-def serve(
-    model: Model,
-    requests: Iterable[GenerateRequest],
-    plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
-    pages: tuple[int, ...] = PAGES,
-    marks: tuple[int, ...] = (),
-    cache_share: float | None = 1.0,
-    drafts: int = 0,
-) -> Served:
-    """As the core's loop does it, two plans out at a time."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, (drafts,), cache_share=cache_share))
-    masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
-    machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
-    machine.plant_masks = plant
-    for request in requests:
-        masks.add(0, request) if request.params.needs_masks else scheduler.requests.add(0, request)
-    served = Served()
-    while scheduler.requests.unfinished or scheduler.in_flight:
-        if masks.making:
-            masks.advance()
-        while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
-            machine.submit(plan)
-            served.prefill += plan.prompt_tokens
-            served.rows += decode_rows(plan)
-            if plan.masked:
-                masks.planned(plan)
-        for data in masks.due():
-            machine.submit_masks(data)
-        if scheduler.in_flight:
-            scheduler.commit(machine.result())
-            masks.advance()
-            served.steps += 1
-        else:
-            time.sleep(0.001)
-        outputs = [output for _, output in scheduler.requests.drain()]
-        served.outputs += outputs
-        for output in outputs:
-            served.given.setdefault(output.id, []).extend([served.steps] * len(output.tokens))
-    served.preemptions = scheduler.requests.counters.preemptions
-    return served
-
-
-def request(model: Model, number: int, rules: Grammar | None, max_tokens: int = 300) -> GenerateRequest:
-    prompt = [model.text.encode("Hello", add_bos=True)[0], *random.Random(number).choices(range(200, 900), k=3 + number % 9)]
-    params = SamplingParams(max_tokens=max_tokens, stop_ids=model.text.eos_ids, seed=number, grammar=rules)
-    return GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, clip=True)
 
 
 def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools | None = None) -> Choice:
@@ -142,7 +62,7 @@ def json_requests(model: Model, count: int) -> list[GenerateRequest]:
     return [request(model, at, None if at % 3 == 2 else rules[at], 40 if at % 3 == 2 else 300) for at in range(count)]
 
 
-def valid_json(model: Model, served: Served, count: int) -> list[int]:
+def valid_json(model: Model, served: MaskedRun, count: int) -> list[int]:
     """Which of the requests with a schema kept it."""
     kept = []
     for at in range(count):
@@ -281,7 +201,7 @@ def thoughts(model: Model, tokens: list[int]) -> list[int]:
 BUDGETS = (0, 1, 2, 3, 9, 30, None, 0, 1)
 
 
-def over_budget(model: Model, served: Served) -> list[int]:
+def over_budget(model: Model, served: MaskedRun) -> list[int]:
     """Requests of BUDGETS whose first thought is not of its budget, or whose others are more than their labels."""
     wrong = []
     for at, budget in enumerate(BUDGETS):
@@ -322,12 +242,12 @@ def broken_budgets(model: Model, seed: int) -> list[str]:
     marks = (markers.begin_thought, markers.begin_call, markers.end_thought)
     served = serve(model, asked, pages=rng.choice((PAGES, TIGHT)), marks=marks)
     wrong = []
-    for request, budget in zip(asked, budgets, strict=True):
+    for one, budget in zip(asked, budgets, strict=True):
         left = budget
-        for length in thoughts(model, served.tokens(request.id)):
+        for length in thoughts(model, served.tokens(one.id)):
             left -= max(0, length - LABEL)
-        if left < 0 or served.end(request.id).finish is FinishReason.error:
-            wrong.append(f"seed {seed}: {budget} tokens, {left} left, {served.end(request.id)}")
+        if left < 0 or served.end(one.id).finish is FinishReason.error:
+            wrong.append(f"seed {seed}: {budget} tokens, {left} left, {served.end(one.id)}")
     return wrong
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deploy.models.nano.nano_shapes import SHAPES
+from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult
 from engine.protocol import FinishReason
 from engine.rank.builder import build
@@ -19,6 +20,7 @@ from engine.rank.stages import draft_stage
 from kernels.accept import Verified, accept
 from tests.conftest import Nano
 from tests.support.engine.answers import Answers, answers, requests, texts
+from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.recording import PAGES, config_of, request
 from tests.support.judge import assistants
@@ -35,7 +37,7 @@ def plain(nano: Nano) -> Callable[[str], Answers]:
     return served
 
 
-def drafting(nano: Nano, member: str, folder: Path, drafts: int = DRAFTS) -> tuple[Runner, Any]:
+def drafting(nano: Nano, member: str, folder: Path, drafts: int | str = DRAFTS) -> tuple[Runner, Any]:
     assistants.write(SHAPES[member], folder)
     config = config_of(nano(member), 1, mtp={"model": str(folder), "drafts": drafts})
     return build(single(config), PAGES), config
@@ -48,6 +50,40 @@ def test_drafts_change_no_text(nano: Nano, plain: Callable[[str], Answers], tmp_
     given, plans, _ = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(plain(member))
     assert max(row[1] for plan in plans for row in zip(*[iter(plan.rows)] * 3, strict=True)) == 1 + DRAFTS
+
+
+@pytest.mark.parametrize("member", ["e2b", "26b-a4b"])
+def test_any_number_of_drafts_from_step_to_step(nano: Nano, plain: Callable[[str], Answers], tmp_path: Path, member: str) -> None:
+    """auto: none in some steps, seven in others, and rows that verify fewer than were made behind them."""
+    runner, config = drafting(nano, member, tmp_path, "auto")
+    given, plans, _ = answers(partial(run, runner), config, requests(), drafting=AnyDrafts(config.drafts, (16,), 3))
+    assert texts(given) == texts(plain(member))
+    assert {plan.drafts for plan in plans} == set(config.drafts)
+
+
+MANY, AT_ONCE, LENGTH = 34_000, 16, 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("member", ["e2b", "26b-a4b", "31b"])
+def test_many_tokens_are_those_without_drafts(nano: Nano, member: str) -> None:
+    """Of three members together 10^5 tokens, greedy and sampled, of trained models with their drafters, any number of drafts from
+    step to step: not one differs."""
+    sizes = {"max_seqs": AT_ONCE, "max_len": 1024, "prefill_budget": 512, "pages": (400, 600), "debug_hash": False}
+    folder = nano(member)
+    drafted = config_of(folder, 1, **sizes, mtp={"model": str(resolve(f"nano:{member}-assistant")), "drafts": "auto"})
+    asked = [request(number, (LENGTH, LENGTH, LENGTH, 8)) for number in range(MANY // LENGTH * 4 // 3)]
+    alone = config_of(folder, 1, **sizes)
+    expected, steps, _ = answers(partial(run, build(single(alone), alone.pages)), alone, asked)
+    runner, any_drafts = build(single(drafted), drafted.pages), AnyDrafts(drafted.drafts, (AT_ONCE,), 5)
+    given, fewer, _ = answers(partial(run, runner), drafted, asked, drafting=any_drafts)
+    count = sum(len(tokens) for tokens, _, _ in texts(expected).values())
+    accepted = sum(output.accepted for outputs in given.values() for output in outputs)
+    print(f"{member}: {count} tokens, {accepted} of them drafts, {len(steps)} steps without and {len(fewer)} with drafts")
+    assert count > MANY * 0.9
+    assert texts(given) == texts(expected)
+    assert accepted > count / 10
 
 
 def test_drafts_through_preemptions_and_aborts(nano: Nano, tmp_path: Path) -> None:

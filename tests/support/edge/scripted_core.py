@@ -32,6 +32,7 @@ class ScriptedCore(FakeCore):
     at_once              all steps of an answer come in one message
     refuse, fail_after   refuse every request with that sentence; fail at that step each one that `fails`
     cached               tokens of each prompt that are said to be cached, with its first output; a list: of each request in turn
+    drafts               of each step, of which those among its tokens are accepted
     requests, aborts     what the client asked for since the last reset; sent: tokens
     """
 
@@ -49,6 +50,7 @@ class ScriptedCore(FakeCore):
         self.queue_s = self.prefill_s = self.delay_s = 0.0
         self.forever = self.at_once = False
         self.cached: int | list[int] = 0
+        self.drafts = 0
         self.refuse: str | None = None
         self.fail_after: int | None = None
         self.fails: Callable[[GenerateRequest], bool] = lambda request: True
@@ -102,7 +104,9 @@ class ScriptedCore(FakeCore):
             finish = FinishReason.length if left == 0 else self.finish if last else None
             self.sent += len(tokens)
             cached, logprobs = found if place == 1 else 0, _logprobs(request, tokens)
-            ready.append(Output(id=request.id, tokens=tokens, logprobs=logprobs, finish=finish, cached=cached))
+            accepted = min(self.drafts, len(tokens) - 1)
+            drafts = {"accepted": accepted, "rejected": self.drafts - accepted}
+            ready.append(Output(id=request.id, tokens=tokens, logprobs=logprobs, finish=finish, cached=cached, **drafts))
             if not self.at_once or finish is not None:
                 await self.send(*ready)
                 ready.clear()

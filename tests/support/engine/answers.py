@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.drafting import Drafting
 from engine.core.loop import read_vocabulary, scheduler_config
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
@@ -13,20 +14,25 @@ from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan, StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output
 from engine.step_masks import decode_masks
-from tests.support.engine.recording import PAGES, constrained, request
+from tests.support.engine.recording import constrained, request
 
 Answers = dict[int, list[Output]]
 RunStep = Callable[[StepPlan, bytes], StepResult]
 
 
 def answers(
-    step: RunStep, config: Any, requests: Sequence[GenerateRequest], every: int = 3, aborted: Sequence[int] = ()
+    step: RunStep,
+    config: Any,
+    requests: Sequence[GenerateRequest],
+    every: int = 3,
+    aborted: Sequence[int] = (),
+    drafting: Drafting | None = None,
 ) -> tuple[Answers, list[StepPlan], int]:
     """Every output of each request, the plans, and preemptions; two plans are out at a time, and a request comes `every` steps.
 
     aborted: requests that are given up with their eighth token
     """
-    scheduler = Scheduler(scheduler_config(config, PAGES))
+    scheduler = Scheduler(scheduler_config(config, config.pages), drafting)
     masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     out: deque[StepPlan] = deque()
     waiting, plans, given = deque(requests), [], defaultdict[int, list[Output]](list)

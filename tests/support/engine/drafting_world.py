@@ -4,10 +4,10 @@ them."""
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.core.drafting import DecodeStep, Drafting
+from engine.core.drafting import DecodeStep, DraftChoice, Drafting
 from engine.memory import buckets
 
 OPTIONS = (0, 1, 2, 3, 5, 7)
@@ -94,3 +94,15 @@ def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> 
 def best_fixed(times: Times, traffic: Traffic, seed: int = 0) -> Served:
     """The best of the runs with one number throughout."""
     return max((serve(Drafting((drafts,), SIZES), times, traffic, seed) for drafts in OPTIONS), key=lambda served: served.rate)
+
+
+class AnyDrafts(Drafting):
+    """Each step's number of drafts is drawn."""
+
+    def __init__(self, options: Iterable[int], sizes: tuple[int, ...], seed: int) -> None:
+        super().__init__(tuple(options), sizes)
+        self._draw = random.Random(seed)
+
+    def choose(self, rows: int) -> DraftChoice:
+        self.drafts = self._draw.choice(self._options)
+        return DraftChoice(self.drafts, 0)

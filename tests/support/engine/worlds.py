@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.core.allocator import first_page
-from engine.core.drafting import DraftChoice, Drafting
+from engine.core.drafting import Drafting
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
@@ -25,6 +25,7 @@ from engine.lifeline import StepTimes
 from engine.memory import buckets
 from engine.plan import DEPTH, ROW_MASKED, StepPlan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, MediaItem, Output, SamplingParams, pack_tokens
+from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import contents, identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
@@ -213,18 +214,6 @@ class World:
 def with_grammar(request: GenerateRequest, grammar: Grammar) -> GenerateRequest:
     """The request under a grammar."""
     return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, grammar=grammar))
-
-
-class AnyDrafts(Drafting):
-    """Each step's number of drafts is drawn."""
-
-    def __init__(self, options: range, sizes: tuple[int, ...], seed: int) -> None:
-        super().__init__(options, sizes)
-        self._draw = random.Random(seed)
-
-    def choose(self, rows: int) -> DraftChoice:
-        self.drafts = self._draw.choice(self._options)
-        return DraftChoice(self.drafts, 0)
 
 
 @dataclass(frozen=True)

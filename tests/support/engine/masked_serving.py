@@ -1,0 +1,95 @@
+"""Requests with grammars, served by the core's scheduler and masks over a machine without weights."""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from engine.core.masks import Masks
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.front.reply import Markers
+from engine.front.text import TextProcessor
+from engine.matcher import Vocabulary
+from engine.protocol import GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
+from engine.step_masks import StepMasks
+from tests.support.engine.masked_machine import GROUPS, MaskedMachine
+from tests.support.engine.plans import DecodeRow, decode_rows
+
+MAX_LEN = 512
+PAGES = (200, 300)  # of four tokens: ten long replies do not fit together
+
+
+@dataclass
+class Model:
+    """The nano's vocabulary, as front and core have it."""
+
+    text: TextProcessor
+    vocabulary: Vocabulary
+    markers: Markers
+
+
+@dataclass
+class MaskedRun:
+    """What came of some requests."""
+
+    outputs: list[Output] = field(default_factory=list)
+    preemptions: int = 0
+    steps: int = 0
+    prefill: int = 0  # tokens of chunks
+    given: dict[int, list[int]] = field(default_factory=dict)  # steps of each request's tokens
+    rows: list[DecodeRow] = field(default_factory=list)
+
+    def tokens(self, request: int) -> list[int]:
+        return [token for output in self.outputs if output.id == request for token in output.tokens]
+
+    def end(self, request: int) -> Output:
+        (end,) = [output for output in self.outputs if output.id == request and output.finish]
+        return end
+
+
+def serve(
+    model: Model,
+    requests: Iterable[GenerateRequest],
+    plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
+    pages: tuple[int, ...] = PAGES,
+    marks: tuple[int, ...] = (),
+    cache_share: float | None = 1.0,
+    drafts: int = 0,
+) -> MaskedRun:
+    """As the core's loop does it, two plans out at a time."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, (drafts,), cache_share=cache_share))
+    masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
+    machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
+    machine.plant_masks = plant
+    for request in requests:
+        masks.add(0, request) if request.params.needs_masks else scheduler.requests.add(0, request)
+    served = MaskedRun()
+    while scheduler.requests.unfinished or scheduler.in_flight:
+        if masks.making:
+            masks.advance()
+        while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
+            machine.submit(plan)
+            served.prefill += plan.prompt_tokens
+            served.rows += decode_rows(plan)
+            if plan.masked:
+                masks.planned(plan)
+        for data in masks.due():
+            machine.submit_masks(data)
+        if scheduler.in_flight:
+            scheduler.commit(machine.result())
+            masks.advance()
+            served.steps += 1
+        else:
+            time.sleep(0.001)
+        outputs = [output for _, output in scheduler.requests.drain()]
+        served.outputs += outputs
+        for output in outputs:
+            served.given.setdefault(output.id, []).extend([served.steps] * len(output.tokens))
+    served.preemptions = scheduler.requests.counters.preemptions
+    return served
+
+
+def request(model: Model, number: int, rules: Grammar | None, max_tokens: int = 300) -> GenerateRequest:
+    prompt = [model.text.encode("Hello", add_bos=True)[0], *random.Random(number).choices(range(200, 900), k=3 + number % 9)]
+    params = SamplingParams(max_tokens=max_tokens, stop_ids=model.text.eos_ids, seed=number, grammar=rules)
+    return GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params, clip=True)
