@@ -58,7 +58,7 @@ class Subsample(Module):
 
     def forward(self, clips: Sequence[Tensor]) -> Tensor:
         """clips [f, 128] each -> [T, hidden]."""
-        return self.out(torch.cat([self._convolved(clip) for clip in clips]))
+        return functional.linear(torch.cat([self._convolved(clip) for clip in clips]), self.out.weight)
 
     def _convolved(self, clip: Tensor) -> Tensor:
         x = clip[None, None]
@@ -95,7 +95,8 @@ class AudioAttention(Module):
         """x [T, hidden], distances [reach, hidden]"""
         q, k, v = (product(x).float().view(self._shape) for product in (self.q, self.k, self.v))
         q = q * (q.shape[2] ** -0.5 / math.log(2)) * functional.softplus(self.scale)
-        near = k[before.rows] * math.log2(1 + math.e) + self.relative(distances).float().view(self._shape)
+        relative = functional.linear(distances, self.relative.weight).float().view(self._shape)
+        near = k[before.rows] * math.log2(1 + math.e) + relative
         logits = self._cap * torch.tanh(torch.einsum("thd,tnhd->thn", q, near) / self._cap)
         shares = logits.masked_fill(before.none[:, None], -torch.inf).softmax(-1)
         return self.o(torch.einsum("thn,tnhd->thd", shares, v[before.rows]).flatten(1).to(x.dtype))
@@ -115,7 +116,7 @@ class Convolution(Module):
         x = functional.glu(self.start(rms_norm(x, self.pre, _EPS)))
         count = self.depthwise.shape[2]
         near = x[before.rows[:, :count]].masked_fill(before.none[:, :count, None], 0)
-        x = torch.einsum("tnc,cn->tc", near, self.depthwise[:, 0].flip(1)).contiguous()
+        x = torch.einsum("tnc,cn->tc", near, self.depthwise[:, 0].flip(1))
         return self.end(functional.silu(rms_norm(x, self.norm, _EPS)))
 
 
@@ -160,7 +161,7 @@ class AudioEncoder(MediaEncoder):
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         """batch: clips fp32 [rows, features], on its device -> soft tokens [T, model]."""
         encoded = self.encoded([clip.to(self.dtype) for clip in batch])
-        return self.out(rms_norm(encoded, None, _EPS))  # type: ignore[no-any-return]
+        return functional.linear(rms_norm(encoded, None, _EPS), self.out.weight)
 
     def encoded(self, clips: Sequence[Tensor]) -> Tensor:
         """[T, output]; without a tower the rows themselves."""
