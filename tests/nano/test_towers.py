@@ -1,0 +1,84 @@
+"""The trained towers, in our engine, on pictures that nobody was trained on."""
+
+import io
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deploy.edge.media.media_reader import media_items
+from deploy.edge.media.rasters import prepare_image
+from deploy.edge.media.tasks import DecodeTask
+from deploy.models.nano import trained
+from deploy.models.resolve import resolve
+from engine.core.loop import scheduler_config
+from engine.core.scheduler import Scheduler
+from engine.front.text import TextProcessor
+from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.rank.builder import build
+from engine.vision_geometry import read_vision
+from tests.nano.pictures import Picture, draw, size
+from tests.support.engine.ranks import run, single
+from tests.support.engine.recording import config_of
+
+pytestmark = pytest.mark.cpu
+
+PAGES = (60, 40)
+SEEING = [member for member in trained() if read_vision(resolve(f"nano:{member}"))]
+
+
+def drawn(count: int) -> list[Picture]:
+    rng = random.Random("towers")
+    return [draw(rng, *size(rng)) for _ in range(count)]
+
+
+def asked(number: int, picture: Picture, text: TextProcessor) -> GenerateRequest:
+    """As the edge makes it of a PNG and a question behind it."""
+    png = io.BytesIO()
+    picture.image.save(png, "PNG")
+    image = prepare_image(DecodeTask(), png.getvalue())
+    parts = [{"type": "image"}, {"type": "text", "text": picture.question}]
+    ids = text.render_chat([{"role": "user", "content": parts}], media=[("image", image.text)])
+    params = SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(106,))
+    return GenerateRequest(id=number, prompt=pack_tokens(ids), params=params, media=media_items(ids, [image], text))
+
+
+def answers(member: str, pictures: Sequence[Picture]) -> list[str]:
+    """All of them at once, greedily."""
+    config = config_of(resolve(f"nano:{member}"), 1, max_len=512, pages=PAGES)
+    runner, text = build(single(config), PAGES), TextProcessor.load(resolve(f"nano:{member}"))
+    scheduler, step = Scheduler(scheduler_config(config, PAGES)), partial(run, runner)
+    for number, picture in enumerate(pictures):
+        scheduler.requests.add(0, asked(number, picture, text))
+    given = defaultdict[int, list[int]](list)
+    while scheduler.requests.unfinished:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(step(plan))
+        for _, output in scheduler.requests.drain():
+            given[output.id] += output.tokens
+    return [text.decode(given[number][:-1]) for number in range(len(pictures))]
+
+
+def right(member: str, pictures: Sequence[Picture]) -> int:
+    return sum(said == picture.answer for said, picture in zip(answers(member, pictures), pictures, strict=True))
+
+
+@pytest.mark.parametrize("member", SEEING)
+def test_pictures_are_seen(member: str) -> None:
+    """Of thirty questions about colours, shapes and digits, at most one is answered wrongly."""
+    assert right(member, drawn(30)) >= 29
+
+
+@pytest.mark.skipif(not SEEING, reason="no trained model has a tower yet")
+def test_wrong_channels_are_noticed() -> None:
+    """With red and blue swapped (planted), most answers that name a colour are wrong."""
+    pictures = [
+        replace(one, image=Image.fromarray(np.asarray(one.image)[..., ::-1])) for one in drawn(30) if one.colour in one.answer
+    ]
+    assert right(SEEING[0], pictures) < len(pictures) / 2
