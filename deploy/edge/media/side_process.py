@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image
 
 from deploy.edge.media.clips import prepare_audio
+from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
 from deploy.edge.media.tasks import BEGUN, LENGTH, DecodeTask, Prepared, Refused, decode_task, encode
 from engine.errors import InvalidRequest
@@ -72,7 +73,7 @@ def _serve(connection: socket.socket) -> None:
 def _answer(message: bytes, source: bytes) -> Prepared | Refused:
     try:
         task = decode_task(message)
-        return _PREPARERS[task.kind](task, base64.b64decode(source) if task.encoded else source)
+        return _PREPARERS[task.kind](task, fetched(source.decode(), task.fetch) if task.fetch else base64.b64decode(source))
     except InvalidRequest as error:
         return Refused(str(error))
     except MemoryError:

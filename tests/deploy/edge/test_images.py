@@ -1,6 +1,7 @@
 """Images over HTTP: what each API's part becomes in the engine's request, and what is refused."""
 
 import base64
+import gc
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 
 from deploy.edge.edge_settings import MediaSettings
 from engine.errors import InvalidRequest
+from engine.front.generation import Job
 from engine.front.text import expanded
 from engine.protocol import GenerateRequest
 from tests.conftest import Nano
@@ -210,3 +212,26 @@ def test_the_side_process_is_started_again(edge: Edge) -> None:
     process.kill()
     process.wait()
     assert asked(edge, [image_url(BLUE)]).media
+
+
+def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine could not be sent is refused with advice."""
+    monkeypatch.setattr("deploy.edge.media.media_reader.MEDIA_BYTES", 500_000)
+    assert asked(edge, [image_url(BLUE, detail="low")])
+    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)] * 2}]}
+    reply = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "a lower detail" in reply.json()["error"]["message"]
+
+
+def test_an_answer_keeps_no_media(edge: Edge) -> None:
+    """Once the engine has them, the edge lets go: while an answer streams, none of its rasters is left."""
+    edge.reset()
+    edge.core.forever, edge.core.delay_s = True, 0.02
+    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}], "stream": True}
+    with httpx.stream("POST", f"{edge.url}{CHAT}", json=body, timeout=60) as reply:
+        next(reply.iter_raw())
+        size = len(edge.core.requests[-1].media[0].data)
+        edge.core.requests.clear()
+        left = edge.on_loop(lambda: [one for one in gc.get_objects() if type(one) is Job and one.media])
+    assert (size, left) == (480 * 288 * 3, [])
