@@ -27,10 +27,10 @@ def fetched(url: str, rules: Fetch) -> bytes:
     signal.setitimer(signal.ITIMER_REAL, rules.timeout_s)
     try:
         for _ in range(1 + REDIRECTS):
-            found = _get(_checked(url, rules), rules)
-            if isinstance(found, bytes):
-                return found
-            url = urljoin(url, found)
+            answer = _get(_checked(url, rules), rules)
+            if isinstance(answer, bytes):
+                return answer
+            url = urljoin(url, answer)
     except (OSError, http.client.HTTPException) as error:
         raise InvalidRequest(f"it cannot be fetched: {error}") from error
     finally:

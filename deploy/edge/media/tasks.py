@@ -10,6 +10,7 @@ import msgspec
 
 from engine.protocol import MediaKind
 
+FRAMES_TYPE = "video/jpeg"  # frames in base64, with commas between them
 BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
 
 
