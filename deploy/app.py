@@ -156,7 +156,7 @@ class Quartet:
             defaults=Defaults.read(folder),
             limits=settings.limits,
             media=settings.media,
-            media_kinds=media_kinds(folder, text),
+            media_kinds=frozenset() if settings.language_model_only else media_kinds(folder, text),
             row_samples=audio_row_samples(folder),
             logs=settings.logs,
             max_tokens=settings.max_tokens,

@@ -33,6 +33,7 @@ class AdmissionControl:
 
     choices    that may run or wait at once
     tokens     of prompts that may wait for their prefill at once
+    bytes      of media that may wait with them
     answers    choices whose answers may be under way, those included that only wait for their reader
     """
 
@@ -40,6 +41,7 @@ class AdmissionControl:
     choices: int
     tokens: int
     answers: int
+    bytes: int = 1 << 40
     _reserved: int = 0
     _open_answers: int = 0
     _turn: int = 0  # the latest
@@ -57,6 +59,11 @@ class AdmissionControl:
             self._waiting.popleft()
         return sum(ticket.tokens for ticket in self._waiting if ticket.waits)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of their media."""
+        return sum(ticket.bytes for ticket in self._waiting if ticket.waits)
+
     def enter(self, client: str) -> "AdmissionTicket":
         """A ticket for one answer. Overloaded: every choice is taken, and nobody would give way."""
         if self.taken >= self.choices and self._last_of_greediest(client, 1) is None:
@@ -64,10 +71,10 @@ class AdmissionControl:
         self._claim(0, 1)
         return AdmissionTicket(self, client)
 
-    async def make_room(self, client: str, choices: int, tokens: int) -> None:
+    async def make_room(self, client: str, choices: int, tokens: int, media: int) -> None:
         """Have others give way, one by one, until there is room, nobody has more, or GIVE_WAY_S are over."""
         ends = time.monotonic() + GIVE_WAY_S
-        while self._refusal(choices, tokens) and (ticket := self._last_of_greediest(client, choices)) is not None:
+        while self._refusal(choices, tokens, media) and (ticket := self._last_of_greediest(client, choices)) is not None:
             before = self.taken
             ticket.give_way()
             while self.taken >= before and time.monotonic() < ends:  # noqa: ASYNC110 - the core has no event for it
@@ -86,10 +93,12 @@ class AdmissionControl:
             return None
         return next((ticket for ticket in reversed(waiting) if ticket.client == greediest and ticket.may_give_way), None)
 
-    def _refusal(self, choices: int, tokens: int) -> str | None:
-        waiting = self.waiting_tokens
+    def _refusal(self, choices: int, tokens: int, media: int) -> str | None:
+        waiting, held = self.waiting_tokens, self.waiting_bytes
         if waiting and waiting + tokens > self.tokens:
             return f"{waiting} tokens of prompts are waiting already; please try again shortly."
+        if media and held and held + media > self.bytes:
+            return f"{held} bytes of images and videos are waiting already; please try again shortly."
         return FULL if self.taken + choices > self.choices else None
 
     def _claim(self, choices: int, answers: int) -> None:
@@ -98,8 +107,8 @@ class AdmissionControl:
         self._reserved += choices
         self._open_answers += answers
 
-    def _queue(self, ticket: "AdmissionTicket", tokens: int, choices: int, answers: int) -> None:
-        if refusal := self._refusal(choices, tokens):
+    def _queue(self, ticket: "AdmissionTicket", tokens: int, media: int, choices: int, answers: int) -> None:
+        if refusal := self._refusal(choices, tokens, media):
             raise Overloaded(refusal)
         self._claim(choices, answers)
         ticket.turn = self._next_turn(ticket.client)
@@ -122,7 +131,7 @@ class AdmissionTicket:
 
     def __init__(self, admission: AdmissionControl, client: str) -> None:
         self.client = client
-        self.tokens = self.choices = self.turn = 0
+        self.tokens = self.bytes = self.choices = self.turn = 0
         self._admission = admission
         self._reserved, self._answers = 0, 1
         self._clocks: Sequence[Clock | None] = ()
@@ -141,12 +150,13 @@ class AdmissionTicket:
         """The engine has it, and has begun with no choice of it."""
         return self._refuse is not None and all(clock is not None and clock.scheduled is None for clock in self._clocks)
 
-    def settle(self, choices: int, tokens: int) -> None:
-        """What it costs, once: `tokens` of prompts, all choices together. Overloaded: it does not fit, and nothing is taken."""
+    def settle(self, choices: int, tokens: int, media: int = 0) -> None:
+        """What it costs, once: `tokens` of prompts and bytes of `media`, all choices together. Overloaded: it does not fit, and
+        nothing is taken."""
         assert not self._reserved, "it has been settled"
-        self._admission._queue(self, tokens, choices, choices - self._answers)
+        self._admission._queue(self, tokens, media, choices, choices - self._answers)
         self._reserved = self._answers = self.choices = choices
-        self.tokens = tokens
+        self.tokens, self.bytes = tokens, media
 
     def submitted(self, clocks: Sequence[Clock | None], refuse: Callable[[], None]) -> None:
         """The engine has its choices now, and counts them. `refuse` has it give way."""

@@ -10,6 +10,7 @@ all streams before the first is written (DeltaReader), so that the ingress wakes
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
@@ -44,6 +45,7 @@ class CompletionResponse(Response):
         self._job = job
         self._format = form
         self._streams = stream
+        self._media_tokens = job.media_tokens
         self._generations: list[Generation] = []
         self._tokens = 0
         self._begun = self._started = False
@@ -103,6 +105,7 @@ class CompletionResponse(Response):
             generation = self._service.start(self._job, choice)
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
+        self._job = replace(self._job, media=())  # the engine's now: they are large
         if self._record.ticket is not None:
             self._record.ticket.submitted(self._record.clocks, partial(self._refuse, "has given way to other clients'"))
 
@@ -171,8 +174,7 @@ class CompletionResponse(Response):
         cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
         accepted, rejected = (sum(getattr(one, name) for one in self._generations) for name in ("accepted", "rejected"))
-        media = self._job.media_tokens
-        return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, media, accepted, rejected)
+        return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._media_tokens, accepted, rejected)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""

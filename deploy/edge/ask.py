@@ -26,6 +26,11 @@ class Media:
     url: str
     budget: int | None = None
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether it has to be fetched."""
+        return self.url[:5].lower() != "data:"
+
 
 Part = Text | Media  # what a content may consist of; each API has one function from a part's JSON to it
 

@@ -62,6 +62,18 @@ class MediaSettings(msgspec.Struct, frozen=True):
     ] = 1120
     pixels: Annotated[int, Meta(ge=1 << 16, le=1 << 28, description="pixels of an image, before it is resized")] = 25_000_000
     audio_seconds: Annotated[float, Meta(gt=0, le=1000, description="seconds of a clip")] = 900.0
+    waiting_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="bytes of decoded media that may wait for their prefill; one request always may")
+    ] = 2 << 30
+    fetch: Annotated[
+        tuple[str, ...],
+        Meta(
+            description='hosts that media are fetched from by http(s), besides data: URLs; "*": any at a public address, while a '
+            "host that is named may be inside"
+        ),
+    ] = ()
+    fetch_bytes: Annotated[int, Meta(ge=1024, le=1 << 28, description="bytes of a file that is fetched")] = 24 << 20
+    fetch_timeout_s: Annotated[Seconds, Meta(description="time to fetch one, redirects included")] = 10.0
 
 
 class KeySettings(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """What a request is to the engine: its prompt's tokens, its sampling, the grammar of its reply, each within the limits."""
 
+import asyncio
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams
 
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
+DECODED_AT_ONCE = 16  # requests whose media are on their way; each may have a message's worth of bytes
 MAX_CHOICES = 64  # of a request, all its prompts together
 CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
 COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
@@ -49,6 +51,7 @@ class JobBuilder:
         self._pool = pool
         self._grammars = grammars
         self.side_pool = SidePool()
+        self._decoding = {remote: asyncio.Semaphore(DECODED_AT_ONCE) for remote in (False, True)}  # who waits for servers, apart
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is served here, or none is named."""
@@ -99,8 +102,11 @@ class JobBuilder:
 
     async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
         with _naming(key):
+            if not chat.media:
+                return []
             settings = self.settings
-            return await read_media(chat, settings.media_kinds, settings.media, self.side_pool, settings.row_samples)
+            async with self._decoding[any(part.is_remote for part in chat.media)]:
+                return await read_media(chat, settings.media_kinds, settings.media, self.side_pool, settings.row_samples)
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
         """Without its grammar; takes a while."""

@@ -153,8 +153,9 @@ async def _answer(
     client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
     job = service.with_priority(job, parsed.ask, client)
     choices, tokens = len(job.params), job.choices_each * job.prompt_tokens
-    await service.admission.make_room(ticket.client, choices, tokens)
-    ticket.settle(choices, tokens)
+    media = choices * sum(len(item.data) for item in job.media)
+    await service.admission.make_room(ticket.client, choices, tokens, media)
+    ticket.settle(choices, tokens, media)
     job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)
     return CompletionResponse(service, job, parsed.format(service.model), stream=parsed.ask.stream, media_type=parsed.media_type)
 

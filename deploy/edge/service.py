@@ -68,8 +68,8 @@ class Service:
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
         self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars or GrammarCheck(lambda: vocabulary_of(self.text)))
-        answers = ANSWERS_PER_CHOICE * settings.capacity
-        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers)
+        most, answers = settings.media.waiting_bytes, ANSWERS_PER_CHOICE * settings.capacity
+        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers, most)
         self.idle = asyncio.Event()
         self.idle.set()
 

@@ -11,11 +11,12 @@ import msgspec
 from deploy.edge.ask import ChatPrompt, Media
 from deploy.edge.edge_settings import MediaSettings
 from deploy.edge.media.side_pool import SidePool
-from deploy.edge.media.tasks import DecodeTask, Prepared
+from deploy.edge.media.tasks import DecodeTask, Fetch, Prepared
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
-from engine.protocol import MediaItem, MediaKind
+from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
 
+MEDIA_BYTES = MAX_MESSAGE_BYTES - (8 << 20)  # of a request; the rest of its message is for the prompt
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
 
@@ -33,31 +34,39 @@ async def read_media(
         if part.kind not in kinds:
             raise _wrong(f"this model reads no {_PLURALS[part.kind]}")
     limits = DecodeTask(
-        max_soft_tokens=settings.max_soft_tokens, pixels=settings.pixels, seconds=settings.audio_seconds, row_samples=row_samples
+        fetch=Fetch(settings.fetch, settings.fetch_bytes, settings.fetch_timeout_s),
+        max_soft_tokens=settings.max_soft_tokens,
+        pixels=settings.pixels,
+        seconds=settings.audio_seconds,
+        row_samples=row_samples,
     )
     prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {at}") for at, part in enumerate(media, 1))
     tasks = [asyncio.ensure_future(one) for one in prepared]
     try:
-        return await asyncio.gather(*tasks)
+        read = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+    if (size := sum(len(one.data) for one in read)) > MEDIA_BYTES:
+        raise _wrong(f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer")
+    return read
 
 
 async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: SidePool, name: str) -> Prepared:
-    begin = part.url.find(",") + 1
+    begin = 0 if part.is_remote else part.url.find(",") + 1
     head = part.url[:begin].lower()
     try:
-        if not head.endswith(";base64,"):
-            raise InvalidRequest("only data: URLs in base64 are read")
+        if not part.is_remote and not head.endswith(";base64,"):
+            raise InvalidRequest("of data: URLs only those in base64 are read")
         task = msgspec.structs.replace(
             limits,
             kind=part.kind,
             media_type=head[len("data:") :].partition(";")[0],
+            fetch=limits.fetch if part.is_remote else None,
             budget=budget or part.budget,
         )
-        work = partial(_run, pool, task, part.url, begin)
-        return await asyncio.get_running_loop().run_in_executor(pool.threads, work)
+        threads = pool.fetchers if part.is_remote else pool.decoders
+        return await asyncio.get_running_loop().run_in_executor(threads, partial(_run, pool, task, part.url, begin))
     except InvalidRequest as error:
         raise _wrong(f"{name}: {error}") from error
 

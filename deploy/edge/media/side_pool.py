@@ -12,7 +12,8 @@ from deploy.edge.media.tasks import BEGUN, LENGTH, Prepared, Refused, Task, deco
 from engine.errors import InvalidRequest, Overloaded
 
 ROOT = Path(__file__).resolve().parents[3]
-WORKERS = 4  # tasks at once; the others wait
+WORKERS = min(8, os.cpu_count() or 1)  # tasks at once; the others wait
+FETCHERS = 16  # that wait for other servers, most of the time
 _CHUNK = 1 << 20
 
 
@@ -20,7 +21,8 @@ class SidePool:
     """Its side process starts with the first task, or by `start`, and is started again where it has ended."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="media")
+        self.decoders = ThreadPoolExecutor(WORKERS, thread_name_prefix="media")
+        self.fetchers = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -42,7 +44,7 @@ class SidePool:
         if not answer.startswith(BEGUN):
             raise Overloaded("The process that decodes has ended; please try again shortly.")
         if answer == BEGUN:
-            raise InvalidRequest("it takes too much time or memory to decode")
+            raise InvalidRequest("it takes too much time or memory to fetch or decode")
         decoded = decode_answer(memoryview(answer)[len(BEGUN) :])
         if isinstance(decoded, Refused):
             raise InvalidRequest(decoded.why)
@@ -57,7 +59,8 @@ class SidePool:
         """No more of it."""
         with self._lock:
             self._end()
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.decoders.shutdown(wait=False, cancel_futures=True)
+        self.fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _hand_over(self, connection: socket.socket) -> None:
         with self._lock:

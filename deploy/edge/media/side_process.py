@@ -22,14 +22,20 @@ import numpy as np
 from PIL import Image
 
 from deploy.edge.media.clips import prepare_audio
+from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
-from deploy.edge.media.tasks import BEGUN, LENGTH, DecodeTask, Prepared, Refused, decode_task, encode
+from deploy.edge.media.tasks import BEGUN, FRAMES_TYPE, LENGTH, DecodeTask, Prepared, Refused, decode_task, encode
+from deploy.edge.media.videos import prepare_video
 from engine.errors import InvalidRequest
 from engine.front.audio_features import RATE, log_mels
 
 CPU_S = 2
 MEMORY_BYTES = 448 << 20  # beside what the libraries take
-_PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {"image": prepare_image, "audio": prepare_audio}
+_PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {
+    "image": prepare_image,
+    "video": prepare_video,
+    "audio": prepare_audio,
+}
 
 
 def main() -> None:
@@ -72,7 +78,7 @@ def _serve(connection: socket.socket) -> None:
 def _answer(message: bytes, source: bytes) -> Prepared | Refused:
     try:
         task = decode_task(message)
-        return _PREPARERS[task.kind](task, base64.b64decode(source) if task.encoded else source)
+        return _PREPARERS[task.kind](task, _data(task, source))
     except InvalidRequest as error:
         return Refused(str(error))
     except MemoryError:
@@ -81,10 +87,16 @@ def _answer(message: bytes, source: bytes) -> Prepared | Refused:
         return Refused(f"it cannot be decoded: {error}")
 
 
+def _data(task: DecodeTask, source: bytes) -> bytes:
+    if task.fetch is not None:
+        return fetched(source.decode(), task.fetch)
+    return source if task.media_type == FRAMES_TYPE else base64.b64decode(source)
+
+
 def _data_bytes() -> int:
-    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, "the kernel says what a process has"
-    return int(found[1]) << 10
+    line = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert line is not None, "the kernel says what a process has"
+    return int(line[1]) << 10
 
 
 if __name__ == "__main__":

@@ -10,11 +10,20 @@ import msgspec
 
 from engine.protocol import MediaKind
 
+FRAMES_TYPE = "video/jpeg"  # frames in base64, with commas between them
 BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
 
 
+class Fetch(msgspec.Struct, frozen=True):
+    """By what rules a URL is fetched: from `hosts`, or from any where one is "*", so many bytes, in so long."""
+
+    hosts: tuple[str, ...]
+    most_bytes: int
+    timeout_s: float
+
+
 class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode a source (base64 where `encoded`) of a media type, and make of it what the encoder gets.
+    """Decode a source, base64 of a media type or with `fetch` a URL, and make of it what the encoder gets.
 
     `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `pixels`: of an image, and
     of a video's frames together; `frames` of a video are looked at. `seconds`: of audio at most; `row_samples`: of each
@@ -23,7 +32,7 @@ class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: MediaKind = "image"
     media_type: str = ""
-    encoded: bool = True
+    fetch: Fetch | None = None
     budget: int | None = None
     max_soft_tokens: int = 1120
     pixels: int = 1 << 25

@@ -103,6 +103,19 @@ def test_a_long_prompt_may_wait_alone() -> None:
     later.settle(1, 1)
 
 
+def test_media_that_wait_are_bounded_in_bytes() -> None:
+    """One request's always may, beside others only what fits; when it has begun there is room."""
+    admission = AdmissionControl(ReadyEngine(), choices=20, tokens=500, answers=40, bytes=1000)
+    large, other, text = (admission.enter("a") for _ in range(3))
+    large.settle(1, 10, 5000)
+    with pytest.raises(Overloaded, match="5000 bytes of images"):
+        other.settle(1, 10, 1)
+    text.settle(1, 10)
+    clock = Clock(0.0, scheduled=1.0)
+    large.submitted([clock], lambda: None)
+    other.settle(1, 10, 1)
+
+
 def served_in_turn(arrivals: list[tuple[int, str]], slots: int, *, fault: bool = False) -> list[tuple[int, str, int]]:
     """(began, client, came) of each request, which keeps a slot for 10 ticks; `fault`: in order of arrival, whoever asks."""
     engine = ReadyEngine()

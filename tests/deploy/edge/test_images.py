@@ -1,6 +1,7 @@
-"""Images over HTTP: what each API's part becomes in the engine's request, and what is refused."""
+"""Images and videos over HTTP: what each API's part becomes in the engine's request, and what is refused."""
 
 import base64
+import gc
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 
 from deploy.edge.edge_settings import MediaSettings
 from engine.errors import InvalidRequest
+from engine.front.generation import Job
 from engine.front.text import expanded
 from engine.protocol import GenerateRequest
 from tests.conftest import Nano
@@ -210,3 +212,47 @@ def test_the_side_process_is_started_again(edge: Edge) -> None:
     process.kill()
     process.wait()
     assert asked(edge, [image_url(BLUE)]).media
+
+
+def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine could not be sent is refused with advice."""
+    monkeypatch.setattr("deploy.edge.media.media_reader.MEDIA_BYTES", 500_000)
+    assert asked(edge, [image_url(BLUE, detail="low")])
+    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)] * 2}]}
+    reply = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "a lower detail" in reply.json()["error"]["message"]
+
+
+def test_an_answer_keeps_no_media(edge: Edge) -> None:
+    """Once the engine has them, the edge lets go: while an answer streams, none of its rasters is left."""
+    edge.reset()
+    edge.core.forever, edge.core.delay_s = True, 0.02
+    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}], "stream": True}
+    with httpx.stream("POST", f"{edge.url}{CHAT}", json=body, timeout=60) as reply:
+        next(reply.iter_raw())
+        size = len(edge.core.requests[-1].media[0].data)
+        edge.core.requests.clear()
+        left = edge.on_loop(lambda: [one for one in gc.get_objects() if type(one) is Job and one.media])
+    edge.reset()
+    assert (size, left) == (480 * 288 * 3, [])
+
+
+@pytest.mark.parametrize("kind", ["image/gif", "video/jpeg"])
+def test_a_videos_frames_are_spans_of_one_item(edge: Edge, kind: str) -> None:
+    """With its times as text between them; the usage counts its soft tokens alone."""
+    frames = [Image.new("RGB", (160, 90), colour) for colour in ("red", "lime", "blue")]
+    listed = ",".join(base64.b64encode(saved(frame, "JPEG")).decode() for frame in frames)
+    url = f"data:{kind};base64,{listed}" if kind == "video/jpeg" else data_url(
+        saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=1000), kind
+    )
+    body = {"model": "nano", "messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}
+    usage = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60).json()["usage"]
+    request = edge.core.requests[-1]
+    [item] = request.media
+    rows, columns = item.shape[1] // 48, item.shape[2] // 48
+    assert (item.kind, item.shape[0], [end - begin for begin, end in item.spans]) == ("video", 3, [rows * columns] * 3)
+    assert (item.first, item.end) == (item.spans[0][0], item.spans[-1][1])
+    between = edge.text.decode(list(request.tokens[item.spans[0][1] : item.spans[1][0]]), skip_special_tokens=False)
+    assert between == f"<image|> 00:0{1 if kind == 'image/gif' else 0} <|image>"
+    assert usage["prompt_tokens_details"]["video_tokens"] == 3 * rows * columns

@@ -1,0 +1,90 @@
+"""Fetches a medium by http(s), from hosts that the settings name, and never from an address inside.
+
+    URL -> host is allowed -> its addresses are public -> connect to the one that was looked at -> redirect: from the start
+
+A name may resolve to another address a moment later: the one that was checked is connected to. Runs in a side process, which its
+alarm ends whatever it waits for.
+"""
+
+import http.client
+import ipaddress
+import signal
+import socket
+import ssl
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from deploy.edge.media.tasks import Fetch
+from engine.errors import InvalidRequest
+
+REDIRECTS = 3
+_HEADERS = {"User-Agent": "quartet", "Accept": "image/*, video/*", "Accept-Encoding": "identity", "Connection": "close"}
+# Addresses in which one of IPv4 hides, which may be any.
+_TUNNELS = [ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16")]
+
+
+def fetched(url: str, rules: Fetch) -> bytes:
+    """What is there. InvalidRequest."""
+    signal.setitimer(signal.ITIMER_REAL, rules.timeout_s)
+    try:
+        for _ in range(1 + REDIRECTS):
+            answer = _get(_checked(url, rules), rules)
+            if isinstance(answer, bytes):
+                return answer
+            url = urljoin(url, answer)
+    except (OSError, http.client.HTTPException) as error:
+        raise InvalidRequest(f"it cannot be fetched: {error}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    raise InvalidRequest(f"it cannot be fetched: more than {REDIRECTS} redirects")
+
+
+def _checked(url: str, rules: Fetch) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise InvalidRequest(f"its URL is none: {error}") from None
+    if parts.scheme not in ("http", "https") or not host or parts.username is not None:
+        raise InvalidRequest("its URL is not http(s)://HOST/...")
+    if host not in rules.hosts and "*" not in rules.hosts:
+        raise InvalidRequest(f"nothing is fetched from {host[:100]!r} here (media.fetch); send it as a data: URL")
+    return parts
+
+
+def _get(parts: SplitResult, rules: Fetch) -> bytes | str:
+    """What is there, or where it is said to be."""
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    connection = http.client.HTTPConnection(host, port)
+    connection.sock = socket.create_connection((_address(host, port, rules), port))
+    try:
+        if parts.scheme == "https":
+            connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("GET", target, headers=_HEADERS | {"Host": parts.netloc})
+        reply = connection.getresponse()
+        if reply.status in (301, 302, 303, 307, 308):
+            return reply.headers.get("Location", "")
+        if reply.status != http.HTTPStatus.OK:
+            raise InvalidRequest(f"it cannot be fetched: its server answers {reply.status}")
+        data = reply.read(rules.most_bytes + 1)
+    finally:
+        connection.close()
+    if len(data) > rules.most_bytes:
+        raise InvalidRequest(f"it is larger than {rules.most_bytes} bytes")
+    return data
+
+
+def _address(host: str, port: int, rules: Fetch) -> str:
+    """Of a host that is named in the rules any, of another one that is public."""
+    addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    if host not in rules.hosts and not all(map(is_public, addresses)):
+        raise InvalidRequest(f"nothing is fetched from {host[:100]!r}: its address is not public")
+    return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Whether it is an address of the Internet, and none of this machine, this network or a tunnel to them."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _TUNNELS)
