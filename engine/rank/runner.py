@@ -12,7 +12,7 @@ memory for the copy out.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -140,23 +140,30 @@ class Runner:
         if beside:  # no plan's chunks fit all sizes
             self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
         for mixed in beside:
-            for name in SAMPLERS:
-                graphs.warm(partial(self._repeat_mixed, mixed, name))
-            state = graphs.capture("forward", mixed, partial(self.forward_stage.mixed, mixed, plan))
-            for name in SAMPLERS:
-                graphs.capture(name, mixed, partial(self._sampled, name, plan, *state))
-        for rows in sorted(sizes, reverse=True):
-            for width in reversed(self._widths):
-                for name in SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
-                    graphs.warm(partial(self.repeat, rows, name, width))
-                state = graphs.capture("forward", rows, partial(self.forward_stage.decode, rows, plan, width), width)
-                for name in SAMPLERS:
-                    graphs.capture(name, rows, partial(self._sampled, name, plan, *state), width)
+            run = partial(self.forward_stage.mixed, mixed, plan)
+            self._capture_step(graphs, mixed, 1, run, partial(self._repeat_mixed, mixed))
+        for rows, width in product(sorted(sizes, reverse=True), reversed(self._widths)):
+            run = partial(self.forward_stage.decode, rows, plan, width)
+            self._capture_step(graphs, rows, width, run, partial(self.repeat, rows, width=width))
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(sizes, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
         torch.cuda.synchronize(self._device)
         return graphs
+
+    def _capture_step(
+        self,
+        graphs: StageGraphs,
+        sizes: int | MixedSizes,
+        width: int,
+        forward: Callable[[], tuple[ForwardBatch, Tensor]],
+        repeat: Callable[[str], None],
+    ) -> None:
+        for name in SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
+            graphs.warm(partial(repeat, name))
+        state = graphs.capture("forward", sizes, forward, width)
+        for name in SAMPLERS:
+            graphs.capture(name, sizes, partial(self._sampled, name, self._inputs.plan, *state), width)
 
     @torch.inference_mode()
     def repeat(self, rows: int, sampler: str = "argmax", width: int = 1) -> None:

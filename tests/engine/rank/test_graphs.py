@@ -33,9 +33,6 @@ class Rerun:
         self.stages: dict[tuple[str, Any, int], tuple[Callable[[], Any], Any]] = {}
         self.replayed: set[tuple[str, Any, int]] = set()
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.stages
-
     def warm(self, run: Callable[[], object]) -> None:
         run()
 
