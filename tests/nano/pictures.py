@@ -16,19 +16,12 @@ COLOURS = {
 GROUNDS = ((255, 255, 255), (235, 235, 235), (20, 20, 20), (120, 120, 120))
 SHAPES = ("square", "circle", "triangle", "cross", "diamond")
 THINGS = (*SHAPES, *"0123456789")
-_SIZES = (48, 64, 96, 128, 192, 320)  # of the shorter side
-_ASPECTS = (1.0, 1.0, 1.0, 4 / 3, 3 / 4, 16 / 9)
+_SIZES = (64, 96, 128, 192, 256)  # of the shorter side
+_ASPECTS = (1.0, 1.0, 1.0, 4 / 3, 3 / 4)
 _QUESTIONS = {
-    "colour": (
-        "What colour is the {0}?",
-        "What colour is it?",
-        "Which colour do you see?",
-        "What color is the {0}?",
-        "What color is it?",
-    ),
-    "shape": ("Which shape do you see?", "What shape is it?", "Which shape is in the picture?"),
-    "digit": ("Which digit do you see?", "What digit is it?", "Which digit is in the picture?"),
-    "whole": ("What do you see?", "What is in the picture?", "What is this?"),
+    "colour": ("What colour is it?", "What colour is the {0}?"),
+    "shape": ("Which shape do you see?", "What shape is it?"),
+    "digit": ("Which digit do you see?", "What digit is it?"),
 }
 
 
@@ -52,21 +45,19 @@ def size(rng: random.Random) -> tuple[int, int]:
 
 def draw(rng: random.Random, width: int, height: int) -> Picture:
     """Any of them."""
-    colour, thing, skill = rng.choice(list(COLOURS)), rng.choice(THINGS), rng.choice(("colour", "what", "whole"))
+    colour, thing = rng.choice(list(COLOURS)), rng.choice(THINGS)
     noun = "digit" if thing.isdigit() else thing
-    if skill == "what":
-        skill = "digit" if thing.isdigit() else "shape"
-    whole = f"{'an' if colour == 'orange' else 'a'} {colour} {thing}"
-    answer = {"colour": colour, "whole": whole}.get(skill, thing)
+    skill = rng.choice(("colour", "digit" if thing.isdigit() else "shape"))
+    answer = colour if skill == "colour" else thing
     question = rng.choice(_QUESTIONS[skill]).format(noun)
     return Picture(paint(rng, width, height, colour, thing), colour, thing, question, answer, skill)
 
 
 def paint(rng: random.Random, width: int, height: int, colour: str, thing: str) -> Image.Image:
-    """The thing fills about 50 to 85 hundredths of the shorter side."""
+    """The thing fills about 60 to 85 hundredths of the shorter side."""
     image = Image.new("RGB", (width, height), _near(rng, rng.choice(GROUNDS), 10))
-    half = min(width, height) * rng.uniform(0.5, 0.85) / 2
-    x, y = (rng.uniform(half, side - half) * 0.5 + side / 4 for side in (width, height))
+    half = min(width, height) * rng.uniform(0.6, 0.85) / 2
+    x, y = (side / 2 + rng.uniform(-0.3, 0.3) * (side / 2 - half) for side in (width, height))
     pen, ink = ImageDraw.Draw(image), _near(rng, COLOURS[colour], 20)
     if thing.isdigit():
         font = ImageFont.load_default(size=2.4 * half)
