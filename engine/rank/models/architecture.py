@@ -16,6 +16,7 @@ from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
 from engine.rank.parallel import Parallel
+from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox
 
 
@@ -56,11 +57,19 @@ class Model(Shard, ABC):
 
 
 class MediaEncoder(Shard, ABC):
-    """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings."""
+    """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings. `out`: the last
+    product, whose `width` is that of the embeddings."""
+
+    out: Weight
+
+    @property
+    def width(self) -> int:
+        """Of its rows."""
+        return self.out.shape[0]
 
     @abstractmethod
     def inputs(self, data: Tensor) -> list[Tensor]:
-        """An item's data on the device, as `MediaItem` has it -> what is encoded by itself: a picture, or each frame of a video."""
+        """An item's data, as `MediaItem` has it -> what is encoded by itself: a picture, or each frame of a video."""
 
     @abstractmethod
     def rows(self, one: Tensor) -> int:

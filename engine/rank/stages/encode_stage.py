@@ -1,7 +1,7 @@
 """Pictures, video and audio become rows in the place of embeddings, before the forward that reads them.
 
     items of a plan --encoders--> rows, of all items in one batch --> held by slot until a chunk has passed the item's end
-                                  cache: rows by digest
+                                  cache: rows by digest               each rank encodes a share of them, and gets all rows
 
 Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
 """
@@ -9,6 +9,7 @@ Outputs belong to a slot until its next admission: a preempted sequence has its 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from engine.plan import PlanView
 from engine.protocol import MediaItem, MediaKind
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
+from engine.rank.parallel import Parallel
 from engine.rank.upload import uploaded
 
 
@@ -34,8 +36,14 @@ class EncodedItem:
 class EncodeStage:
     """A rank's encoders by what they encode, and their outputs. cached: bytes of outputs that are kept by digest."""
 
-    def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, cached: int = ENCODER_CACHE_BYTES) -> None:
-        self._encoders, self._device, self._most = encoders, device, cached
+    def __init__(
+        self,
+        encoders: Mapping[MediaKind, MediaEncoder],
+        device: torch.device,
+        parallel: Parallel,
+        cached: int = ENCODER_CACHE_BYTES,
+    ) -> None:
+        self._encoders, self._device, self._parallel, self._most = encoders, device, parallel, cached
         self._encoded: list[EncodedItem] = []  # of the next plan, in the order of its encodes
         self._held: dict[int, list[EncodedItem]] = {}
         self._cache: OrderedDict[tuple[bytes, tuple[int, ...]], Tensor] = OrderedDict()
@@ -88,13 +96,25 @@ class EncodeStage:
         """Rows of each item, in memory of its own."""
         if not items:
             return []
-        inputs = [one for item in items for one in encoder.inputs(self._uploaded(item))]
-        encoded = torch.cat([encoder(batch) for batch in batches(encoder, inputs)])
+        encoded = self._rows(encoder, [one for item in items for one in encoder.inputs(_data(item))])
         return [rows.clone() for rows in encoded.split([len(_positions(item)) for item in items])]
 
-    def _uploaded(self, item: MediaItem) -> Tensor:
-        data = np.frombuffer(item.data, np.float32 if item.kind == "audio" else np.uint8).reshape(item.shape)
-        return uploaded(torch.from_numpy(data.copy()), self._device)
+    def _rows(self, encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Tensor:
+        """The rows of inputs that lie on the host, in order. Several are shared out: runs of about as many rows."""
+        rows = [encoder.rows(one) for one in inputs]
+        ranks = min(self._parallel.size, len(inputs))
+        owners = [(2 * end - count) * ranks // (2 * sum(rows)) for end, count in zip(accumulate(rows), rows, strict=True)]
+        own = self._parallel.rank if ranks > 1 else 0
+        mine = [uploaded(one, self._device) for one, owner in zip(inputs, owners, strict=True) if owner == own]
+        parts = [encoder(batch) for batch in batches(encoder, mine)]
+        if ranks == 1:
+            return torch.cat(parts)
+        counts = np.bincount(owners, rows, self._parallel.size).astype(int).tolist()
+        padded = torch.zeros((max(counts), encoder.width), dtype=encoder.dtype, device=self._device)
+        if parts:
+            padded[: counts[own]] = torch.cat(parts)
+        gathered = self._parallel.all_gather(padded).view(max(counts), -1, encoder.width)
+        return torch.cat([gathered[:count, rank] for rank, count in enumerate(counts)])
 
     def _keep(self, key: tuple[bytes, tuple[int, ...]], rows: Tensor) -> None:
         """Put rows into the cache, as the newest; the oldest go."""
@@ -110,6 +130,8 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
     """Runs of inputs that give at most ENCODER_ROWS rows, or of one."""
     batch: list[Tensor] = []
     rows = 0
+    if not inputs:
+        return
     for one in inputs:
         if batch and rows + encoder.rows(one) > ENCODER_ROWS:
             yield batch
@@ -117,6 +139,12 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
         batch.append(one)
         rows += encoder.rows(one)
     yield batch
+
+
+def _data(item: MediaItem) -> Tensor:
+    """What the encoder gets, on the host."""
+    data = np.frombuffer(item.data, np.float32 if item.kind == "audio" else np.uint8)
+    return torch.from_numpy(data.reshape(item.shape).copy())
 
 
 def _positions(item: MediaItem) -> np.ndarray:

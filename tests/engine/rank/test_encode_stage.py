@@ -12,8 +12,10 @@ from engine.plan import Admission, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MediaItem, MediaKind, SamplingParams
 from engine.rank.batch import Chunk
 from engine.rank.models.architecture import MediaEncoder
+from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import encode_stage
 from engine.rank.stages.encode_stage import EncodeStage
+from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
 
@@ -22,6 +24,8 @@ CPU = torch.device("cpu")
 
 class Counting:
     """An encoder whose rows are (mean of the picture's pixels, its height, the row's number)."""
+
+    width, dtype = 3, torch.float32
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -45,11 +49,11 @@ def picture(first: int, shade: int, rows: int = 2, columns: int = 3) -> MediaIte
     return MediaItem(first, rows * columns, digest, ((first, end),), "image", (48 * rows, 48 * columns, 3), data)
 
 
-def stage_of(cached: int = 1 << 20) -> tuple[EncodeStage, list[int]]:
+def stage_of(cached: int = 1 << 20, parallel: Parallel = Single()) -> tuple[EncodeStage, list[int]]:  # noqa: B008 (it has no state)
     """A stage, and the sizes of its encoder's batches."""
     encoder = Counting()
     kinds: tuple[MediaKind, ...] = ("image", "video")
-    return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, cached), encoder.calls
+    return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, cached), encoder.calls
 
 
 def plan_of(items: Sequence[MediaItem], slots: Sequence[int], admitted: Sequence[int] = ()) -> PlanView:
@@ -90,6 +94,26 @@ def test_how_often_encoders_run(monkeypatch: pytest.MonkeyPatch, items: list[Med
     found = rows(stage, Chunk(0, 0, 200, 0))
     shades = {item.first + row: (float(item.data[0]), item.shape[0], row) for item in items for row in range(item.length)}
     assert dict(found) == shades
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_ranks_share_pictures(count: int) -> None:
+    """Each picture is encoded by one rank of three, but a single one by all; every rank has the rows of all, in order."""
+    items = [picture(20 * at, at, 2, 2 + at % 2) for at in range(count)]
+    alone, _ = stage_of()
+    encode(alone, items)
+    right = rows(alone, Chunk(0, 0, 200, 0))
+
+    def on_thread(parallel: ThreadParallel) -> tuple[object, int]:
+        stage, calls = stage_of(parallel=parallel)
+        encode(stage, items)
+        return rows(stage, Chunk(0, 0, 200, 0)), sum(calls)
+
+    found = run_ranks(3, on_thread)
+    assert [one for one, _ in found] == [right] * 3
+    encoded = [calls for _, calls in found]
+    assert encoded == [1] * 3 if count == 1 else sum(encoded) == count
+    assert max(encoded) <= max(1, -(-count // 2))
 
 
 def test_rows_follow_chunks() -> None:
