@@ -1,6 +1,5 @@
 """WAV files, PCM of 8 to 32 bits or floats: mixed to one channel, resampled to 16 kHz, bounded before anything is decoded."""
 
-import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,21 +36,28 @@ def read_wav(file: bytes, most_seconds: float) -> Array:
     wav = _header(file)
     if (seconds := wav.count / wav.rate) > most_seconds:
         raise InvalidRequest(f"it has {seconds:.0f} s of audio; at most {most_seconds:g} are read")
-    mono = _decoded(wav).reshape(-1, wav.channels).mean(axis=1, dtype=np.float32)
+    mono: Array = _decoded(wav)
+    if wav.channels > 1:
+        mono = mono.reshape(-1, wav.channels).mean(axis=1, dtype=np.float32)
     if not np.isfinite(mono).all():
         raise InvalidRequest("it has samples that are no numbers")
     return resampled(mono, wav.rate)
 
 
 def resampled(samples: Array, rate: int) -> Array:
-    """Samples at `rate` -> at 16 kHz, as many as begin before their end: what both rates can hold of the spectrum is kept."""
+    """Samples at `rate` -> at 16 kHz, as many as begin before their end: what both rates can hold of the spectrum is kept.
+
+    In blocks of 14 s, each with a second on either side, where what a transform makes of its ends fades away.
+    """
     if rate == RATE:
         return samples
-    up, down = RATE // math.gcd(rate, RATE), rate // math.gcd(rate, RATE)
-    periods = len(samples) // down + 1 + rate // down // 16  # with 1/16 s of silence: the transform sees a ring
-    spectrum = np.fft.rfft(samples, periods * down)
-    longer = np.fft.irfft(spectrum[: periods * up // 2 + 1], periods * up)
-    return (longer[: -(-len(samples) * up // down)] * (up / down)).astype(np.float32)
+    padded, blocks = np.pad(samples, (rate, 16 * rate)), []
+    for first in range(0, len(samples), 14 * rate):
+        spectrum = np.fft.rfft(padded[first : first + 16 * rate])
+        blocks.append(np.fft.irfft(spectrum[: 8 * RATE + 1], 16 * RATE)[RATE:-RATE].astype(np.float32))
+    whole = np.concatenate(blocks)[: -(-len(samples) * RATE // rate)]
+    whole *= RATE / rate
+    return whole
 
 
 def _header(file: bytes) -> _Wav:
@@ -89,7 +95,9 @@ def _decoded(wav: _Wav) -> Array:
         shifted = np.zeros((len(raw) // 3, 4), np.uint8)
         shifted[:, 1:] = raw.reshape(-1, 3)
         raw = shifted.view("<i4")[:, 0]
-    if wav.code == _FLOAT:
-        return raw.astype(np.float32)
-    half = {8: 1 << 7, 16: 1 << 15}.get(wav.bits, 1 << 31)
-    return (raw.astype(np.float32) - (half if wav.bits == 8 else 0)) / np.float32(half)
+    samples = raw.astype(np.float32)
+    if wav.code == _PCM:  # in place: a file may be large
+        half = {8: 1 << 7, 16: 1 << 15}.get(wav.bits, 1 << 31)
+        samples -= half if wav.bits == 8 else 0
+        samples /= half
+    return samples
