@@ -72,7 +72,7 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
 def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
     allreduce = SimpleNamespace(failed=False)
-    monkeypatch.setattr(runner, "graphs_of", lambda sizes: None)
+    monkeypatch.setattr(runner, "graphs_of", lambda *_: None)
     monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(allreduce=allreduce))
     runner.capture()
     allreduce.failed = True
