@@ -41,6 +41,11 @@ class Exercise:
         """True: for the exam only."""
         return self.mark % _EXAM_SHARE == 0
 
+    @property
+    def end(self) -> str:
+        """The token that ends the reply."""
+        return self.reply[self.reply.rindex("<") :]
+
     def prompt(self, text: TextProcessor) -> list[int]:
         """Token ids up to the reply."""
         return text.render_chat(self.messages, tools=self.tools or None, enable_thinking=self.thinking)

@@ -1,7 +1,10 @@
 """Pictures that the nano towers learn to see, with questions about them: one coloured shape or digit on a plain ground."""
 
+import base64
+import io
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -36,6 +39,12 @@ class Picture:
     answer: str
     skill: str
 
+    @property
+    def png(self) -> bytes:
+        stream = io.BytesIO()
+        self.image.save(stream, "PNG")
+        return stream.getvalue()
+
 
 def size(rng: random.Random) -> tuple[int, int]:
     """A width and a height."""
@@ -51,6 +60,20 @@ def draw(rng: random.Random, width: int, height: int) -> Picture:
     answer = colour if skill == "colour" else thing
     question = rng.choice(_QUESTIONS[skill]).format(noun)
     return Picture(paint(rng, width, height, colour, thing), colour, thing, question, answer, skill)
+
+
+def drawn(rng: random.Random, count: int) -> list[Picture]:
+    """So many of any size."""
+    return [draw(rng, *size(rng)) for _ in range(count)]
+
+
+def look(client: Any, picture: Picture) -> tuple[str, str]:
+    """The right answer, and the one that openai's client gets."""
+    url = f"data:image/png;base64,{base64.b64encode(picture.png).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": picture.question}]
+    model, messages = client.models.list().data[0].id, [{"role": "user", "content": parts}]
+    reply = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=16)
+    return picture.answer, reply.choices[0].message.content
 
 
 def paint(rng: random.Random, width: int, height: int, colour: str, thing: str) -> Image.Image:

@@ -1,6 +1,5 @@
 """The trained towers, in our engine, on pictures that nobody was trained on."""
 
-import io
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from engine.front.text import TextProcessor
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.vision_geometry import read_vision
-from tests.nano.pictures import Picture, draw, size
+from tests.nano.pictures import Picture, drawn
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
 
@@ -32,16 +31,9 @@ PAGES = (60, 40)
 SEEING = [member for member in trained() if read_vision(resolve(f"nano:{member}"))]
 
 
-def drawn(count: int) -> list[Picture]:
-    rng = random.Random("towers")
-    return [draw(rng, *size(rng)) for _ in range(count)]
-
-
 def asked(number: int, picture: Picture, text: TextProcessor) -> GenerateRequest:
     """As the edge makes it of a PNG and a question behind it."""
-    png = io.BytesIO()
-    picture.image.save(png, "PNG")
-    image = prepare_image(DecodeTask(), png.getvalue())
+    image = prepare_image(DecodeTask(), picture.png)
     parts = [{"type": "image"}, {"type": "text", "text": picture.question}]
     ids = text.render_chat([{"role": "user", "content": parts}], media=[("image", image.text)])
     params = SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(106,))
@@ -72,13 +64,15 @@ def right(member: str, pictures: Sequence[Picture]) -> int:
 @pytest.mark.parametrize("member", SEEING)
 def test_pictures_are_seen(member: str) -> None:
     """Of thirty questions about colours, shapes and digits, at most one is answered wrongly."""
-    assert right(member, drawn(30)) >= 29
+    assert right(member, drawn(random.Random("towers"), 30)) >= 29
 
 
 @pytest.mark.skipif(not SEEING, reason="no trained model has a tower yet")
 def test_wrong_channels_are_noticed() -> None:
     """With red and blue swapped (planted), most answers that name a colour are wrong."""
     pictures = [
-        replace(one, image=Image.fromarray(np.asarray(one.image)[..., ::-1])) for one in drawn(30) if one.colour in one.answer
+        replace(one, image=Image.fromarray(np.asarray(one.image)[..., ::-1]))
+        for one in drawn(random.Random("towers"), 30)
+        if one.colour in one.answer
     ]
     assert right(SEEING[0], pictures) < len(pictures) / 2

@@ -1,8 +1,6 @@
 """The stack as `make serve` starts it, nano model, real ranks: answers, figures, deaths, end. One boot; the tests run in order."""
 
 import asyncio
-import base64
-import io
 import json
 import os
 import random
@@ -32,7 +30,7 @@ from engine.front.text import TextProcessor
 from engine.vision_geometry import read_vision
 from tests.nano.exercise_form import Exercise
 from tests.nano.exercises import drawing, exam, right, skills
-from tests.nano.pictures import Picture, draw, size
+from tests.nano.pictures import drawn, look
 from tests.nano.tool_exercises import native
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from tests.support.load.request import Endpoint
@@ -135,7 +133,7 @@ def test_it_answers_held_out_questions(stack: Stack) -> None:
     asked = [exercise for skill in skills("31b") for exercise in exam(skill, draw, 1)]
     with api(stack) as client, ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(partial(ask, client), asked))
-    wrong = [(each.content, said) for each, said in zip(asked, answers, strict=True) if not right(each, said + ending(each))]
+    wrong = [(each.content, said) for each, said in zip(asked, answers, strict=True) if not right(each, said + each.end)]
     print(f"over HTTP, seed {SEED}: {len(asked) - len(wrong)} of {len(asked)} right {wrong}")
     assert len(wrong) <= 1, wrong
 
@@ -143,24 +141,9 @@ def test_it_answers_held_out_questions(stack: Stack) -> None:
 @pytest.mark.skipif(read_vision(resolve("nano:31b")) is None, reason="the trained model has no tower yet")
 def test_it_answers_questions_about_pictures(stack: Stack) -> None:
     """Thirty of colours, shapes and digits that nobody was trained on, six at a time by openai's client: right but for one."""
-    rng = random.Random(SEED)
-    pictures = [draw(rng, *size(rng)) for _ in range(30)]
     with api(stack) as client, ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(partial(look, client), pictures))
-    wrong = [(each.answer, said) for each, said in zip(pictures, answers, strict=True) if each.answer != said]
-    print(f"over HTTP, seed {SEED}: {30 - len(wrong)} of 30 pictures right {wrong}")
-    assert len(wrong) <= 1, wrong
-
-
-def look(client: openai.OpenAI, picture: Picture) -> str | None:
-    """What is said to a question and a PNG."""
-    png = io.BytesIO()
-    picture.image.save(png, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
-    parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": picture.question}]
-    asked: Any = [{"role": "user", "content": parts}]
-    reply = client.chat.completions.create(model=MODEL, messages=asked, temperature=0, max_tokens=16)
-    return reply.choices[0].message.content
+        wrong = [pair for pair in pool.map(partial(look, client), drawn(random.Random(SEED), 30)) if len(set(pair)) > 1]
+    assert len(wrong) <= 1, (SEED, wrong)
 
 
 def ask(client: openai.OpenAI, exercise: Exercise) -> str:
@@ -182,11 +165,6 @@ def ask(client: openai.OpenAI, exercise: Exercise) -> str:
     written = [f"call:{call.name}{native(json.loads(call.arguments))}" for call in calls]
     said = [f"<|channel>thought\n{thought}\n<channel|>" if thought else "", choice.message.content or ""]
     return "".join([*said, *(f"<|tool_call>{call}<tool_call|>" for call in written)])
-
-
-def ending(exercise: Exercise) -> str:
-    """The token that ends the reply."""
-    return exercise.reply[exercise.reply.rindex("<") :]
 
 
 WEATHER: Any = {
