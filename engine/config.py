@@ -96,7 +96,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
     ] = False
     mtp: Annotated[Mtp, Meta(description="drafts")] = Mtp()
-    graphs: Annotated[bool, Meta(description="on a GPU, decode steps are captured as CUDA graphs and replayed")] = True
+    graphs: Annotated[
+        bool,
+        Meta(description="on a GPU, decode steps and those with up to 512 prompt tokens are captured as CUDA graphs and replayed"),
+    ] = True
     debug_pages: Annotated[
         PageChecks,
         Meta(
