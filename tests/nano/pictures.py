@@ -17,7 +17,7 @@ COLOURS = {
     "orange": (245, 135, 25),
 }
 GROUNDS = ((255, 255, 255), (235, 235, 235), (20, 20, 20), (120, 120, 120))
-SHAPES = ("square", "circle", "triangle", "cross", "diamond")
+SHAPES = ("square", "circle", "cross", "diamond")  # words that the frozen text model can spell
 THINGS = (*SHAPES, *"0123456789")
 _SIZES = (64, 96, 128, 192, 256)  # of the shorter side
 _ASPECTS = (1.0, 1.0, 1.0, 4 / 3, 3 / 4)
@@ -95,7 +95,6 @@ def paint(rng: random.Random, width: int, height: int, colour: str, thing: str) 
 _THIN = 0.3
 _CORNERS = {
     "square": ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
-    "triangle": ((0, -0.95), (1, 0.85), (-1, 0.85)),
     "diamond": ((0, -1), (1, 0), (0, 1), (-1, 0)),
     "cross": (
         *((-_THIN, -1), (_THIN, -1), (_THIN, -_THIN), (1, -_THIN), (1, _THIN), (_THIN, _THIN)),

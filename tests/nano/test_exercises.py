@@ -85,9 +85,10 @@ def test_sums_sorts_and_turns_are_true() -> None:
 
 @pytest.mark.parametrize("member", trained())
 def test_a_trained_checkpoint_is_its_shape(member: str, tmp_path: Path) -> None:
-    """At most 8 MB of bf16 in the builder's own layout; every skill at least 95 %, and none of the exam was seen."""
+    """At most 8 MB of bf16 and a tower of 1.3 MB, in the builder's own layout; every skill at least 95 %, and none of the exam was seen."""
     folder = TRAINED / member
-    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= 8_000_000
+    assert sum(path.stat().st_size for path in folder.glob("model*.safetensors")) <= 8_000_000
+    assert sum(path.stat().st_size for path in folder.glob("vision.safetensors")) <= 1_300_000
     saved = json.loads((folder / "config.json").read_text())
     towers = {name: None for name in ("vision", "audio") if saved[f"{name}_config"] is None}
     shape = replace(SHAPES[member], **towers)
