@@ -7,7 +7,7 @@ query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_p
 
     grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
     CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
-    last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts of all queries, some columns at a time
+    last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts of one query after the other
 """
 
 from dataclasses import dataclass, replace
@@ -18,18 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode import DecodeScratch, decode_reference, row_blocks
-from kernels.grid import cdiv, next_power_of_2
+from kernels.grid import next_power_of_2
 from kernels.launch import enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot
 from kernels.slots import first_page
-from kernels.splitkv import load_run, page_of
+from kernels.splitkv import combine, load_run, page_of
 from kernels.tiles import LARGE_SHARED
 
 MOST_QUERIES = 8
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
-_PROCESSORS = 132  # of an H200
-_MOST_SHARED_OUT = 4
-_RUNS = 2  # of a split at least: all queries' parts are added by one CTA, so that many splits take longer than long ones
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,8 @@ class VerifyTile:
         return 2 * (self.rows * d + held * self.keys * (d + d // self.values)) + 4096
 
 
-def verify_tile(
-    queries: int, d: int, page: int, itemsize: int = 2, shared: int = LARGE_SHARED, ctas: int = _PROCESSORS
-) -> VerifyTile:
-    """The cut for so many queries x heads of a KV head: sums of 64 registers a thread at most, and columns of V shared out where
-    there are few `ctas`, rows x KV heads x splits: the last one then adds fewer. Not measured yet.
+def verify_tile(queries: int, d: int, page: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> VerifyTile:
+    """The cut for so many queries x heads of a KV head: sums of 64 registers a thread at most. Not measured yet.
 
     itemsize: bytes of a number; fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
     """
@@ -61,10 +55,7 @@ def verify_tile(
     if itemsize == 4:
         return VerifyTile(rows, 16, 1, 4, 2)
     warps = 8 if rows >= 64 else 4
-    values = max(1, rows * d // (2048 * warps))
-    while 2 * values * ctas <= _PROCESSORS and 2 * values <= _MOST_SHARED_OUT:
-        values *= 2
-    tile = VerifyTile(rows, min(page, 32), values, warps, 2 if rows >= 64 else 3)
+    tile = VerifyTile(rows, min(page, 32), max(1, rows * d // (2048 * warps)), warps, 2 if rows >= 64 else 3)
     while tile.shared_bytes(d) > shared and (tile.stages > 2 or tile.keys > 16):
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes"
@@ -81,7 +72,6 @@ def verify_attention(
     out: Tensor,
     splits: int,
     tile: VerifyTile | None = None,
-    most: int = 0,
 ) -> None:
     """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
 
@@ -91,9 +81,7 @@ def verify_attention(
               oldest key that the row's first query sees
     positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
     out       [rows * q_len, heads, d] in q's dtype
-    splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `kernels.decode.decode_splits`; no more than
-              give each _RUNS runs
-    most      rows that the launch's variant is chosen for: those of the bucket
+    splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `kernels.decode.decode_splits`
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -107,16 +95,13 @@ def verify_attention(
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
     for x in (q, pool, page_ids, positions, out):
         assert x.is_contiguous(), (x.shape, x.stride())
-    splits = min(splits, cdiv(page_ids.shape[1], _RUNS))
     if tile is None:
-        ctas = max(most, rows) * kv_heads * splits
-        tile = verify_tile(heads // kv_heads * q_len, d, page, pool.element_size(), shared_memory(q), ctas)
+        tile = verify_tile(heads // kv_heads * q_len, d, page, pool.element_size(), shared_memory(q))
     launch(
         verify_kernel, (rows, kv_heads * tile.values, splits),
         q, pool, page_ids, positions, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1],
         HEADS=heads, KV_HEADS=kv_heads, D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, SPLITS=splits,
-        ROWS=tile.rows, KEYS=tile.keys, VALUES=tile.values, ADDED=min(d // tile.values, max(16, 256 * tile.warps // tile.rows)),
-        warps=tile.warps, stages=tile.stages,
+        ROWS=tile.rows, KEYS=tile.keys, VALUES=tile.values, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
@@ -139,7 +124,7 @@ def verify_kernel(
     q: tl.tensor, pool: tl.tensor, page_ids: tl.tensor, positions: tl.tensor, out: tl.tensor, parts: tl.tensor, lse: tl.tensor,
     tickets: tl.tensor, width: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ADDED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys. The last split adds them all."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -204,21 +189,11 @@ def verify_kernel(
         ticket = tickets + (row * KV_HEADS + head) * VALUES + part
         if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
             tl.store(ticket, 0)
-            theirs = lse_at + query * VALUES * HEADS + lane % GROUP
-            peak = tl.full([ROWS], -1e30, tl.float32)
-            for other in tl.static_range(SPLITS):
-                one = tl.load(theirs + other * Q_LEN * VALUES * HEADS, live & (other < done), other=-1e30, cache_modifier=".cg")
-                peak = tl.maximum(peak, one)
-            for first_column in range(0, DV, ADDED):
-                at = line[:, None] + part * DV + first_column + tl.arange(0, ADDED)[None, :]
-                whole = tl.zeros([ROWS], tl.float32)
-                added = tl.zeros([ROWS, ADDED], tl.float32)
-                for other in tl.static_range(SPLITS):
-                    here = live & (other < done)
-                    one = tl.load(theirs + other * Q_LEN * VALUES * HEADS, here, other=-1e30, cache_modifier=".cg")
-                    share = tl.where(here, tl.exp2(one - peak), 0.0)
-                    whole += share
-                    piece = tl.load(parts_at + other * Q_LEN * HEADS * D + at, here[:, None], other=0.0, cache_modifier=".cg")
-                    added += share[:, None] * piece
-                added = added / tl.where(whole > 0, whole, 1.0)[:, None]
-                tl.store(out_at + at, cast(added, out.dtype.element_ty), live[:, None])
+            few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
+            for i in range(Q_LEN):
+                at = (i * HEADS + head * GROUP) * D
+                whole = combine(
+                    lse_at + i * VALUES * HEADS, parts_at + at, columns, done,
+                    Q_LEN * VALUES * HEADS, Q_LEN * HEADS * D, D, GROUP, SPLITS, DV,
+                )  # fmt: skip
+                tl.store(out_at + at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)

@@ -45,16 +45,14 @@ class PagedDecode:
         assert plan is None, plan
         group, settings, pool = self._cache.group, self._settings, self._cache.layer(layer.kv_source)
         pages, rope = block.pages[group.index], block.rope[layer.rope, layer.head_dim]
-        bucket = bisect.bisect_left(settings.buckets, len(pages))
-        splits, tile = self._cuts[bucket]
+        splits, tile = self._cuts[bisect.bisect_left(settings.buckets, len(pages))]
         if block.width == 1:
             reads = qkv, pool, pages, block.positions, rope
             decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, splits, tile)
             return
         q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
         qkv_post(qkv, pool, self._cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
-        out, most = out.view(q.shape), settings.buckets[bucket]
-        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out, splits, most=most)
+        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), splits)
 
 
 class PagedExtend:
