@@ -178,7 +178,8 @@ def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
         if isinstance(value, float) and isinf(value):
             raise msgspec.ValidationError("Expected a finite number")
     except msgspec.ValidationError as error:
-        expected = " or ".join(choices) or str(error).partition(", got ")[0].removeprefix("Expected ").replace("`", "")
+        said = str(error).partition(", got ")[0].removeprefix("Expected ").replace("`", "")
+        expected = " or ".join([*choices, *([said] if "=" in said or not choices else [])])
         wrong.append(f"{key}: expected {expected}, not {given!r:.80}")
         return None
     return value

@@ -19,6 +19,7 @@ from triton.errors import TritonError
 from kernels.accept import DraftInputs, Verified, accept
 from kernels.activation import geglu
 from kernels.adjust import adjust, count_accepted
+from kernels.axial_rope import head_norm, norm_axial_rope
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import choose_best, local_best
@@ -35,6 +36,7 @@ from kernels.linear import linear, linear_geglu, linear_gelu_mul
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post
+from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
@@ -196,6 +198,18 @@ def _qkv_post(draw: RandomInputs) -> Outputs:
     raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.floats(4, 2 * pairs, dtype=torch.float32)
     qkv_post(raw, pool, *rows, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
     return q, pool
+
+
+def _axial_rope(draw: RandomInputs) -> Outputs:
+    """Heads of 24, turned and not."""
+    x, cos, sin = draw.floats(5, 3, 24), draw.floats(5, 12, dtype=torch.float32), draw.floats(5, 12, dtype=torch.float32)
+    return norm_axial_rope(x, draw.floats(24), cos, sin, _EPS), head_norm(x, _EPS)
+
+
+def _ragged(draw: RandomInputs) -> Outputs:
+    """Two pictures, of one row and of many; heads of 16 and a rest of 8."""
+    q, k, v = (draw.floats(40, 2, 24, scale=24**-0.25) for _ in range(3))
+    return (ragged_attention(q, k, v, draw.ints(0, 1, 40), 39),)
 
 
 def _decode(heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None) -> Op:
@@ -416,6 +430,8 @@ CHECKS = (
     Check("kernels.embed", "the embedding", _embed),
     Check("kernels.ple", "per-layer embeddings", _per_layer_inputs),
     Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),
+    Check("kernels.axial_rope", "head norms and rotation of pictures", _axial_rope),
+    Check("kernels.ragged_attention", "attention within pictures", _ragged),
     Check("kernels.decode", "decode attention at head dim 256", _decode(4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode(8, 1, 512, 1, None)),
     Check("kernels.verify", "attention of several queries a row", _verify),

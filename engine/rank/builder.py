@@ -59,8 +59,9 @@ class Rank:
     @property
     def weight_bytes(self) -> int:
         """Of the model, of its drafter, and of encoders."""
-        models = {self.model, *self.encoders.values()} | ({self.drafter} if self.drafter else set())
-        return sum(parameter.nbytes for model in models for parameter in model.parameters())
+        models = [self.model, *self.encoders.values(), *([self.drafter] if self.drafter else [])]
+        once = {id(model): model for model in models}  # an encoder may be of two kinds of media
+        return sum(parameter.nbytes for model in once.values() for parameter in model.parameters())
 
 
 def load_rank(

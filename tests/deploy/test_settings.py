@@ -42,7 +42,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "a/b", "tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
     ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: expected float > 0.0, not nan"),
     ({"model": "a/b", "step_timeout_s": float("inf")}, "step_timeout_s: expected a finite number, not inf"),
-    ({"model": "a/b", "mtp": {"drafts": 9}}, "mtp.drafts: expected int <= 7, not 9"),
+    ({"model": "a/b", "mtp": {"drafts": 9}}, "mtp.drafts: expected auto or int <= 7, not 9"),
     ({"model": "a/b", "limits": 5}, "limits: expected a mapping, not 5"),
     ({"model": "a/b", "policy": "fifo"}, "policy: expected fair or arrival, not 'fifo'"),
     ({"model": "a/b", "keys": {"file": "/k", "variable": "K"}}, "keys: either file or variable"),

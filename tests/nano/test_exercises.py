@@ -85,7 +85,7 @@ def test_sums_sorts_and_turns_are_true() -> None:
 
 @pytest.mark.parametrize("member", trained())
 def test_a_trained_checkpoint_is_its_shape(member: str, tmp_path: Path) -> None:
-    """At most 8 MB of bf16 and a tower of 1.3 MB, in the builder's own layout; every skill at least 95 %, and none of the exam was seen."""
+    """At most 8 MB of bf16, a tower of 1.3 MB, in the builder's layout; every skill at least 95 %; none of the exam was seen."""
     folder = TRAINED / member
     assert sum(path.stat().st_size for path in folder.glob("model*.safetensors")) <= 8_000_000
     assert sum(path.stat().st_size for path in folder.glob("vision.safetensors")) <= 1_300_000
