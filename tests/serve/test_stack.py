@@ -86,7 +86,8 @@ def test_openais_client_is_answered(stack: Stack) -> None:
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert streamed == whole.choices[0].message.content
     assert streamed != other.choices[0].message.content, "the comparison would pass for any prompt"
-    assert chunks[-1].usage == whole.usage
+    used = [(usage.prompt_tokens, usage.completion_tokens) for usage in (chunks[-1].usage, whole.usage) if usage is not None]
+    assert used[:1] * 2 == used  # how many drafts were right differs
     assert text.choices[0].logprobs is not None
     assert len(text.choices[0].logprobs.tokens or []) == text.usage.completion_tokens  # type: ignore[union-attr]
     for path in ("/health", "/health/live", "/health/ready"):
