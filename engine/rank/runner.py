@@ -12,9 +12,9 @@ memory for the copy out.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 import torch
@@ -128,7 +128,7 @@ class Runner:
 
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
-        self.graphs = self.graphs_of(sizes or self._buckets, () if sizes else self._mixed_sizes())
+        self.graphs = self.graphs_of(sizes or self._buckets, () if sizes else self._mixed_sizes)
         if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
@@ -136,49 +136,37 @@ class Runner:
     def graphs_of(self, sizes: Sequence[int], beside: Sequence[MixedSizes] = ()) -> StageGraphs:
         """The captured decode steps of these buckets, and steps with chunks of these sizes, largest first. Every rank must call
         it."""
-        graphs, plan = StageGraphs(self._device), self._inputs.plan
+        graphs = StageGraphs(self._device)
         if beside:  # no plan's chunks fit all sizes
             self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
         for mixed in beside:
-            run = partial(self.forward_stage.mixed, mixed, plan)
-            self._capture_step(graphs, mixed, 1, run, partial(self._repeat_mixed, mixed))
+            self._capture_step(graphs, mixed, 1)
         for rows, width in product(sorted(sizes, reverse=True), reversed(self._widths)):
-            run = partial(self.forward_stage.decode, rows, plan, width)
-            self._capture_step(graphs, rows, width, run, partial(self.repeat, rows, width=width))
+            self._capture_step(graphs, rows, width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(sizes, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
         torch.cuda.synchronize(self._device)
         return graphs
 
-    def _capture_step(
-        self,
-        graphs: StageGraphs,
-        sizes: int | MixedSizes,
-        width: int,
-        forward: Callable[[], tuple[ForwardBatch, Tensor]],
-        repeat: Callable[[str], None],
-    ) -> None:
+    def _capture_step(self, graphs: StageGraphs, sizes: int | MixedSizes, width: int) -> None:
         for name in SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
-            graphs.warm(partial(repeat, name))
-        state = graphs.capture("forward", sizes, forward, width)
+            graphs.warm(partial(self.repeat, sizes, name, width))
+        plan = self._inputs.plan
+        state = graphs.capture("forward", sizes, partial(self._launched_forward, sizes, width, plan), width)
         for name in SAMPLERS:
-            graphs.capture(name, sizes, partial(self._sampled, name, self._inputs.plan, *state), width)
+            graphs.capture(name, sizes, partial(self._sampled, name, plan, *state), width)
 
     @torch.inference_mode()
-    def repeat(self, rows: int, sampler: str = "argmax", width: int = 1) -> None:
-        """Run the decode step of `rows` sequences of `width` tokens eagerly, of the plan uploaded last, with as many drafts behind
-        them; on a GPU."""
+    def repeat(self, sizes: int | MixedSizes, sampler: str = "argmax", width: int = 1) -> None:
+        """Run a step eagerly, of the plan uploaded last, with as many drafts behind it as its rows verify; on a GPU. sizes: so many
+        sequences decode, `width` tokens each, or those of a step with chunks."""
         plan = self._inputs.plan
-        self._sampled(sampler, plan, *self.forward_stage.decode(rows, plan, width))
-        if self.draft_stage is not None and width > 1:
-            self.draft_stage.draft(rows, width - 1)
+        self._sampled(sampler, plan, *self._launched_forward(sizes, width, plan))
+        if self.draft_stage is not None and width > 1 and isinstance(sizes, int):
+            self.draft_stage.draft(sizes, width - 1)
 
-    def _repeat_mixed(self, sizes: MixedSizes, sampler: str) -> None:
-        """Run a step with chunks eagerly, of the plan uploaded last."""
-        plan = self._inputs.plan
-        self._sampled(sampler, plan, *self.forward_stage.mixed(sizes, plan))
-
+    @cached_property
     def _mixed_sizes(self) -> list[MixedSizes]:
         """What plans with chunks are padded to, largest first."""
         if not self._pads_chunks:
@@ -198,7 +186,7 @@ class Runner:
             return None
         if self.encode_stage is not None and self.encode_stage.holds(slots):
             return None
-        fitting = (sizes for sizes in self._mixed_sizes() if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
+        fitting = (sizes for sizes in self._mixed_sizes if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
         return min(fitting, default=None)
 
     def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
@@ -324,9 +312,13 @@ class Runner:
         if self.graphs is not None and ("forward", sizes, width) in self.graphs and uploaded is self._inputs.plan:
             batch, hidden = self.graphs.replay("forward", sizes, width)
             return FinalRows(hidden, batch, captured=sizes)
-        stage = self.forward_stage
-        batch, hidden = stage.decode(sizes, uploaded, width) if isinstance(sizes, int) else stage.mixed(sizes, uploaded)
+        batch, hidden = self._launched_forward(sizes, width, uploaded)
         return FinalRows(hidden, batch)
+
+    def _launched_forward(self, sizes: int | MixedSizes, width: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
+        """Capturable."""
+        stage = self.forward_stage
+        return stage.decode(sizes, plan, width) if isinstance(sizes, int) else stage.mixed(sizes, plan)
 
     def _draft(self, sequences: int, count: int) -> None:
         """Draft so many tokens behind what was accepted, of so many sequences, padded to a bucket."""

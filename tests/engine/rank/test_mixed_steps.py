@@ -90,7 +90,7 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
     for made in (eager, captured, wrong):
         made._pads_chunks = True
     for made in (captured, wrong):
-        made.graphs = made.graphs_of((), made._mixed_sizes())
+        made.graphs = made.graphs_of((), made._mixed_sizes)
         made.slots.lengths.zero_()
         for cache in made.slots.cache:
             cache.pool.zero_()
