@@ -44,3 +44,16 @@ class TensorTable:
     sizes: Callable[[Geometry, Layer], dict[str, int]]
     published_name: Callable[[str, Geometry], str]
     is_unused: Callable[[str, Geometry], bool]
+
+    @classmethod
+    def of_encoder(
+        cls, rules: tuple[Rule, ...], sizes: Callable[[Geometry, Layer], dict[str, int]], *prefixes: str
+    ) -> "TensorTable":
+        """Of what stands beside the text model under these prefixes, without bounds, which `load_encoder` reads itself."""
+        begins = tuple(f"model.{prefix}" for prefix in prefixes)
+        return cls(
+            rules,
+            sizes,
+            lambda name, _: "model." + name.removeprefix("model."),
+            lambda name, _: not name.startswith(begins) or name.endswith(BOUNDS),
+        )

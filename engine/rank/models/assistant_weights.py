@@ -3,16 +3,11 @@
 from engine.geometry import Geometry, Layer
 from engine.rank.load.tensor_table import HEAD, Rule, TensorTable
 from engine.rank.models.assistant_geometry import AssistantGeometry
+from engine.rank.models.gemma4_weights import BLOCK_NORMS
 
 ORDER = "masked_embedding.token_ordering"  # int64 [vocab], ids by centroid: `assistant.OrderedHead` reads it itself
 
 _I, _B = "model.layers.{i}.", "blocks.{i}."
-_NORMS = {
-    "input_layernorm": "pre_attention",
-    "post_attention_layernorm": "post_attention",
-    "pre_feedforward_layernorm": "pre_mlp",
-    "post_feedforward_layernorm": "post_mlp",
-}
 _RULES = (
     Rule("pre_projection.weight", "pre", ("hidden", "pair")),
     Rule("post_projection.weight", "post", ("backbone", "hidden")),
@@ -25,7 +20,7 @@ _RULES = (
     Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "gate"),
     Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "up"),
     Rule(_I + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "width"), "columns"),
-    *(Rule(f"{_I}{name}.weight", f"{_B}norms.{norm}", ("hidden",), kind="norm") for name, norm in _NORMS.items()),
+    *(Rule(f"{_I}{name}.weight", f"{_B}norms.{norm}", ("hidden",), kind="norm") for name, norm in BLOCK_NORMS.items()),
     Rule(_I + "layer_scalar", _B + "scalar", ("one",), kind="scalar"),
     Rule("model.norm.weight", "norm", ("hidden",), kind="norm"),
 )

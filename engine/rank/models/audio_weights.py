@@ -2,7 +2,7 @@
 
 from engine.audio_geometry import AudioGeometry
 from engine.geometry import Geometry, Layer
-from engine.rank.load.tensor_table import BOUNDS, Rule, TensorTable
+from engine.rank.load.tensor_table import Rule, TensorTable
 
 _T, _I, _B = "audio_tower.", "audio_tower.layers.{i}.", "blocks.{i}."
 _PRODUCTS = {
@@ -66,9 +66,4 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
     }
 
 
-def _is_unused(name: str, _: Geometry) -> bool:
-    """Another part's; or a bound, which `load_encoder` reads itself."""
-    return not name.startswith(("model.audio_tower.", "model.embed_audio.")) or name.endswith(BOUNDS)
-
-
-TENSORS = TensorTable(_RULES, _sizes, lambda name, _: "model." + name.removeprefix("model."), _is_unused)
+TENSORS = TensorTable.of_encoder(_RULES, _sizes, "audio_tower.", "embed_audio.")

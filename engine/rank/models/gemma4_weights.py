@@ -14,6 +14,12 @@ def _norm(name: str, parameter: str, size: str = "hidden", present: str = "one")
     return Rule(name, parameter, (size,), kind="norm", present=present)
 
 
+BLOCK_NORMS = {  # of a block, by its own names: drafters and towers have the same
+    "input_layernorm": "pre_attention",
+    "post_attention_layernorm": "post_attention",
+    "pre_feedforward_layernorm": "pre_mlp",
+    "post_feedforward_layernorm": "post_mlp",
+}
 _I, _B = "layers.{i}.", "blocks.{i}."
 _RULES = (
     Rule("embed_tokens.weight", "embedding.tokens.head", ("vocab", "hidden"), "vocab", "embedding"),
@@ -40,10 +46,7 @@ _RULES = (
     Rule(_I + "per_layer_input_gate.weight", _B + "ple_gate", ("ple", "hidden")),
     Rule(_I + "per_layer_projection.weight", _B + "ple_out", ("hidden", "ple")),
     _norm(_I + "post_per_layer_input_norm.weight", _B + "norms.post_ple", present="ple"),
-    _norm(_I + "input_layernorm.weight", _B + "norms.pre_attention"),
-    _norm(_I + "post_attention_layernorm.weight", _B + "norms.post_attention"),
-    _norm(_I + "pre_feedforward_layernorm.weight", _B + "norms.pre_mlp"),
-    _norm(_I + "post_feedforward_layernorm.weight", _B + "norms.post_mlp"),
+    *(_norm(f"{_I}{name}.weight", f"{_B}norms.{norm}") for name, norm in BLOCK_NORMS.items()),
     Rule(_I + "layer_scalar", _B + "scalar", ("one",), kind="scalar"),
     _norm("norm.weight", "norm"),
     Rule(HEAD, "own_head.head", ("head", "hidden"), "vocab", "embedding"),

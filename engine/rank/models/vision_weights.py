@@ -1,17 +1,12 @@
 """The tensors of vision towers, and of the 12B's embedder. No torch: shapes are asked for without it."""
 
 from engine.geometry import Geometry, Layer
-from engine.rank.load.tensor_table import BOUNDS, Rule, TensorTable
+from engine.rank.load.tensor_table import Rule, TensorTable
+from engine.rank.models.gemma4_weights import BLOCK_NORMS
 from engine.vision_geometry import PATCH, SIDE, VisionGeometry
 
 _T, _L, _B = "vision_tower.", "vision_tower.encoder.layers.{i}.", "blocks.{i}."
 _E = "vision_embedder."
-_NORMS = {
-    "input_layernorm": "pre_attention",
-    "post_attention_layernorm": "post_attention",
-    "pre_feedforward_layernorm": "pre_mlp",
-    "post_feedforward_layernorm": "post_mlp",
-}
 _RULES = (
     Rule(_T + "patch_embedder.input_proj.weight", "patches", ("tower", "patch")),
     Rule(_T + "patch_embedder.position_embedding_table", "positions", ("axes", "positions", "tower"), kind="unpacked"),
@@ -20,7 +15,7 @@ _RULES = (
     *(Rule(f"{_L}self_attn.{name}_norm.weight", f"{_B}{name}_norm", ("head_dim",), kind="head_norm") for name in "qk"),
     *(Rule(f"{_L}mlp.{name}_proj.linear.weight", f"{_B}{name}.weight", ("width", "hidden")) for name in ("gate", "up")),
     Rule(_L + "mlp.down_proj.linear.weight", _B + "down.weight", ("hidden", "width")),
-    *(Rule(f"{_L}{name}.weight", f"{_B}norms.{own}", ("tower",), kind="norm") for name, own in _NORMS.items()),
+    *(Rule(f"{_L}{name}.weight", f"{_B}norms.{own}", ("tower",), kind="norm") for name, own in BLOCK_NORMS.items()),
     Rule(_T + "std_bias", "std_bias", ("standardized",), kind="norm"),
     Rule(_T + "std_scale", "std_scale", ("standardized",), kind="norm"),
     *(Rule(f"{_E}patch_ln1.{name}", f"patch_norm.{name}", ("cell",), kind="norm") for name in ("weight", "bias")),
@@ -53,9 +48,4 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
     }
 
 
-def _is_unused(name: str, _: Geometry) -> bool:
-    """Another part's; or a bound, which `load_encoder` reads itself."""
-    return not name.startswith(("model.vision_", "model.embed_vision.")) or name.endswith(BOUNDS)
-
-
-TENSORS = TensorTable(_RULES, _sizes, lambda name, _: "model." + name.removeprefix("model."), _is_unused)
+TENSORS = TensorTable.of_encoder(_RULES, _sizes, "vision_", "embed_vision.")
