@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.checkpoint import read_json
-from engine.errors import CheckpointError, InvalidRequest
-from engine.geometry import Geometry, Layer, Rope, read_geometry
+from engine.errors import InvalidRequest
+from engine.geometry import Geometry, Layer, Rope, read_section
 from engine.protocol import MediaItem
 
 MELS: Final = 128
@@ -65,18 +64,12 @@ def tower_tokens(frames: int) -> int:
 
 def read_audio(folder: Path) -> AudioGeometry | None:
     """The audio encoder of the checkpoint in `folder`; None: it has none. CheckpointError names the key that is wrong."""
-    path = folder / "config.json"
-    audio = read_json(path).get("audio_config")
-    if not audio:
-        return None
-    wrong = [f"{key} {audio[key]!r}" for key, values in _IMPLEMENTED.items() if audio.get(key, values[0]) not in values]
-    if wrong:
-        raise CheckpointError(f"{path}: audio_config: {'; '.join(wrong)} is not implemented")
-    try:
-        common = {**vars(geometry := read_geometry(folder)), "model": geometry.hidden, "ple": 0, "moe": None}
-        return _rows(audio, common) if "audio_embed_dim" in audio else _tower(audio, common)
-    except KeyError as error:
-        raise CheckpointError(f"{path}: audio_config: the key {error.args[0]!r} is missing") from error
+    return read_section(folder, "audio_config", _IMPLEMENTED, _geometry)
+
+
+def _geometry(audio: dict[str, Any], text: Geometry) -> AudioGeometry:
+    common = {**vars(text), "model": text.hidden, "ple": 0, "moe": None}
+    return _rows(audio, common) if "audio_embed_dim" in audio else _tower(audio, common)
 
 
 def _rows(audio: dict[str, Any], common: dict[str, Any]) -> AudioGeometry:

@@ -6,14 +6,16 @@ one (`global_head_dim`, `num_global_key_value_heads`) and the one that transform
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from engine.checkpoint import generation_config, read_json
 from engine.errors import CheckpointError
 from engine.weight_formats import weight_format
 
+T = TypeVar("T")
 LayerKind = Literal["sliding", "full"]
 DType = Literal["float32", "bfloat16"]
 PAGE_SIZE: Final = 32
@@ -202,6 +204,26 @@ def read_geometry(folder: Path) -> Geometry:
     path = folder / "config.json"
     weight_format(folder)  # refuses a quantisation that no format reads
     return parse_config(read_json(path), str(path), _ids(generation_config(folder).get("eos_token_id")))
+
+
+def read_section(
+    folder: Path, name: str, implemented: dict[str, tuple[Any, ...]], make: Callable[[dict[str, Any], Geometry], T]
+) -> T | None:
+    """What `make` gives of a section of config.json, such as `vision_config`, and of the text model; None: there is none.
+
+    implemented: values that keys may have. CheckpointError names the key that is wrong.
+    """
+    path = folder / "config.json"
+    section = read_json(path).get(name)
+    if not section:
+        return None
+    wrong = [f"{key} {section[key]!r}" for key, values in implemented.items() if key in section and section[key] not in values]
+    if wrong:
+        raise CheckpointError(f"{path}: {name}: {'; '.join(wrong)} is not implemented")
+    try:
+        return make(section, read_geometry(folder))
+    except KeyError as error:
+        raise CheckpointError(f"{path}: {name}: the key {error.args[0]!r} is missing") from error
 
 
 def parse_config(config: dict[str, Any], source: str = "config.json", eos: tuple[int, ...] = ()) -> Geometry:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.checkpoint import read_json
 from engine.errors import CheckpointError, InvalidRequest
-from engine.geometry import Geometry, Layer, Rope, read_geometry
+from engine.geometry import Geometry, Layer, Rope, read_section
 from engine.protocol import MediaItem
 
 PATCH: Final = 16
@@ -58,17 +57,7 @@ class VisionGeometry(Geometry):
 
 def read_vision(folder: Path) -> VisionGeometry | None:
     """The vision tower of the checkpoint in `folder`; None: it has none. CheckpointError names the key that is wrong."""
-    path = folder / "config.json"
-    vision = read_json(path).get("vision_config")
-    if not vision:
-        return None
-    wrong = [f"{key} {vision[key]!r}" for key, values in _IMPLEMENTED.items() if key in vision and vision[key] not in values]
-    if wrong:
-        raise CheckpointError(f"{path}: vision_config: {'; '.join(wrong)} is not implemented")
-    try:
-        return _geometry(vision, read_geometry(folder))
-    except KeyError as error:
-        raise CheckpointError(f"{path}: vision_config: the key {error.args[0]!r} is missing") from error
+    return read_section(folder, "vision_config", _IMPLEMENTED, _geometry)
 
 
 def _geometry(vision: dict[str, Any], text: Geometry) -> VisionGeometry:
