@@ -285,15 +285,21 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.nano.train", description="Train a nano Gemma 4 checkpoint.")
+def training_parser(name: str, description: str, workers: int = 4) -> argparse.ArgumentParser:
+    """The options that `tests.nano.<name>` shares with the others that train for a member."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.nano.{name}", description=description)
     parser.add_argument("--member", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workers", type=int, default=workers, help="processes that prepare data")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = training_parser("train", "Train a nano Gemma 4 checkpoint.", len(os.sched_getaffinity(0)) - 1)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)) - 1, help="processes that prepare data")
     train(**vars(parser.parse_args(arguments)))
 
 

@@ -5,7 +5,6 @@ behind token t + 1 from the target's final row t and its K and V up to t, throug
 compared with what the target itself expects there. An H200 needs three minutes.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -20,7 +19,7 @@ from torch.nn.functional import pad
 
 from deploy.models.nano import TRAINED
 from deploy.models.nano.nano_shapes import SHAPES
-from tests.nano.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate
+from tests.nano.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate, training_parser
 from tests.support.judge import assistants
 
 PASSES = 4
@@ -165,13 +164,8 @@ def train(member: str, out: Path, *, seed: int, device: str, seconds: float, wor
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.nano.train_drafter", description="Train a drafter of a nano model.")
-    parser.add_argument("--member", required=True, choices=sorted(SHAPES))
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda")
+    parser = training_parser("train_drafter", "Train a drafter of a nano model.")
     parser.add_argument("--seconds", type=float, default=180.0, help="of training")
-    parser.add_argument("--workers", type=int, default=4, help="processes that prepare data")
     train(**vars(parser.parse_args(arguments)), say=lambda line: print(line, file=sys.stdout, flush=True))
 
 

@@ -6,7 +6,6 @@ replies, which the soft tokens learn to prompt. The text model's weights, and so
 model has a tower yet: 100 s of an H200 for three members at once were too few (20 steps a second each while naming, then 6).
 """
 
-import argparse
 import json
 import math
 import random
@@ -34,7 +33,7 @@ from deploy.models.nano.nano_shapes import SHAPES, tensors
 from deploy.models.public_shapes import ModelShape, config
 from tests.nano import pictures
 from tests.nano.pictures import COLOURS, THINGS, Picture
-from tests.nano.train import ExampleBuilder
+from tests.nano.train import ExampleBuilder, training_parser
 from tests.support.judge import assistants
 
 BUDGETS = (70,)  # soft tokens at most
@@ -275,13 +274,8 @@ def train(member: str, out: Path, *, seed: int, device: str, seconds: float, wor
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.nano.train_tower", description="Train a vision tower of a nano model.")
-    parser.add_argument("--member", required=True, choices=sorted(SHAPES))
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda")
+    parser = training_parser("train_tower", "Train a vision tower of a nano model.")
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
-    parser.add_argument("--workers", type=int, default=4, help="processes that prepare data")
     train(**vars(parser.parse_args(arguments)), say=lambda line: print(line, file=sys.stdout, flush=True))
 
 
