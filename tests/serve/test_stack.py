@@ -378,7 +378,7 @@ def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> N
         assert stream.text.rstrip().endswith("[DONE]"), stream.text[-300:]
     longest = max(reply.elapsed.total_seconds() for reply in replies)
     print(f"\nredeployed in {time.monotonic() - began:.1f} s: {len(replies)} requests meanwhile, the longest took {longest:.1f} s")
-    assert [reply.status_code for reply in replies] == [200] * max(4, len(replies))
+    assert {reply.status_code for reply in replies} == {200}
     assert serve_process.build_info(stack) != built
 
 
