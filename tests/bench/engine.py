@@ -22,8 +22,8 @@ Beside it `idle`, microseconds that rank 0's device stood idle before a step (th
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
 live weights, 1024 tokens of prompt). --shard-of N: what a rank of N computes, as a model of its own with weights drawn from a
 seed: core, rank and GPU as ever, but no wires. --drafts N --accepted A: with a drafter of random weights, of whose drafts a
-fixed share is accepted: a step gives A tokens in the mean (tests.bench.synthetic_rank). --record MACHINE appends to
-tests/bench/results.csv.
+fixed share is accepted: a step gives A tokens in the mean (tests.bench.synthetic_rank), with `auto` a step of five drafts. --record
+MACHINE appends to tests/bench/results.csv.
 """
 
 import argparse
@@ -198,7 +198,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loads", choices=["mixed", "long"], nargs="*", default=[], help="loads behind the batches")
     parser.add_argument("--slots", type=int, default=0, help="requests that run at once; by default the largest batch")
     parser.add_argument("--sampling", choices=list(SAMPLING), default="greedy")
-    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--drafts", type=lambda text: "auto" if text == "auto" else int(text), default=0, help="a number, or auto")
     parser.add_argument("--accepted", type=float, default=1.0, help="tokens of a step with drafts, in the mean")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
@@ -220,7 +220,8 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
     )
-    group = Group.boot(config, Synthetic(args.accepted, args.drafts) if args.drafts else child_command)
+    synthetic = Synthetic(args.accepted, 5 if args.drafts == "auto" else args.drafts)
+    group = Group.boot(config, synthetic if args.drafts else child_command)
     try:
         print(f"ready in {group.boot_s:.1f} s, pages {group.pages}", flush=True)
         rows = [(f"{case(args)}-start", "ready", group.boot_s, "s")]

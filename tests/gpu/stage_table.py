@@ -22,6 +22,7 @@ def _bench(name: str, seconds: float, gpus: int, module: str, arguments: str) ->
 
 
 _31B, _GPU = "--model dummy:31b --tp 4 --device cuda", "tests/gpu/test_"
+_LOADS = "--device cuda --slots 100 --prefill-budget 2048 --max-len 9216 --loads mixed long"
 STAGES = (
     _tests("selfcheck", 200, 1, f"{_GPU}selfcheck.py"),
     _tests("kernels", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("attention", "linear", "filters", "adjust", "experts"))),
@@ -40,7 +41,13 @@ STAGES = (
     _bench("drafts-e2b", 120, 1, "step", "--model dummy:e2b --tp 1 --drafts 2 --accepted 1.9"),
     _bench("drafts-26b", 150, 1, "step", "--model dummy:26b-a4b --tp 1 --drafts 4 --accepted 2.9 --batches 1 4 8 16 48"),
     _bench("core-drafts-31b", 300, 1, "engine", "--model dummy:31b --shard-of 2 --tp 1 --device cuda --drafts 5 --accepted 4.42"),
+    _bench("loads-e2b", 300, 1, "engine", f"--model dummy:e2b --tp 1 {_LOADS}"),
+    _bench("loads-26b", 400, 1, "engine", f"--model dummy:26b-a4b --tp 1 {_LOADS}"),
+    _bench("auto-31b", 400, 1, "engine", f"--model dummy:31b --shard-of 2 --tp 1 {_LOADS} --drafts auto --accepted 4.42"),
+    _bench("pictures", 200, 1, "encoders", "--members e2b 31b"),
+    _bench("clips", 120, 1, "clips", "--members e2b --batches 1 5 20 64"),
     _bench("sampling", 120, 1, "sampling", ""),
+    _bench("loads-31b", 500, 2, "engine", f"--model dummy:31b --tp 2 {_LOADS}"),
     _tests("inboxes", 120, 2, f"{_GPU}inboxes.py"),
     _tests("workers", 535, 2, "tests/engine/rank/test_worker_gpu.py"),
     _tests("killed-rank", 300, 2, "tests/cluster/test_group_gpu.py"),
