@@ -44,10 +44,10 @@ class Allocator:
         return any(pool.group.bidirectional for pool in self.pools)
 
     def holds_span(self, length: int) -> bool:
-        """Whether empty pools have the pages of a chunk of `length` tokens with its window."""
-        return all(
-            pool.group.window is None or (pool.group.window + length - 2) // self.page + 2 <= pool.total for pool in self.pools
-        )
+        """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
+        chunk = (length - 2) // self.page + 2
+        windows = [(pool.total, pool.group.window) for pool in self.pools if pool.group.window is not None]
+        return all(chunk - (1 - window) // self.page <= total for total, window in windows)
 
     def fitting(self, sequence: Sequence, wanted: int, headroom: int = 0) -> int:
         """How many of the next `wanted` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.core import prefix
-from engine.core.allocator import Allocator
+from engine.core.allocator import Allocator, first_page
 from engine.core.prefix import extend_keys, root_key
 from engine.core.scheduler import PlanDraft, Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
@@ -242,3 +242,13 @@ def test_a_span_that_no_chunk_can_hold_is_refused() -> None:
     for length, invalid in ((20, False), (40, True)):
         bench.ask([5] * 60, [picture(8, length, 1)])
         assert bench.outputs[-1].invalid == invalid
+
+
+@pytest.mark.parametrize("window", range(2, 12))
+def test_a_span_is_taken_where_its_pages_fit_wherever_it_begins(window: int) -> None:
+    """With one page less it is refused: its prompt could not go on, and would preempt the others for ever."""
+    group = replace(SLIDING, window=window)
+    for length in range(1, 30):
+        pages = max(-(-(low + length) // PAGE) - first_page(group, low) for low in range(100, 100 + PAGE))
+        held = [Allocator((group, GROUPS[1]), (count + 1, 60), None).holds_span(length) for count in (pages - 1, pages)]
+        assert held == [False, True], length
