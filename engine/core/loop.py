@@ -6,7 +6,7 @@
     front socket --> Requests.add / abort
 
 While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
-here ends the group; one raised while reading a message ends that request only. There is one front, client 0.
+here ends the group; one raised while reading a message ends that request only.
 """
 
 import gc
@@ -38,7 +38,6 @@ from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Token
 
 logger = logging.getLogger(__name__)
 
-_CLIENT = 0
 _TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of 128k tokens take some 3 ms
 
 
@@ -111,18 +110,18 @@ class Core:
             request = _request_id(raw)
             if request is None:
                 raise
-            self._requests.refuse(_CLIENT, request, f"the request could not be read: {error}")
+            self._requests.refuse(request, f"the request could not be read: {error}")
             return None
         return message
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
             case GenerateRequest() if message.params.needs_masks:
-                self._masks.add(_CLIENT, message)
+                self._masks.add(message)
             case GenerateRequest():
-                self._requests.add(_CLIENT, message)
+                self._requests.add(message)
             case Abort():
-                self._requests.abort(_CLIENT, message.id, message.reason)
+                self._requests.abort(message.id, message.reason)
             case Control(action="stop"):
                 self._stopping = True
             case Control(action="report"):
@@ -178,8 +177,7 @@ class Core:
 
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""
-        outputs = [output for _, output in self._requests.drain()]
-        started = [request for _, request in self._requests.drain_started()]
+        outputs, started = self._requests.drain(), self._requests.drain_started()
         if outputs or started or self._report:
             self._report = False
             self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))

@@ -277,12 +277,12 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     front, _, scheduler = core
     began = time.process_time()
     time.sleep(0.3)
-    scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
+    scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
     scheduler.requests.waiting[0].waits.add("mask")
     time.sleep(0.5)
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))
-    scheduler.requests.abort(0, 1, AbortReason.client_gone)
+    scheduler.requests.abort(1, AbortReason.client_gone)
 
 
 def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
