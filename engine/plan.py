@@ -28,7 +28,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -53,7 +53,8 @@ MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has:
 _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
 _ENCODES = list(SECTIONS).index("encodes")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
-_ADMISSION = struct.Struct("<iiqqfff10i")
+_ADMISSION = struct.Struct("<iiqqfff3i4x6i")
+_SAMPLING = ("seed", "temperature", "top_p", "min_p", "top_k", "min_tokens")  # numbers of SamplingParams in their order there
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 _PROMPT = struct.Struct("<iiiii")  # slot, number, first position, alternatives, tokens
@@ -86,7 +87,6 @@ class Admission:
     tokens: Sequence[int]
     prompt: int
     params: SamplingParams
-    adapter: int = 0
     cached: int = 0
     scored: int = 0
 
@@ -294,12 +294,11 @@ def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
     step, stop, masked, _ = read_header(data)
     _, _, _, *counts, n_admissions, drafts = _PLAN.unpack_from(data)
-    widths = SECTIONS.values()
-    ends = list(accumulate((count * width for count, width in zip(counts, widths, strict=True)), initial=HEADER))
-    fixed = np.frombuffer(data, np.int32, ends[-1])
-    parts = (fixed[first:end].reshape(-1, width) for (first, end), width in zip(pairwise(ends), widths, strict=True))
-    sections = dict(zip(SECTIONS, parts, strict=True))
-    offset = 4 * ends[-1]
+    sections, end = {}, HEADER
+    for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
+        sections[name] = np.frombuffer(data, np.int32, count * width, 4 * end).reshape(count, width)
+        end += count * width
+    fixed, offset = np.frombuffer(data, np.int32, end), 4 * end
     admissions = []
     for _ in range(n_admissions):
         admission, offset = _decode_admission(data, offset)
@@ -319,14 +318,8 @@ def _encode_admission(admission: Admission) -> bytes:
         admission.slot,
         admission.prompt,
         admission.number,
-        params.seed,
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.top_k,
-        params.min_tokens,
+        *(getattr(params, name) for name in _SAMPLING),
         -1 if params.logprobs is None else params.logprobs,
-        admission.adapter,
         admission.cached,
         -1 if params.prompt_logprobs is None else params.prompt_logprobs,
         admission.scored,
@@ -339,27 +332,23 @@ def _encode_admission(admission: Admission) -> bytes:
 
 
 def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
-    slot, prompt, number, seed, temperature, top_p, min_p, *rest = _ADMISSION.unpack_from(data, offset)
-    top_k, min_tokens, logprobs, adapter, cached, prompt_logprobs, scored, n_stop, n_tokens, adjusted = rest
+    slot, prompt, number, *sampling = _ADMISSION.unpack_from(data, offset)
+    logprobs, cached, prompt_logprobs, scored, n_stop, n_tokens, adjusted = sampling[len(_SAMPLING) :]
     offset += _ADMISSION.size
     stop_ids = struct.unpack_from(f"<{n_stop}i", data, offset)
     offset += 4 * n_stop
     tokens = np.frombuffer(data, np.int32, n_tokens, offset)
-    adjustments, offset = logit_adjustments.decode(data, offset + 4 * n_tokens) if adjusted else (None, offset + 4 * n_tokens)
+    offset += 4 * n_tokens
+    adjustments, offset = logit_adjustments.decode(data, offset) if adjusted else (None, offset)
     params = SamplingParams(
         max_tokens=0,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        min_tokens=min_tokens,
+        **dict(zip(_SAMPLING, sampling, strict=False)),
         stop_ids=stop_ids,
         logprobs=None if logprobs < 0 else logprobs,
         prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
         adjustments=adjustments,
     )
-    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached, scored), offset
+    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, cached, scored), offset
 
 
 def encode_rows(
@@ -382,8 +371,7 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
     if logprobs is None:
         return _LOGPROB_COUNT.pack(-1)
     count = len(logprobs.top)
-    ids = [token for token, _ in logprobs.top]
-    values = [value for _, value in logprobs.top]
+    ids, values = zip(*logprobs.top, strict=True) if count else ((), ())
     return struct.pack(f"<i{count}i{count + 1}f", count, *ids, logprobs.chosen, *values)
 
 

@@ -6,7 +6,7 @@
     front socket --> Requests.add / abort
 
 While plans are out or threads make masks, it polls; with nothing to do it sleeps in `select` on the front socket. Any exception
-here ends the group; one raised while reading a message ends that request only. There is one front, client 0.
+here ends the group; one raised while reading a message ends that request only.
 """
 
 import gc
@@ -14,7 +14,8 @@ import logging
 import socket
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import msgspec
 
 from engine.channel import Waiter
 from engine.config import EngineConfig, PageChecks
-from engine.core.figures import StepFigures
 from engine.core.links import Executor, FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.page_audit import PageAudit
@@ -34,11 +34,10 @@ from engine.lifeline import Lifeline, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.media_geometry import read_media
 from engine.plan import DEPTH, StepPlan
-from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, TokenBatch, decode_front_message
+from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Load, TokenBatch, decode_front_message
 
 logger = logging.getLogger(__name__)
-
-_CLIENT = 0
+LOG_PERIOD_S = 1.0
 _TURN_BYTES = 1 << 19  # of messages between two plans: page keys of a prompt of 128k tokens take some 3 ms
 
 
@@ -65,7 +64,7 @@ class Core:
         self._unread: deque[bytes] = deque()
         self._stopping = False
         self._report = False
-        self._figures = StepFigures()
+        self._log = StepLog(scheduler.load)
         self._timer = StepTimer()
         self._idle = True  # nothing to do until the front sends something
         self._submitted = 0
@@ -77,8 +76,7 @@ class Core:
             committed = self._commit()
             planned = self._plan()  # before the front is sent to and read from: ranks wait for plans
             self._send()
-            if self._figures.due(now := time.monotonic()):
-                self._figures.report(self._scheduler.load(), now)
+            self._log.report(time.monotonic())
             waits = self._scheduler.in_flight or self._masks.making
             self._idle = not (planned or committed or waits)
             heard = self._read()
@@ -111,18 +109,18 @@ class Core:
             request = _request_id(raw)
             if request is None:
                 raise
-            self._requests.refuse(_CLIENT, request, f"the request could not be read: {error}")
+            self._requests.refuse(request, f"the request could not be read: {error}")
             return None
         return message
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
             case GenerateRequest() if message.params.needs_masks:
-                self._masks.add(_CLIENT, message)
+                self._masks.add(message)
             case GenerateRequest():
-                self._requests.add(_CLIENT, message)
+                self._requests.add(message)
             case Abort():
-                self._requests.abort(_CLIENT, message.id, message.reason)
+                self._requests.abort(message.id, message.reason)
             case Control(action="stop"):
                 self._stopping = True
             case Control(action="report"):
@@ -143,7 +141,7 @@ class Core:
             self._executor.submit(plan)
             self._timer.submitted(time.monotonic())
             self._submitted = plan.step
-            self._figures.planned(plan, time.monotonic(), self._scheduler.load)
+            self._log.planned(plan, time.monotonic())
             self._report = self._report or bool(plan.admissions)  # the front learns of admissions at once
             self._progress()
             planned = True
@@ -178,11 +176,51 @@ class Core:
 
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""
-        outputs = [output for _, output in self._requests.drain()]
-        started = [request for _, request in self._requests.drain_started()]
+        outputs, started = self._requests.drain(), self._requests.drain_started()
         if outputs or started or self._report:
             self._report = False
             self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))
+
+
+class StepLog:
+    """At level debug a line a step, at level info a line a second for each class of step. `load` gives the figures, times are in s.
+
+        prefill   steps of prompt chunks alone      decode   of decode rows alone      mixed   of both
+    """
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self._load = load
+        self._steps: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # prompt tokens and decode rows of each
+        self._since: float | None = None
+        self._preemptions = self._hit_tokens = 0  # at the last report
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        """A plan went out."""
+        prefill, decode = plan.prompt_tokens, len(plan.decodes)
+        name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
+        self._steps[name].append((prefill, decode))
+        self._since = now if self._since is None else self._since
+        if logger.isEnabledFor(logging.DEBUG):
+            cached = sum(admission.cached for admission in plan.admissions)
+            counts = f"prefill {prefill}, cached {cached}, decode {decode}, admitted {len(plan.admissions)}"
+            logger.debug("step %d %s: %s; %s", plan.step, name, counts, self._state(self._load()))
+
+    def report(self, now: float) -> None:
+        """Log a line for each class, once a second of work has passed. Counts are since the last report."""
+        if self._since is None or now - self._since < LOG_PERIOD_S:
+            return
+        load = self._load()
+        for name, steps in sorted(self._steps.items()):
+            prefill, decode = map(sum, zip(*steps, strict=True))
+            counts = f"prefill {prefill}, decode {decode}; cached {load.hit_tokens - self._hit_tokens}"
+            logger.info("%.1f s: %d %s steps, %s, %s", now - self._since, len(steps), name, counts, self._state(load))
+        self._steps.clear()
+        self._since, self._preemptions, self._hit_tokens = None, load.preemptions, load.hit_tokens
+
+    def _state(self, load: Load) -> str:
+        pools = ", ".join(f"{pool.name} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
+        counts = f"running {load.running}, waiting {load.waiting}, preempted {load.preemptions - self._preemptions}"
+        return f"{counts}, pages {pools}"
 
 
 def _request_id(raw: bytes) -> int | None:

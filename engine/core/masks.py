@@ -222,14 +222,14 @@ class Masks:
         """Whether a request waits for a thread: then `advance` must be called again and again."""
         return any(state.waits_for_thread for state in self._states)
 
-    def add(self, client: int, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest) -> None:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
-        known = self._requests.find(client, request.id)
+        known = self._requests.find(request.id)
         if (refusal := self._refusal(request.params)) is not None:
-            self._requests.refuse(client, request.id, refusal)
+            self._requests.refuse(request.id, refusal)
             return
-        self._requests.add(client, request)
-        sequence = self._requests.find(client, request.id)
+        self._requests.add(request)
+        sequence = self._requests.find(request.id)
         if sequence is not None and known is None:
             self._track(sequence, request.params)
 

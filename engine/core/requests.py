@@ -1,4 +1,4 @@
-"""The open requests: which wait and which run, how each one ends, and the outputs for their clients.
+"""The open requests: which wait and which run, how each one ends, and the outputs for the front.
 
 received = finished + refused + aborted + failed + (waiting + running), always.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.core.allocator import Allocator
 from engine.core.prefix import root_key
-from engine.core.sequence import Key, Sequence
+from engine.core.sequence import Sequence
 from engine.errors import InvalidRequest
 from engine.media_geometry import MediaGeometry
 from engine.protocol import (
@@ -60,21 +60,21 @@ class Requests:
         self.counters = Counters()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._by_key: dict[Key, Sequence] = {}
+        self._by_id: dict[int, Sequence] = {}
         self._slots = list(range(slots - 1, -1, -1))
-        self.outputs: list[tuple[int, Output]] = []
-        self._started: list[Key] = []
+        self.outputs: list[Output] = []
+        self._started: list[int] = []
         self._max_len, self._longest = max_len, longest
         self._arrivals = 0
         self._admissions = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that have not ended."""
-        return iter(self._by_key.values())
+        return iter(self._by_id.values())
 
-    def find(self, client: int, request: int) -> Sequence | None:
+    def find(self, request: int) -> Sequence | None:
         """A request that has not ended."""
-        return self._by_key.get((client, request))
+        return self._by_id.get(request)
 
     @property
     def free_slots(self) -> int:
@@ -88,25 +88,24 @@ class Requests:
 
     # -- queue and slots
 
-    def add(self, client: int, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest) -> None:
         """Queue a new request, or refuse it if it can never run here."""
         self.counters.received += 1
-        key = (client, request.id)
         try:
             tokens = _prompt(request)
             limit = self._limit(request, len(tokens))
-            if key in self._by_key:
+            if request.id in self._by_id:
                 raise InvalidRequest(f"request id {request.id} is already in use")
         except InvalidRequest as error:
-            self._refuse(client, request.id, error)
+            self._refuse(request.id, error)
             return
         self._arrivals += 1
         root = root_key(request.salt)
         precedence = (request.priority, self._arrivals)
-        sequence = Sequence(key, tokens, len(tokens), limit, request.params, precedence, root=root, media=request.media)
+        sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root=root, media=request.media)
         if not self.allocator.bidirectional:
             sequence.spans.clear()
-        self._by_key[key] = sequence
+        self._by_id[request.id] = sequence
         self._enqueue(sequence)
 
     def _limit(self, request: GenerateRequest, prompt: int) -> int:
@@ -167,7 +166,7 @@ class Requests:
         self._admissions += 1
         if not sequence.started:
             sequence.started = True
-            self._started.append(sequence.key)
+            self._started.append(sequence.id)
         sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
@@ -197,25 +196,25 @@ class Requests:
 
     # -- outputs and ends
 
-    def refuse(self, client: int, request: int, reason: str) -> None:
+    def refuse(self, request: int, reason: str) -> None:
         """Count and answer a request that is not let in."""
         self.counters.received += 1
-        self._refuse(client, request, InvalidRequest(reason))
+        self._refuse(request, InvalidRequest(reason))
 
-    def _refuse(self, client: int, request: int, reason: InvalidRequest) -> None:
+    def _refuse(self, request: int, reason: InvalidRequest) -> None:
         self.counters.refused += 1
-        self.emit(client, Output(id=request, finish=FinishReason.error, error=str(reason), invalid=True, code=reason.code))
+        self.outputs.append(Output(id=request, finish=FinishReason.error, error=str(reason), invalid=True, code=reason.code))
 
-    def abort(self, client: int, request: int, reason: AbortReason) -> None:
+    def abort(self, request: int, reason: AbortReason) -> None:
         """End a request at any stage; unknown ids are ignored. A stop string is a success."""
-        sequence = self.find(client, request)
+        sequence = self.find(request)
         if sequence is not None:
             success = reason is AbortReason.stop_string
             self.end(sequence, Output(id=request, finish=FinishReason.stop if success else FinishReason.abort))
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """End a request that cannot go on; its client gets `error`."""
-        self.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error))
+        self.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error))
 
     def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
         """The one place where a request ends. `poisoned`: what it computed was not finite."""
@@ -225,9 +224,9 @@ class Requests:
             self._vacate(sequence, poisoned=poisoned)
         else:
             self.waiting.remove(sequence)
-        del self._by_key[sequence.key]
+        del self._by_id[sequence.id]
         self._count(output.finish)
-        self.emit(sequence.key[0], output)
+        self.outputs.append(output)
 
     def _count(self, finish: FinishReason | None) -> None:
         if finish is FinishReason.abort:
@@ -237,19 +236,15 @@ class Requests:
         else:
             self.counters.finished += 1
 
-    def emit(self, client: int, output: Output) -> None:
-        """Queue an output for a client."""
-        self.outputs.append((client, output))
-
-    def drain_started(self) -> list[Key]:
+    def drain_started(self) -> list[int]:
         """Requests that were admitted for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
-    def drain(self) -> Iterator[tuple[int, Output]]:
-        """(client, output) of everything since the last call, in order."""
+    def drain(self) -> list[Output]:
+        """The outputs since the last call, in order."""
         outputs, self.outputs = self.outputs, []
-        return iter(outputs)
+        return outputs
 
 
 def _prompt(request: GenerateRequest) -> "array[int]":

@@ -85,12 +85,12 @@ class Results:
             logprobs = logprobs.after(sequence.scored)
             if logprobs.count:
                 sequence.scored += logprobs.count
-                self._requests.emit(sequence.key[0], Output(id=sequence.key[1], prompt_logprobs=[logprobs]))
+                self._requests.outputs.append(Output(id=sequence.id, prompt_logprobs=[logprobs]))
 
     def _fail(self, sequence: Sequence) -> None:
         """End a sequence whose logits were not finite."""
         error = "the model's logits were not finite"
-        self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error), poisoned=True)
+        self._requests.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error), poisoned=True)
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
         """Commit the chunks' rows, which come first; returns how many they are."""
@@ -118,8 +118,7 @@ class Results:
                 assert slot == sequence.slot, (slot, sequence)
                 sequence.low += 1
                 sequence.tokens.append(token)
-                client, request = sequence.key
-                outputs.append((client, Output(id=request, tokens=[token])))
+                outputs.append(Output(id=sequence.id, tokens=[token]))
             else:
                 self._fold(sequence, width, result.row(at))
         self._requests.counters.decode_tokens += sum(counts)
@@ -148,14 +147,14 @@ class Results:
             return
         if row.empty:
             error = "the request's constraints together forbid every token"
-            self._requests.end(sequence, Output(id=sequence.key[1], finish=FinishReason.error, error=error, invalid=True))
+            self._requests.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error, invalid=True))
             return
         cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
         logprobs = list(row.logprobs[: len(taken)])
         accepted = min(len(taken), len(row.tokens) - 1)
         output = Output(
-            id=sequence.key[1],
+            id=sequence.id,
             tokens=taken,
             logprobs=logprobs,
             finish=finish,
@@ -166,7 +165,7 @@ class Results:
         if finish:
             self._requests.end(sequence, output)
         else:
-            self._requests.emit(sequence.key[0], output)
+            self._requests.outputs.append(output)
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:

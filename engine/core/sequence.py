@@ -18,13 +18,12 @@ from typing import Literal
 from engine.core.pages import Hit, PageRun
 from engine.protocol import MediaItem, SamplingParams
 
-Key = tuple[int, int]
 Wait = Literal["mask", "encoder"]
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """`key` is (client, the client's id); `precedence` is (priority, arrival), the order of the queue.
+    """`id` is the front's; `precedence` is (priority, arrival), the order of the queue.
 
     tokens      int32, prompt and generated tokens;   prompt: tokens of the prompt
     limit       length, prompt and output, at which it ends
@@ -50,7 +49,7 @@ class Sequence:
     started     it was admitted once
     """
 
-    key: Key
+    id: int
     tokens: "array[int]"
     prompt: int
     limit: int

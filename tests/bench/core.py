@@ -80,13 +80,13 @@ def wait(core: Scheduler, rings: Rings, watch: Stopwatch, waiting: int) -> None:
     common = [7 + at % 1000 for at in range(LONG)]
     for number, prompt in enumerate((common[:LONG_CACHED], [3, *common[1:]])):
         params = SamplingParams(max_tokens=5000 if number else 2)
-        core.requests.add(0, GenerateRequest(id=(1 << 20) + number, prompt=pack_tokens(prompt), params=params))
+        core.requests.add(GenerateRequest(id=(1 << 20) + number, prompt=pack_tokens(prompt), params=params))
     while core.load().finished < 1 or not all(sequence.decodable for sequence in core.requests.running):
         step(core, rings, watch)
     for number in range(waiting):
         prompt = [*common[:-1], 2000 + number]
         params = SamplingParams(max_tokens=2)
-        core.requests.add(0, GenerateRequest(id=(1 << 21) + number, prompt=pack_tokens(prompt), params=params))
+        core.requests.add(GenerateRequest(id=(1 << 21) + number, prompt=pack_tokens(prompt), params=params))
     step(core, rings, watch)
 
 
@@ -105,7 +105,7 @@ def step(core: Scheduler, rings: Rings, watch: Stopwatch) -> int:
     with watch.stage("commit"):
         core.commit(result)
     with watch.stage("batch"):
-        outputs = [output for _, output in core.requests.drain()]
+        outputs = core.requests.drain()
         encode_message(TokenBatch(outputs=outputs, load=core.load()))
     return len(outputs)
 
@@ -116,7 +116,7 @@ def measure(sequences: int, steps: int, waiting: int = 0) -> dict[str, float]:
     core, rings, watch = scheduler(sequences, 1100 + warm + BLOCKS * steps, waiting), Rings(), Stopwatch()
     for number in range(sequences):
         prompt = pack_tokens(5 + (number + at) % 1000 for at in range(1100))
-        core.requests.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=900, stop_ids=(1, 106))))
+        core.requests.add(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=900, stop_ids=(1, 106))))
     while step(core, rings, watch) < sequences:
         pass
     if waiting:

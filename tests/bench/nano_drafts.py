@@ -29,7 +29,7 @@ def measured(examples: Sequence[TrainingExample], drafts: int) -> tuple[float, f
         for number, example in enumerate(examples, 1):
             prompt, reply = example.ids[: example.start], example.ids[example.start :]
             params = SamplingParams(max_tokens=len(reply) + 8, temperature=0.0, stop_ids=(106, 50))
-            scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params))
+            scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params))
             given: list[int] = []
             while scheduler.requests.unfinished:
                 plan, began = scheduler.schedule(), time.monotonic()
@@ -38,7 +38,7 @@ def measured(examples: Sequence[TrainingExample], drafts: int) -> tuple[float, f
                 result = ranks.result()
                 seconds, steps = seconds + (time.monotonic() - began) * bool(given), steps + bool(given)
                 scheduler.commit(result)
-                given += [token for _, output in scheduler.requests.drain() for token in output.tokens]
+                given += [token for output in scheduler.requests.drain() for token in output.tokens]
             assert given == reply, number
             tokens += len(given) - 1
     return 1000 * seconds / tokens, tokens / steps

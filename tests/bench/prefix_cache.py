@@ -132,7 +132,7 @@ def admission_ms(tokens: int) -> tuple[float, float]:
     for number in range(4):
         raw = encode_message(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=1)))
         began = time.thread_time()
-        core.requests.add(0, msgspec.convert(decode_front_message(raw), GenerateRequest))
+        core.requests.add(msgspec.convert(decode_front_message(raw), GenerateRequest))
         plan = core.schedule()
         assert plan is not None
         rings.plans.write(plan.step, encode_plan(plan))
@@ -143,7 +143,7 @@ def admission_ms(tokens: int) -> tuple[float, float]:
             plan = core.schedule()
             if plan is not None:
                 rings.plans.write(plan.step, encode_plan(plan))
-        list(core.requests.drain())
+        core.requests.drain()
     assert core.requests.counters.hit_tokens == 3 * ((tokens - 1) // 32 * 32)
     return spent[0], min(spent[1:])
 

@@ -54,12 +54,12 @@ class Asked:
         for prompt in prompts:
             self._count += 1
             given[self._count] = []
-            self.scheduler.requests.add(0, GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
+            self.scheduler.requests.add(GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
         while self.scheduler.requests.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None
             self.scheduler.commit(finish(self._runner.launch(encode_plan(plan))))
-            for _, output in self.scheduler.requests.drain():
+            for output in self.scheduler.requests.drain():
                 assert output.error is None, output.error
                 given[output.id] += zip(output.tokens, output.logprobs, strict=True)
         self.cached = self.scheduler.requests.counters.hit_tokens - before

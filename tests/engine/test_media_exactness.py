@@ -86,14 +86,14 @@ def serve(runner: Runner, config: EngineConfig, asked: list[Prompt]) -> Served:
     """All of them at once, to their ends."""
     scheduler, served = Scheduler(scheduler_config(config, PAGES)), Served()
     for number, prompt in enumerate(asked):
-        scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens(prompt.ids), params=ASKED, media=prompt.media))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt.ids), params=ASKED, media=prompt.media))
     while scheduler.requests.unfinished:
         plan = scheduler.schedule()
         assert plan is not None
         served.plans.append(plan)
         served.results.append(run(runner, plan))
         scheduler.commit(served.results[-1])
-        for _, output in scheduler.requests.drain():
+        for output in scheduler.requests.drain():
             answer = served.answers[output.id]
             assert output.error is None, output.error
             answer.tokens += output.tokens
@@ -205,8 +205,8 @@ def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
     ]  # fmt: skip
     for number, (item, complaint) in enumerate([*wrong, (good, "")]):
         request = GenerateRequest(id=number, prompt=pack_tokens(it.prompts[0].ids), params=ASKED, media=(item,))
-        scheduler.requests.add(0, request)
-        outputs = [output for _, output in scheduler.requests.drain()]
+        scheduler.requests.add(request)
+        outputs = scheduler.requests.drain()
         assert [complaint in (output.error or "") for output in outputs] == [True] * bool(complaint), (complaint, outputs)
 
 

@@ -45,6 +45,6 @@ def test_a_model_takes_what_it_has_an_encoder_for(nano: Nano, member: str) -> No
     for encoders, taken in ((config.encoders, member == "e2b"), ({}, False)):
         scheduler = Scheduler(replace(config, encoders=encoders))
         asked = GenerateRequest(id=1, prompt=pack_tokens(range(6)), params=SamplingParams(max_tokens=1), media=(MELS,))
-        scheduler.requests.add(0, asked)
-        errors = [output.error for _, output in scheduler.requests.drain()]
+        scheduler.requests.add(asked)
+        errors = [output.error for output in scheduler.requests.drain()]
         assert errors == ([] if taken else ["this model takes no audio"])

@@ -155,11 +155,11 @@ def test_the_longest_sequence_runs_to_its_end(widest: int, monkeypatch: pytest.M
         scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, (widest - 1,)))
         machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3)
         params = SamplingParams(max_tokens=tokens)
-        scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * prompt), params=params))
+        scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1] * prompt), params=params))
         while (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
             scheduler.commit(machine.result())
-        return [output for _, output in scheduler.requests.drain()][-1]
+        return scheduler.requests.drain()[-1]
 
     for prompt in (1, longest // 2, longest - 1):
         assert ends(prompt, longest - prompt).finish is FinishReason.length

@@ -41,14 +41,14 @@ def tokens_a_verification(member: str, skills: tuple[str, ...]) -> float:
         prompt, reply = example.ids[: example.start], example.ids[example.start :]
         scheduler = Scheduler(scheduler_config(config, PAGES))
         params = SamplingParams(max_tokens=len(reply) + 8, temperature=0.0, stop_ids=(106, 50))
-        scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params))
         given: list[int] = []
         while scheduler.requests.unfinished:
             plan = scheduler.schedule()
             assert plan is not None
             verifications += bool(given)
             scheduler.commit(step(plan, b""))
-            given += [token for _, output in scheduler.requests.drain() for token in output.tokens]
+            given += [token for output in scheduler.requests.drain() for token in output.tokens]
         assert given == reply, skill
         tokens += len(given) - 1
     return tokens / verifications

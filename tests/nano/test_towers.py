@@ -46,13 +46,13 @@ def answers(member: str, pictures: Sequence[Picture]) -> list[str]:
     runner, text = build(single(config), PAGES), TextProcessor.load(resolve(f"nano:{member}"))
     scheduler, step = Scheduler(scheduler_config(config, PAGES)), partial(run, runner)
     for number, picture in enumerate(pictures):
-        scheduler.requests.add(0, asked(number, picture, text))
+        scheduler.requests.add(asked(number, picture, text))
     given = defaultdict[int, list[int]](list)
     while scheduler.requests.unfinished:
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.commit(step(plan))
-        for _, output in scheduler.requests.drain():
+        for output in scheduler.requests.drain():
             given[output.id] += output.tokens
     return [text.decode(given[number][:-1]) for number in range(len(pictures))]
 

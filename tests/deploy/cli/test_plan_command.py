@@ -180,7 +180,7 @@ def run_at_once(planned: Sizing, sequences: int, tokens: int) -> tuple[int, int]
     machine = KVMachine(groups, pages, sequences, engine.max_len, lambda prefix, position, seed: 300)
     for number in range(sequences):
         params = SamplingParams(max_tokens=tokens - 8)
-        scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 8), params=params))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens([5] * 8), params=params))
     most = 0
     while scheduler.requests.unfinished:
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:

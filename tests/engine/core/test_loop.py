@@ -125,11 +125,11 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
 def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
     """At debug level a line a step, with queue and both pools; at info what steps of each class did, and no more."""
     front, _, _ = core
-    monkeypatch.setattr("engine.core.figures.PERIOD_S", 0.0)
+    monkeypatch.setattr("engine.core.loop.LOG_PERIOD_S", 0.0)
     said: dict[int, list[str]] = {}
     for number, level in enumerate((logging.DEBUG, logging.INFO)):
         caplog.clear()
-        with caplog.at_level(level, "engine.core.figures"):
+        with caplog.at_level(level, "engine.core.loop"):
             front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * 5), params=SamplingParams(max_tokens=3)))
             front.until_ended(1)
             front.send(Control(action="report"))
@@ -277,12 +277,12 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     front, _, scheduler = core
     began = time.process_time()
     time.sleep(0.3)
-    scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
+    scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
     scheduler.requests.waiting[0].waits.add("mask")
     time.sleep(0.5)
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))
-    scheduler.requests.abort(0, 1, AbortReason.client_gone)
+    scheduler.requests.abort(1, AbortReason.client_gone)
 
 
 def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
     for number in range(constrained + free):
         params = SamplingParams(max_tokens=REPLY)
         request = GenerateRequest(id=number, prompt=pack_tokens(range(number, number + PROMPT)), params=params)
-        scheduler.requests.add(0, request)
-        scheduler.requests.find(0, number).masked = number < constrained
+        scheduler.requests.add(request)
+        scheduler.requests.find(number).masked = number < constrained
     plans: list[StepPlan] = []
     tokens: dict[int, list[int]] = {}
     while scheduler.requests.unfinished:
@@ -50,7 +50,7 @@ def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
         numbers = [running[slot].number if slot in running else 0 for slot in plan.result_slots]
         rows = [ResultRow(slot, number, (5,)) for slot, number in zip(plan.result_slots, numbers, strict=True)]
         scheduler.commit(result_of(plan.step, rows))
-        for _, output in scheduler.requests.drain():
+        for output in scheduler.requests.drain():
             tokens.setdefault(output.id, []).extend([plan.step] * len(output.tokens))
     assert sorted(map(len, tokens.values())) == [REPLY] * (constrained + free)
     gaps = [after - before for steps in tokens.values() for before, after in pairwise(steps)]

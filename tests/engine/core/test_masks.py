@@ -354,7 +354,7 @@ def test_ranks_that_are_told_to_stop_get_masks(model: Model) -> None:
     """A step whose masks nobody will make any more can be ended: its record comes, and lets every token come."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
-    masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("[a-z]+"), Thought.none))))
+    masks.add(request(model, 1, Grammar(grammar(model.markers, regex_answer("[a-z]+"), Thought.none))))
     while masks.making:
         masks.advance()
     for _ in range(2):
@@ -382,10 +382,10 @@ def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     """Masks of a request that has ended are not kept."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
-    masks.add(0, request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
+    masks.add(request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
     assert masks.active
     assert masks.making
-    scheduler.requests.abort(0, 1, AbortReason.client_gone)
+    scheduler.requests.abort(1, AbortReason.client_gone)
     masks.advance()
     assert not masks.active
 
@@ -397,9 +397,9 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypat
         scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
         masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest, work)
         for number in range(5):
-            masks.add(0, request(model, number, Grammar(grammar(model.markers, regex_answer("a" * number + "b"), Thought.none))))
+            masks.add(request(model, number, Grammar(grammar(model.markers, regex_answer("a" * number + "b"), Thought.none))))
         for number in range(1, 5):
-            scheduler.requests.abort(0, number, AbortReason.client_gone)
+            scheduler.requests.abort(number, AbortReason.client_gone)
         masks.advance()
         return work.begin()
 
@@ -426,12 +426,12 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
         scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
         masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest, work)
         for number in range(10):
-            masks.add(0, request(model, number, Grammar(f"start: {number // 2}")))
-        scheduler.requests.abort(0, 0, AbortReason.client_gone)
+            masks.add(request(model, number, Grammar(f"start: {number // 2}")))
+        scheduler.requests.abort(0, AbortReason.client_gone)
         for number in (8, 9):
-            scheduler.requests.abort(0, number, AbortReason.client_gone)
+            scheduler.requests.abort(number, AbortReason.client_gone)
         masks.advance()
-        masks.add(0, request(model, 10, Grammar("start: 4")))
+        masks.add(request(model, 10, Grammar("start: 4")))
         return len(masks._grammars), work.begin()
 
     monkeypatch.setattr("engine.core.masks.GRAMMARS", 3)
@@ -443,7 +443,7 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
     """Where the checkpoint has no tokenizer a request with a grammar is refused and counted, and others are served."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    Masks(scheduler.requests, None, scheduler.config.widest).add(0, request(model, 1, Grammar("x")))
-    ((_, output),) = scheduler.requests.drain()
+    Masks(scheduler.requests, None, scheduler.config.widest).add(request(model, 1, Grammar("x")))
+    (output,) = scheduler.requests.drain()
     assert (output.invalid, scheduler.requests.counters.received, scheduler.requests.counters.refused) == (True, 1, 1)
     assert "grammars are not available" in (output.error or "")

@@ -92,14 +92,14 @@ class Bench:
         params = SamplingParams(max_tokens=1)
         request = GenerateRequest(id=number, prompt=pack_tokens(tokens), params=params, media=tuple(media))
         before = self.scheduler.requests.counters.hit_tokens
-        self.scheduler.requests.add(0, request)
+        self.scheduler.requests.add(request)
         while self.scheduler.requests.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None
             numbers = {sequence.slot: sequence.number for sequence in self.scheduler.requests.running}
             rows = [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]
             self.scheduler.commit(result_of(plan.step, rows))
-        self.outputs += [output for _, output in self.scheduler.requests.drain()]
+        self.outputs += self.scheduler.requests.drain()
         return self.scheduler.requests.counters.hit_tokens - before
 
 
@@ -210,7 +210,7 @@ def chunks_of(
     """(chunk, positions encoded in its step) of a prompt that is alone."""
     scheduler = Scheduler(SchedulerConfig(groups, (60, 60), 4, 100, budget, encoder_rows=8))
     request = GenerateRequest(id=1, prompt=pack_tokens([5] * length), params=SamplingParams(max_tokens=1), media=tuple(media))
-    scheduler.requests.add(0, request)
+    scheduler.requests.add(request)
     found = []
     while (plan := scheduler.schedule()) is not None:
         ((_, start, end, *_),) = plan.chunks

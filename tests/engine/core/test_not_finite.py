@@ -40,7 +40,7 @@ def test_a_prompt_is_not_cached() -> None:
     for number in range(3):
         machine.nan = lambda prefix, first=not number: first
         before = scheduler.requests.counters.hit_tokens
-        scheduler.requests.add(0, request(number, prompt, 1))
+        scheduler.requests.add(request(number, prompt, 1))
         finish(scheduler, machine)
         found.append(scheduler.requests.counters.hit_tokens - before)
     assert scheduler.requests.counters.failed == 1
@@ -50,13 +50,13 @@ def test_a_prompt_is_not_cached() -> None:
 def test_nan_ends_only_its_own_request() -> None:
     """A row whose logits were not finite ends its request in error; its neighbour goes on."""
     scheduler, machine = begun()
-    scheduler.requests.add(0, request(1, [1] * 4, 3))
-    scheduler.requests.add(0, request(2, [1] * 4, 3))
+    scheduler.requests.add(request(1, [1] * 4, 3))
+    scheduler.requests.add(request(2, [1] * 4, 3))
     machine.submit(scheduler.schedule())
     result = machine.result()
     rows = [result.row(0)._replace(tokens=(), nan=True), result.row(1)]
     scheduler.commit(result_of(result.step, rows))
-    outputs = [output for _, output in scheduler.requests.drain()]
+    outputs = scheduler.requests.drain()
     assert [(output.id, output.finish) for output in outputs] == [(1, FinishReason.error), (2, None)]
     assert scheduler.requests.counters.failed == 1
 
@@ -67,7 +67,7 @@ def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch
 
     def serve_next() -> None:
         scheduler, machine = begun()
-        scheduler.requests.add(0, request(1, [1] * 4, 20))
+        scheduler.requests.add(request(1, [1] * 4, 20))
         for step in range(2):
             plan = scheduler.schedule()
             assert plan is not None, step
@@ -77,11 +77,11 @@ def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch
         sequence.step_back()
         machine.nan = lambda prefix: True
         scheduler.commit(machine.result())
-        scheduler.requests.abort(0, 1, AbortReason.client_gone)
+        scheduler.requests.abort(1, AbortReason.client_gone)
         machine.nan = lambda prefix: False
-        scheduler.requests.add(0, request(2, [1] * 20, 2))
+        scheduler.requests.add(request(2, [1] * 20, 2))
         finish(scheduler, machine)
-        assert [output.finish for _, output in scheduler.requests.drain()][-1] is FinishReason.length
+        assert [output.finish for output in scheduler.requests.drain()][-1] is FinishReason.length
 
     def forgetful(self: Sequence) -> None:
         self.number, self.high = 0, self.low

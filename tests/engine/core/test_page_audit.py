@@ -48,7 +48,7 @@ def running(count: int = 3) -> Scheduler:
     machine = KVMachine(GROUPS, PAGES, 4, 100, lambda prefix, position, seed: 50 + prefix % 40)
     prompt = pack_tokens([*range(16), 7])
     for number in range(count):
-        scheduler.requests.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=60)))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=60)))
     for _ in range(12):
         machine.submit(scheduler.schedule())
         scheduler.commit(machine.result())

@@ -376,7 +376,7 @@ def test_a_head_without_pages_blocks_nobody_for_long(policy: str) -> None:
         nonlocal count
         count += 1
         params = SamplingParams(max_tokens=tokens)
-        scheduler.requests.add(0, GenerateRequest(id=count, prompt=pack_tokens([count] * prompt), params=params))
+        scheduler.requests.add(GenerateRequest(id=count, prompt=pack_tokens([count] * prompt), params=params))
 
     ask(20, 40)
     started += step(scheduler)
@@ -401,4 +401,4 @@ def step(scheduler: Scheduler) -> list[int]:
         scheduler.commit(result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]))
     for _ in scheduler.requests.drain():
         pass
-    return [request for _, request in scheduler.requests.drain_started()]
+    return scheduler.requests.drain_started()

@@ -47,7 +47,7 @@ class Bench:
         params = SamplingParams(max_tokens=count, stop_ids=stop_ids)
         request = GenerateRequest(id=self._asked, prompt=pack_tokens(prompt), params=params, salt=salt)
         before = self.scheduler.requests.counters.hit_tokens
-        self.scheduler.requests.add(0, request)
+        self.scheduler.requests.add(request)
         given: list[int] = []
         while self.scheduler.requests.unfinished:
             while self.scheduler.in_flight < 2 and (plan := self.scheduler.schedule()) is not None:
@@ -55,7 +55,7 @@ class Bench:
                 self.machine.submit(plan)
             check_pages(self.scheduler)
             self.scheduler.commit(self.machine.result())
-            outputs = [output for _, output in self.scheduler.requests.drain()]
+            outputs = self.scheduler.requests.drain()
             given += [token for output in outputs for token in output.tokens]
             self.errors += [(output.error, output.invalid) for output in outputs if output.error]
         while self.scheduler.in_flight:
@@ -131,11 +131,11 @@ def test_turns_that_end_nowhere_leave_no_tails() -> None:
         ([end, *tokens(10, 11), end, *tokens(13), end, 8], (end,), {0, 2}),
     ):
         params = SamplingParams(max_tokens=1, stop_ids=stop_ids)
-        bench.scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens(prompt), params=params))
-        sequence = bench.scheduler.requests.find(0, 1)
+        bench.scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens(prompt), params=params))
+        sequence = bench.scheduler.requests.find(1)
         sequence.tokens.extend([end, end])
         assert turn_ends(sequence, PAGE) == wanted
-        bench.scheduler.requests.abort(0, 1, AbortReason.client_gone)
+        bench.scheduler.requests.abort(1, AbortReason.client_gone)
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, WINDOW, 3 * PAGE, 3 * PAGE + 1, 40])
@@ -187,14 +187,14 @@ def computed(requests: list[GenerateRequest]) -> tuple[int, list[list[int]]]:
     """(tokens prefilled for all of them when they come at once, what each gave)."""
     bench = Bench((60, 100))
     for request in requests:
-        bench.scheduler.requests.add(0, request)
+        bench.scheduler.requests.add(request)
     given: dict[int, list[int]] = {request.id: [] for request in requests}
     while bench.scheduler.requests.unfinished:
         while bench.scheduler.in_flight < 2 and (plan := bench.scheduler.schedule()) is not None:
             bench.machine.submit(plan)
         check_pages(bench.scheduler)
         bench.scheduler.commit(bench.machine.result())
-        for _, output in bench.scheduler.requests.drain():
+        for output in bench.scheduler.requests.drain():
             given[output.id] += output.tokens
     return bench.scheduler.requests.counters.prefill_tokens, list(given.values())
 
@@ -224,13 +224,13 @@ def test_nobody_waits_for_a_prefill_that_ended() -> None:
     """When the one that computes a shared prompt is aborted halfway, those that waited for it go on behind what it left."""
     bench = Bench((60, 100))
     first, second = choices(2)
-    bench.scheduler.requests.add(0, first)
-    bench.scheduler.requests.add(0, second)
+    bench.scheduler.requests.add(first)
+    bench.scheduler.requests.add(second)
     for _ in range(3):
         bench.machine.submit(bench.scheduler.schedule())
         bench.scheduler.commit(bench.machine.result())
-    assert [sequence.key[1] for sequence in bench.scheduler.requests.running] == [0]
-    bench.scheduler.requests.abort(0, 0, AbortReason.client_gone)
+    assert [sequence.id for sequence in bench.scheduler.requests.running] == [0]
+    bench.scheduler.requests.abort(0, AbortReason.client_gone)
     bench.machine.submit(bench.scheduler.schedule())
     assert [sequence.cached for sequence in bench.scheduler.requests.running] == [48]
 
@@ -241,7 +241,7 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     bench = Bench((60, 100))
     bench.ask([10 + at % 13 for at in range(101)])
     for request in choices(4):
-        bench.scheduler.requests.add(0, msgspec.structs.replace(request, id=100 + request.id))
+        bench.scheduler.requests.add(msgspec.structs.replace(request, id=100 + request.id))
     sizes = []
     while bench.scheduler.requests.waiting:
         plan = bench.scheduler.schedule()
@@ -251,11 +251,11 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert sizes[:4] == [101] * 4
     monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1000)
     for request in choices(4):
-        bench.scheduler.requests.add(0, msgspec.structs.replace(request, id=200 + request.id))
+        bench.scheduler.requests.add(msgspec.structs.replace(request, id=200 + request.id))
     while bench.scheduler.in_flight:
         bench.scheduler.commit(bench.machine.result())
     for sequence in list(bench.scheduler.requests.running):
-        bench.scheduler.requests.abort(0, sequence.key[1], AbortReason.client_gone)
+        bench.scheduler.requests.abort(sequence.id, AbortReason.client_gone)
     assert len(bench.scheduler.schedule().admissions) == 4, "the fault beside it: without the bound all come at once"
 
 
@@ -280,7 +280,7 @@ def test_a_hit_is_charged_to_nobody_else() -> None:
     prefix = tokens(*range(10, 24))
     for number in range(4):
         request = GenerateRequest(id=number, prompt=pack_tokens([*prefix, number]), params=SamplingParams(max_tokens=4))
-        scheduler.requests.add(0, request)
+        scheduler.requests.add(request)
         if number == 0:
             machine.submit(scheduler.schedule())
             scheduler.commit(machine.result())
@@ -327,12 +327,12 @@ def test_evicted_pages_count_on_when_nothing_is_cached() -> None:
     bench = Bench(pages=(40, 24))
     bench.ask(tokens(*range(10, 20)))
     params = SamplingParams(max_tokens=1)
-    bench.scheduler.requests.add(0, GenerateRequest(id=99, prompt=pack_tokens(tokens(*range(50, 73))), params=params))
+    bench.scheduler.requests.add(GenerateRequest(id=99, prompt=pack_tokens(tokens(*range(50, 73))), params=params))
     while list(bench.scheduler.allocator.cache):
         bench.machine.submit(bench.scheduler.schedule())
         bench.scheduler.commit(bench.machine.result())
     assert bench.scheduler.load().evicted_pages == 10 + 3, "full pages, and the window's"
-    bench.scheduler.requests.abort(0, 99, AbortReason.client_gone)
+    bench.scheduler.requests.abort(99, AbortReason.client_gone)
 
 
 def test_a_model_of_full_layers_alone_has_a_cache_too() -> None:
@@ -466,12 +466,12 @@ def test_the_first_output_says_how_much_was_found() -> None:
     bench = Bench()
     prompt = tokens(*range(10, 20))
     bench.ask(prompt)
-    bench.scheduler.requests.add(0, GenerateRequest(id=99, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=3)))
+    bench.scheduler.requests.add(GenerateRequest(id=99, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=3)))
     found = []
     while bench.scheduler.requests.unfinished:
         bench.machine.submit(bench.scheduler.schedule())
         bench.scheduler.commit(bench.machine.result())
-        found += [output.cached for _, output in bench.scheduler.requests.drain()]
+        found += [output.cached for output in bench.scheduler.requests.drain()]
     assert found == [36, 0, 0]
     load = bench.scheduler.load()
     assert (load.queried_tokens, load.hit_tokens, load.evicted_pages) == (80, 36, 0)
@@ -484,7 +484,7 @@ def test_a_finished_request_says_why() -> None:
     bench = Bench()
     bench.ask(tokens(1, 2, 3))
     params = SamplingParams(max_tokens=1)
-    bench.scheduler.requests.add(0, GenerateRequest(id=99, prompt=pack_tokens(tokens(1, 2, 3)), params=params))
+    bench.scheduler.requests.add(GenerateRequest(id=99, prompt=pack_tokens(tokens(1, 2, 3)), params=params))
     bench.machine.submit(bench.scheduler.schedule())
     bench.scheduler.commit(bench.machine.result())
-    assert [output.finish for _, output in bench.scheduler.requests.drain()] == [FinishReason.length]
+    assert [output.finish for output in bench.scheduler.requests.drain()] == [FinishReason.length]

@@ -87,7 +87,7 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
         groups = (KVGroup(0, "sliding", (0,), 1, 256, 1024, 16), KVGroup(1, "full", (1,), 1, 512, None, 16))
         scheduler = Scheduler(SchedulerConfig(groups, (5000, 5000), 8, 30_000, 60_000))
         for number in range(3):
-            scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens([5] * 20_000), params=params))
+            scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens([5] * 20_000), params=params))
         plans = [scheduler.schedule() for _ in range(2)]
         return [plan.prompt_tokens + len(plan.decodes) for plan in plans if plan is not None]
 
@@ -252,7 +252,7 @@ def test_appends_are_bounded_and_come_near_the_bound() -> None:
     scheduler = Scheduler(SchedulerConfig(groups, (400, 400), 4, 1000, 64))
     machine = KVMachine(groups, (400, 400), 4, 1000, lambda prefix, position, seed: position)
     for number, prompt in enumerate((4, 4, 4, 900)):
-        scheduler.requests.add(0, request(number, prompt, 20))
+        scheduler.requests.add(request(number, prompt, 20))
     appended = []
     while (plan := scheduler.schedule()) is not None:
         machine.submit(plan)
@@ -275,7 +275,7 @@ def cached_at_once(admitted: int) -> tuple[int, int]:
     machine = KVMachine(config.groups, config.pages, 64, 512, lambda prefix, position, seed: position)
     for number in range(128):
         prompt = pack_tokens([number % 64] * 301)
-        scheduler.requests.add(0, GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=2)))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=2)))
         if number == 63:
             finish(scheduler, machine)
     finish(scheduler, machine)
@@ -307,26 +307,26 @@ def small_scheduler(full_pages: int = 9, max_len: int = 64) -> Scheduler:
 def test_refuses_only_what_can_never_run(prompt: int, max_tokens: int, clip: bool, refused: bool) -> None:
     """prompt + 1 must fit the context, and the worst case the empty pools; anything else is accepted."""
     scheduler = small_scheduler(full_pages=17 if prompt > 40 else 9)
-    scheduler.requests.add(0, request(1, prompt, max_tokens, clip=clip))
-    assert [output.invalid for _, output in scheduler.requests.drain()] == ([True] if refused else [])
+    scheduler.requests.add(request(1, prompt, max_tokens, clip=clip))
+    assert [output.invalid for output in scheduler.requests.drain()] == ([True] if refused else [])
 
 
 def test_default_max_tokens_is_clipped_to_what_fits() -> None:
     """A default max_tokens is lowered to the empty pools instead of being refused."""
     scheduler = small_scheduler()
-    scheduler.requests.add(0, request(1, 20, 1000, clip=True))
-    assert not list(scheduler.requests.drain())
+    scheduler.requests.add(request(1, 20, 1000, clip=True))
+    assert not scheduler.requests.drain()
     assert scheduler.requests.waiting[0].limit == 8 * 4 + 1
 
 
 def test_abort_is_idempotent_and_a_stop_string_is_a_success() -> None:
     """An abort of an unknown or ended request changes nothing; a stop string counts as finished."""
     scheduler = small_scheduler()
-    scheduler.requests.add(0, request(1, 4, 4))
-    scheduler.requests.abort(0, 1, AbortReason.stop_string)
-    scheduler.requests.abort(0, 1, AbortReason.client_gone)
-    scheduler.requests.abort(0, 99, AbortReason.client_gone)
-    assert [output.finish for _, output in scheduler.requests.drain()] == [FinishReason.stop]
+    scheduler.requests.add(request(1, 4, 4))
+    scheduler.requests.abort(1, AbortReason.stop_string)
+    scheduler.requests.abort(1, AbortReason.client_gone)
+    scheduler.requests.abort(99, AbortReason.client_gone)
+    assert [output.finish for output in scheduler.requests.drain()] == [FinishReason.stop]
     assert (scheduler.requests.counters.finished, scheduler.requests.counters.aborted) == (1, 0)
 
 
@@ -334,7 +334,7 @@ def test_all_may_wait_for_the_host() -> None:
     """Requests whose masks have not come are not planned, nor called stuck; each mask lets one token through."""
     scheduler = small_scheduler()
     machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
-    scheduler.requests.add(0, request(1, 1, 3))
+    scheduler.requests.add(request(1, 1, 3))
     sequence, tokens = scheduler.requests.waiting[0], []
     for _ in range(3):
         sequence.waits.add("mask")
@@ -345,7 +345,7 @@ def test_all_may_wait_for_the_host() -> None:
         sequence.waits.add("mask")
         assert scheduler.schedule() is None
         scheduler.commit(machine.result())
-        tokens += [token for _, output in scheduler.requests.drain() for token in output.tokens]
+        tokens += [token for output in scheduler.requests.drain() for token in output.tokens]
     assert tokens == [1, 2, 3]
     assert not scheduler.requests.unfinished
 
@@ -353,7 +353,7 @@ def test_all_may_wait_for_the_host() -> None:
 def test_a_prompt_is_computed_up_to_its_last_token_while_its_mask_is_made() -> None:
     """All but the last position of a masked prompt run at once; the last one, which gives a token, follows the mask."""
     scheduler = small_scheduler()
-    scheduler.requests.add(0, request(1, 10, 3))
+    scheduler.requests.add(request(1, 10, 3))
     scheduler.requests.waiting[0].waits.add("mask")
     first = scheduler.schedule()
     assert [(chunk.start, chunk.end, chunk.samples) for chunk in listed(first).chunks] == [(0, 9, False)]
@@ -383,15 +383,15 @@ def test_more_stop_ids_than_the_ranks_can_hold_are_refused(stop_ids: int) -> Non
     """As many as their table is wide fit, end ids included."""
     scheduler = small_scheduler()
     params = SamplingParams(max_tokens=2, stop_ids=tuple(range(stop_ids)))
-    scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1]), params=params))
-    assert [output.invalid for _, output in scheduler.requests.drain()] == ([True] if stop_ids > MAX_STOP_IDS else [])
+    scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1]), params=params))
+    assert [output.invalid for output in scheduler.requests.drain()] == ([True] if stop_ids > MAX_STOP_IDS else [])
 
 
 def test_a_torn_prompt_is_refused() -> None:
     """A prompt whose bytes are not whole token ids fails its own request."""
     scheduler = small_scheduler()
-    scheduler.requests.add(0, GenerateRequest(id=1, prompt=b"abcde", params=SamplingParams(max_tokens=2)))
-    assert [output.invalid for _, output in scheduler.requests.drain()] == [True]
+    scheduler.requests.add(GenerateRequest(id=1, prompt=b"abcde", params=SamplingParams(max_tokens=2)))
+    assert [output.invalid for output in scheduler.requests.drain()] == [True]
 
 
 def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +403,7 @@ def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPat
         asked = GenerateRequest(id=1, prompt=pack_tokens(range(1000, 1000 + count)), params=SamplingParams(max_tokens=1))
         message = encode_message(asked)
         tracemalloc.start()
-        scheduler.requests.add(0, decode_front_message(message))
+        scheduler.requests.add(decode_front_message(message))
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert scheduler.requests.unfinished == 1

@@ -67,18 +67,18 @@ def observed(seed: int, shift: int) -> Seen:
     while waiting or scheduler.requests.unfinished or scheduler.in_flight:
         step += 1
         if waiting and rng.random() < 0.9:
-            scheduler.requests.add(0, waiting.pop(0))
+            scheduler.requests.add(waiting.pop(0))
         if rng.random() < 0.02:
-            scheduler.requests.abort(0, rng.randrange(2 * REQUESTS), AbortReason.client_gone)
+            scheduler.requests.abort(rng.randrange(2 * REQUESTS), AbortReason.client_gone)
         while scheduler.in_flight < 2 and (plan := scheduler.schedule()) is not None:
             machine.submit(plan)
         if scheduler.in_flight:
             scheduler.commit(machine.result())
-        for _, output in scheduler.requests.drain():
+        for output in scheduler.requests.drain():
             if output.id % 2:
                 seen.told.append((step, output))
                 seen.cached += output.cached
-        seen.started += [(step, request) for _, request in scheduler.requests.drain_started() if request % 2]
+        seen.started += [(step, request) for request in scheduler.requests.drain_started() if request % 2]
     seen.hits = scheduler.requests.counters.hit_tokens - seen.cached
     seen.preemptions = scheduler.requests.counters.preemptions
     return seen

@@ -32,7 +32,7 @@ class Served:
     def __init__(self, **params: Any) -> None:
         self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, (3,), cache_share=1.0))
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
-        self.scheduler.requests.add(0, GenerateRequest(id=1, prompt=pack_tokens([1] * 6), params=asked))
+        self.scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1] * 6), params=asked))
         self.sequence = next(iter(self.scheduler.requests))
         assert self.gives(2).tokens == [2]
 
@@ -43,7 +43,7 @@ class Served:
         self.widths = [row.width for row in decode_rows(plan)]
         number = self.sequence.number
         self.scheduler.commit(result_of(plan.step, [ResultRow(slot, number, tokens) for slot in plan.result_slots]))
-        ((_, output),) = self.scheduler.requests.drain()
+        (output,) = self.scheduler.requests.drain()
         return output
 
 
@@ -95,7 +95,7 @@ def test_only_committed_pages_are_cached() -> None:
     assert served.gives(3, 4).tokens == [3, 4]
     assert (served.gives(END, 4, 5, 6).tokens, served.sequence.ended) == ([END], True)
     again = pack_tokens([1] * 6 + [2, 3, 4, END, 4, 5, 6, 9])
-    served.scheduler.requests.add(0, GenerateRequest(id=2, prompt=again, params=SamplingParams(max_tokens=2)))
+    served.scheduler.requests.add(GenerateRequest(id=2, prompt=again, params=SamplingParams(max_tokens=2)))
     served.scheduler.schedule()
     assert served.scheduler.requests.counters.hit_tokens == 8
 
@@ -115,7 +115,7 @@ def test_a_row_shrinks_to_its_pages() -> None:
     scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 6), 2, 64, 16, (3,)))
     for number, (prompt, tokens) in enumerate(((6, 11), (2, 7))):
         params = SamplingParams(max_tokens=tokens)
-        scheduler.requests.add(0, GenerateRequest(id=number, prompt=pack_tokens([number] * prompt), params=params))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens([number] * prompt), params=params))
         scheduler.schedule()
     plans = [scheduler.schedule() for _ in range(2)]
     assert [[row.width for row in decode_rows(plan)] for plan in plans if plan is not None] == [[4, 2], [2]]

@@ -115,7 +115,7 @@ def free_ends(patch: pytest.MonkeyPatch) -> None:
 def slow_ends(patch: pytest.MonkeyPatch) -> None:
     """The mask that ends a thought is slow where the grammar before it was."""
     late = MaskState.late.fget
-    patch.setattr(MaskState, "late", property(lambda self: late(self) and chance(0.5, self.sequence.key[1])))
+    patch.setattr(MaskState, "late", property(lambda self: late(self) and chance(0.5, self.sequence.id)))
 
 
 @pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends, slow_ends])

@@ -36,13 +36,13 @@ def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
         prompt = pack_tokens((number * 31 + at * 7) % 900 + 10 for at in range(length))
         adjustments = LogitAdjustments(frequency_penalty=0.5, repetition_penalty=1.2) if number % 2 else None
         params = SamplingParams(max_tokens=12, temperature=0.9, seed=number, adjustments=adjustments)
-        scheduler.requests.add(0, GenerateRequest(id=number, prompt=prompt, params=params))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=prompt, params=params))
     given: list[list[int]] = [[] for _ in LENGTHS]
     for plan in plans(scheduler):
         scheduler.commit(run(runner, plan))
-        for _, output in scheduler.requests.drain():
+        for output in scheduler.requests.drain():
             given[output.id] += output.tokens
-            sequence = scheduler.requests.find(0, output.id)
+            sequence = scheduler.requests.find(output.id)
             if back and sequence is not None and len(given[output.id]) % 5 == 1 and sequence.high >= len(sequence.tokens):
                 sequence.step_back()
     assert scheduler.requests.counters.prefill_tokens == sum(LENGTHS)

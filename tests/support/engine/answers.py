@@ -40,7 +40,7 @@ def answers(
     while waiting or scheduler.requests.unfinished or out:
         if waiting and (len(plans) % every == 0 or not scheduler.requests.unfinished):
             asked = waiting.popleft()
-            masks.add(0, asked) if asked.params.grammar else scheduler.requests.add(0, asked)
+            masks.add(asked) if asked.params.grammar else scheduler.requests.add(asked)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             out.append(plan)
@@ -53,10 +53,10 @@ def answers(
             plan = out.popleft()
             scheduler.commit(step(plan, made.get(plan.step, b"")))
             masks.advance()
-        for _, output in scheduler.requests.drain():
+        for output in scheduler.requests.drain():
             given[output.id].append(output)
             if output.id in aborted and sum(len(one.tokens) for one in given[output.id]) >= 8:
-                scheduler.requests.abort(0, output.id, AbortReason.client_gone)
+                scheduler.requests.abort(output.id, AbortReason.client_gone)
     return given, plans, scheduler.requests.counters.preemptions
 
 

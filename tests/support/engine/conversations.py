@@ -121,7 +121,7 @@ class Server:
                 conversation, turn, prompt = following
                 self._answers[count] = iter(self.trace.answered(conversation, turn))
                 params = SamplingParams(max_tokens=self.trace.answer, stop_ids=(TURN_END,))
-                self.scheduler.requests.add(0, GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
+                self.scheduler.requests.add(GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
                 count += 1
             self._step()
         counters = self.scheduler.requests.counters
@@ -140,7 +140,7 @@ class Server:
         running = {sequence.slot: sequence for sequence in self.scheduler.requests.running}
         for slot in plan.result_slots:
             sequence = running[slot]
-            yield ResultRow(slot, sequence.number, (next(self._answers[sequence.key[1]]),))
+            yield ResultRow(slot, sequence.number, (next(self._answers[sequence.id]),))
 
 
 def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tuple[Found, Scheduler]:

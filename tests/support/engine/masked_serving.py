@@ -62,7 +62,7 @@ def serve(
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
     machine.plant_masks = plant
     for request in requests:
-        masks.add(0, request) if request.params.needs_masks else scheduler.requests.add(0, request)
+        masks.add(request) if request.params.needs_masks else scheduler.requests.add(request)
     served = MaskedRun()
     while scheduler.requests.unfinished or scheduler.in_flight:
         if masks.making:
@@ -81,7 +81,7 @@ def serve(
             served.steps += 1
         else:
             time.sleep(0.001)
-        outputs = [output for _, output in scheduler.requests.drain()]
+        outputs = scheduler.requests.drain()
         served.outputs += outputs
         for output in outputs:
             served.given.setdefault(output.id, []).extend([served.steps] * len(output.tokens))

@@ -133,7 +133,7 @@ class Pace:
         while self.now < until:
             refill(self)
             while self._arrivals and self._arrivals[0][0] <= self.now:
-                self.scheduler.requests.add(0, heapq.heappop(self._arrivals)[2])
+                self.scheduler.requests.add(heapq.heappop(self._arrivals)[2])
             while len(self._out) < DEPTH and (plan := self.scheduler.schedule()) is not None:
                 result, milliseconds = self.execute(plan)
                 self._timer.submitted(1e-3 * self.now)
@@ -151,7 +151,7 @@ class Pace:
         self.scheduler.commit(result, self._timer.ended(1e-3 * self.now))
         self.prefilled += plan.prompt_tokens
         self.worked_ms += work_ms(plan)
-        for _, output in self.scheduler.requests.drain():
+        for output in self.scheduler.requests.drain():
             clock = self.clocks[output.id]
             if output.tokens:
                 clock.first = clock.first or self.now

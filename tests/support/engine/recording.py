@@ -102,7 +102,7 @@ def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateReq
     while pending or scheduler.requests.unfinished or out:
         if pending and (len(made.plans) % 5 == 0 or not scheduler.requests.unfinished):
             for request in pending.popleft():
-                masks.add(0, request) if request.params.grammar else scheduler.requests.add(0, request)
+                masks.add(request) if request.params.grammar else scheduler.requests.add(request)
         masks.advance()
         while len(out) < 2 and (plan := scheduler.schedule()) is not None:
             made.plans.append(decode_plan(encode_plan(plan)))

@@ -165,7 +165,7 @@ class WorldRanks(MaskedRanks):
 
     def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
         sequence, number = self._admitted[0][slot]
-        wanted, mask = self.wanted(sequence.key[1], position), self.bits.get(slot)
+        wanted, mask = self.wanted(sequence.id, position), self.bits.get(slot)
         if mask is None:
             assert wanted is None or sequence.number != number, f"{sequence} has no mask of the token at {position}"
         else:
@@ -186,7 +186,7 @@ class WorldRanks(MaskedRanks):
                 return
             if results._cut(sequence, tokens[:count])[1] is not None:
                 return
-            wanted = self.wanted(sequence.key[1], position + count)
+            wanted = self.wanted(sequence.id, position + count)
             assert wanted is None, f"{sequence} was given the token at {position + count} without its mask"
 
     def _token(self, slot: int, prefix: int, position: int) -> int:
@@ -211,9 +211,9 @@ class Host:
     def add(self, request: GenerateRequest) -> None:
         """A request comes."""
         if request.params.needs_masks:
-            self.masks.add(0, request)
+            self.masks.add(request)
         else:
-            self.scheduler.requests.add(0, request)
+            self.scheduler.requests.add(request)
 
     def work(self) -> bool:
         """Threads go on; whether there is anything new."""

@@ -264,13 +264,13 @@ def simulate(
         if machine.ready:
             scheduler.commit(machine.result(), took_ms=(0.1, 4.0, 9.0, 60.0)[steps % 4])
             host.committed()
-        for _, output in scheduler.requests.drain():
+        for output in scheduler.requests.drain():
             outputs.append(output)
             given.setdefault(output.id, []).extend(output.tokens)
             ended = output.finish in (FinishReason.stop, FinishReason.length)
             if ended and (turn := world.follow(world.requests[output.id], given[output.id])):
                 waiting.append(turn)
-        started += [request for _, request in scheduler.requests.drain_started()]
+        started += scheduler.requests.drain_started()
         steps += 1
         assert steps < _MAX_STEPS, "no end in sight"
     host.close()
@@ -285,9 +285,9 @@ def come(world: World, host: Host, waiting: list[GenerateRequest]) -> bool:
         came = True
         host.add(waiting.pop(0))
     running = host.scheduler.requests.running
-    ending = [sequence.key[1] for sequence in running if sequence.masked and sequence.params.grammar is None]
+    ending = [sequence.id for sequence in running if sequence.masked and sequence.params.grammar is None]
     if world.rng.random() < world.abort_chance * (3 if ending else 1):
-        host.scheduler.requests.abort(0, world.rng.choice(ending or range(len(world.requests))), AbortReason.client_gone)
+        host.scheduler.requests.abort(world.rng.choice(ending or range(len(world.requests))), AbortReason.client_gone)
         came = True
     return host.work() or came
 

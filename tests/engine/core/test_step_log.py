@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from engine.core.figures import StepFigures
+from engine.core.loop import StepLog
 from engine.plan import Admission, StepPlan, single_rows
 from engine.protocol import PoolLoad, SamplingParams
 from tests.support.engine.load_figures import load
@@ -20,17 +20,21 @@ DECODE = StepPlan(3, rows=single_rows([0, 1, 2]))
 
 def test_a_line_a_class_and_second(caplog: pytest.LogCaptureFixture) -> None:
     """Once a second of work has passed: steps and tokens of each class, cached tokens, queue, pools, preemptions since the last."""
-    figures = StepFigures()
     pools = [PoolLoad(name="full", total=90, used=7, cached=5)]
+    loads = iter((
+        load(4, pools, hit_tokens=64, running=3, waiting=2, preemptions=1),
+        load(5, pools, hit_tokens=64, running=3, preemptions=1),
+    ))  # fmt: skip
+    log = StepLog(lambda: next(loads))
     with caplog.at_level(logging.INFO):
-        assert not figures.due(5.0)
+        log.report(5.0)
         for at, plan in enumerate((PREFILL, MIXED, DECODE, DECODE)):
-            figures.planned(plan, 10 + at / 10, lambda: load(1))
-        assert not figures.due(10.9)
-        assert figures.due(11.0)
-        figures.report(load(4, pools, hit_tokens=64, running=3, waiting=2, preemptions=1), 11.0)
-        figures.planned(DECODE, 12.0, lambda: load(1))
-        figures.report(load(5, pools, hit_tokens=64, running=3, preemptions=1), 13.5)
+            log.planned(plan, 10 + at / 10)
+        log.report(10.9)
+        assert not caplog.records
+        log.report(11.0)
+        log.planned(DECODE, 12.0)
+        log.report(13.5)
     state = "cached 64, running 3, waiting 2, preempted 1, pages full 7+5 of 90"
     assert [record.getMessage() for record in caplog.records] == [
         f"1.0 s: 2 decode steps, prefill 0, decode 6; {state}",
@@ -45,7 +49,7 @@ def test_a_line_a_step_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     pools = [PoolLoad(name="sliding", total=9, used=1, cached=0), PoolLoad(name="full", total=90, used=7, cached=5)]
     with caplog.at_level(logging.DEBUG):
         for plan in (PREFILL, MIXED):
-            StepFigures().planned(plan, 0.0, lambda: load(4, pools, running=3, waiting=2, preemptions=1))
+            StepLog(lambda: load(4, pools, running=3, waiting=2, preemptions=1)).planned(plan, 0.0)
     state = "running 3, waiting 2, preempted 1, pages sliding 1+0 of 9, full 7+5 of 90"
     assert [record.getMessage() for record in caplog.records] == [
         f"step 1 prefill: prefill 32, cached 64, decode 0, admitted 1; {state}",
@@ -53,5 +57,5 @@ def test_a_line_a_step_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     ]
     asked: list[int] = []
     with caplog.at_level(logging.INFO):
-        StepFigures().planned(PREFILL, 0.0, lambda: asked.append(1) or load(4))
+        StepLog(lambda: asked.append(1) or load(4)).planned(PREFILL, 0.0)
     assert not asked
