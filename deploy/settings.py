@@ -61,8 +61,8 @@ class Settings(EngineSettings, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b), "
-            "random:<member> (nano with random weights) or dummy:<member> (a public shape with random weights)",
+            description="a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b) or "
+            "dummy:<member> (a public shape with random weights)",
         ),
     ]
     revision: Annotated[str | None, Meta(description="revision of a hub id")] = None
@@ -131,7 +131,7 @@ class Settings(EngineSettings, frozen=True, kw_only=True):
     @property
     def needs_gpus(self) -> bool:
         """Whether Ray must find GPUs: `auto` means them unless the model is a nano one."""
-        return self.device == "cuda" or (self.device == "auto" and not self.model.startswith(("nano:", "random:")))
+        return self.device == "cuda" or (self.device == "auto" and not self.model.startswith("nano:"))
 
     @classmethod
     def read(cls, args: Mapping[str, Any]) -> Self:

@@ -47,7 +47,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
     """Builds a nano checkpoint of a family member on first use in the session: `nano("31b") -> Path` of its folder."""
-    from deploy.models.nano.build import ensure
+    from tests.nano.random_models import ensure
 
     folder = tmp_path_factory.mktemp("nano")
     return cache(lambda member: ensure(member, folder))

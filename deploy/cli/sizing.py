@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.models.dummy import public_shape
 from deploy.models.public_shapes import PUBLIC, ModelShape, config
+from deploy.models.resolve import resolve
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
@@ -69,33 +71,22 @@ class Sizing:
 
 
 def shape_of(model: str) -> ModelShape | None:
-    """The shape that a name stands for: `31b`, `dummy:31b`, `nano:31b`, `random:31b`, `<owner>/gemma-4-31B-it`.
+    """The public shape that a name stands for: `31b`, `dummy:31b`, `<owner>/gemma-4-31B-it`; None for any other name.
 
-    None for any other name; ConfigError for an unknown member behind `dummy:`, `nano:` or `random:`.
+    ConfigError for an unknown member behind `dummy:`.
     """
-    kind, colon, member = model.partition(":")
-    if not colon:
-        match = _PUBLISHED.fullmatch(model)
-        return PUBLIC.get(match[1].lower() if match else model.lower())
-    if kind not in ("dummy", "nano", "random"):
-        return None
-    from deploy.models.nano import trained
-    from deploy.models.nano.nano_shapes import SHAPES
-
-    shapes = {"dummy": PUBLIC, "random": SHAPES, "nano": {name: SHAPES[name] for name in trained()}}[kind]
-    if member not in shapes:
-        raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in shapes)}")
-    return shapes[member]
+    if model.startswith("dummy:"):
+        return public_shape(model.removeprefix("dummy:"))
+    match = _PUBLISHED.fullmatch(model)
+    return PUBLIC.get(match[1].lower() if match else model.lower())
 
 
 @contextmanager
 def known_folder(settings: "Settings") -> Iterator[Path | None]:
     """A folder with the model's config.json and no promise of anything else: its own, the hub cache's, or one written from the
     shape that the name stands for. None when this machine does not know the model. Nothing is downloaded."""
-    own = Path(settings.model).expanduser()
-    cached = own if (own / "config.json").is_file() else _in_hub_cache(settings)
-    if cached is not None:
-        yield cached
+    if (folder := _folder_here(settings)) is not None:
+        yield folder
         return
     shape = shape_of(settings.model)
     if shape is None:
@@ -107,7 +98,10 @@ def known_folder(settings: "Settings") -> Iterator[Path | None]:
         yield folder
 
 
-def _in_hub_cache(settings: "Settings") -> Path | None:
+def _folder_here(settings: "Settings") -> Path | None:
+    own = Path(settings.model).expanduser()
+    if settings.model.startswith("nano:") or (own / "config.json").is_file():
+        return resolve(settings.model)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", settings.model):
         return None
     from huggingface_hub import try_to_load_from_cache

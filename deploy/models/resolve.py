@@ -2,7 +2,6 @@
 
     a folder               itself
     nano:<member>          the trained nano checkpoint beside the code; nano:<member>-assistant: its drafter
-    random:<member>        a nano checkpoint of random weights, built from a seed into the cache
     dummy:<member>         a public shape without weights, into the cache
     <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing that could be executed
 
@@ -16,7 +15,6 @@ from pathlib import Path
 
 from deploy.models import dummy
 from deploy.models.nano import TRAINED, trained
-from deploy.models.nano import build as nano_build
 from engine.checkpoint import generation_config
 from engine.errors import ConfigError
 
@@ -37,15 +35,13 @@ def resolve(model: str, revision: str | None = None) -> Path:
     kind, _, member = model.partition(":")
     if kind == "nano":
         return _nano(member)
-    if kind == "random":
-        return _random(member)
     if kind == "dummy":
         return dummy.ensure(member, cache_folder())
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _checked(folder)
     if model.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano:, random: or dummy:<member>")
+        raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano: or dummy:<member>")
     return _download(model, revision)
 
 
@@ -55,13 +51,6 @@ def _nano(member: str) -> Path:
     if member not in folders:
         raise ConfigError(f"model: nano:{member} is not one of {', '.join(f'nano:{name}' for name in folders)}")
     return _checked(folders[member])
-
-
-def _random(member: str) -> Path:
-    try:
-        return nano_build.ensure(member, cache_folder())
-    except ConfigError as error:
-        raise ConfigError(f"model: random:{member}: {error}") from error
 
 
 def _checked(folder: Path) -> Path:

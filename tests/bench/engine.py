@@ -41,7 +41,6 @@ import numpy as np
 
 from cluster.children import child_command
 from cluster.group import Group
-from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.front.client import EngineClient
 from engine.geometry import read_geometry
@@ -49,6 +48,7 @@ from engine.protocol import SamplingParams
 from tests.bench.record import Row, append
 from tests.bench.shard_model import write_shard
 from tests.bench.synthetic_rank import Synthetic
+from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
 from tests.support.engine.outputs import outputs
 
@@ -236,7 +236,7 @@ def main() -> None:
     """See the module's docstring."""
     args = arguments()
     with tempfile.TemporaryDirectory() as scratch:
-        whole = resolve(args.model)
+        whole = model_folder(args.model)
         target = whole if args.shard_of == 1 else write_shard(whole, args.shard_of, Path(scratch) / "target")
         rows = serve(target, Path(scratch) / "drafter", args)
     if args.record:

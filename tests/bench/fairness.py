@@ -20,12 +20,12 @@ from typing import TypeVar
 import msgspec
 
 from cluster.group import Group
-from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.front.client import EngineClient
 from engine.geometry import read_geometry
 from engine.protocol import AbortReason, SamplingParams
 from tests.bench.record import Row, append
+from tests.nano.random_models import model_folder
 from tests.support.engine.outputs import outputs
 
 T = TypeVar("T")
@@ -207,7 +207,7 @@ def main() -> None:
     args = arguments()
     rows = measure(
         engine_config(
-            model=str(resolve(args.model)),
+            model=str(model_folder(args.model)),
             tp=args.tp,
             device=args.device,
             dtype="bfloat16" if args.device == "cuda" else "float32",

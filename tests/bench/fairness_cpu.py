@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass, field
 from statistics import mean, quantiles
 
-from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
@@ -27,6 +26,7 @@ from engine.rank.builder import Rank, build
 from engine.rank.runner import Runner
 from engine.rank.step_times import measure
 from tests.bench.record import Row, append
+from tests.nano.random_models import model_folder
 from tests.support.engine.paced_steps import Pace, p99
 from tests.support.engine.ranks import single
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of CPU time, of each load")
     parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
     args = parser.parse_args()
-    plain = engine_config(model=str(resolve(args.model)), device="cpu", dtype="float32", max_len=2048, prefill_budget=256)
+    plain = engine_config(model=str(model_folder(args.model)), device="cpu", dtype="float32", max_len=2048, prefill_budget=256)
     rank = single(plain)
     times = measured(rank)
     print(times)

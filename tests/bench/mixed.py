@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
@@ -35,6 +34,7 @@ from tests.bench.profiling import bare_rank
 from tests.bench.profiling.bare_rank import BareRank, pages_held
 from tests.bench.profiling.decode_times import lengths_kept
 from tests.bench.shard_model import write_shard
+from tests.nano.random_models import model_folder
 from tests.support.engine.listed_steps import geometry, mixed
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks, Pace
 from tests.support.engine.plans import PageAppend, PrefillChunk
@@ -161,7 +161,8 @@ class Steps:
 def measure(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """Every number of decode rows in turn, on one rank of the group."""
     on_gpu = device.type == "cuda"
-    folder, most = args.folder or resolve(args.model or ("dummy:31b" if on_gpu else "random:31b")), max(args.decodes, default=0)
+    folder = args.folder or model_folder(args.model or ("dummy:31b" if on_gpu else "random:31b"))
+    most = max(args.decodes, default=0)
     config = engine_config(
         model=str(folder), tp=parallel.size, device=device.type, dtype="bfloat16" if on_gpu else "float32", load_format="dummy",
         max_seqs=most + args.budget // args.prompt + 1, max_len=2 * max(CONTEXT, args.prompt),
@@ -207,7 +208,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder = None
         if args.shard_of:
-            args.tp, args.folder = 1, write_shard(resolve("dummy:31b"), args.shard_of, Path(folder))
+            args.tp, args.folder = 1, write_shard(model_folder("dummy:31b"), args.shard_of, Path(folder))
         run(args)
 
 

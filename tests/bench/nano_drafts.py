@@ -5,12 +5,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.resolve import resolve
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from tests.nano.exercises import exam
+from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder, TrainingExample
 from tests.support.engine.ranks import Ranks
 from tests.support.engine.recording import config_of

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from deploy.cli.output import CANNOT, OK, Part, Table, emit
-from deploy.models.resolve import resolve
 from engine.errors import ConfigError
 from tests.bench.profiling.decode_times import StepTime
 from tests.bench.profiling.session import ProfileRequest, profiles, step_times
 from tests.bench.profiling.step_profile import StepProfile
+from tests.nano.random_models import model_folder
 
 SWEEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SWEEP_CONTEXTS = (1024, 8192, 32768, 131072)
@@ -97,7 +97,7 @@ def _request(args: argparse.Namespace) -> ProfileRequest:
     if min(*batches, *contexts, args.tp) < 1:
         raise ConfigError("--batch, --context and --tp begin at 1")
     return ProfileRequest(
-        folder=resolve(args.model), tp=args.tp, loopback=args.loopback, device=args.device, dtype=args.dtype,
+        folder=model_folder(args.model), tp=args.tp, loopback=args.loopback, device=args.device, dtype=args.dtype,
         batches=tuple(batches), contexts=tuple(contexts), steps=args.steps, prefill_budget=args.prefill_budget,
         read_rate=args.read_rate and 1e12 * args.read_rate, debug_pages=args.debug_pages, trace=args.trace,
     )  # fmt: skip

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from deploy.models.nano.nano_shapes import SHAPES
 from engine.config import engine_config
 from engine.core.loop import scheduler_config
 from engine.core.prefix import PrefixCache
@@ -21,6 +20,7 @@ from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, Logprobs, SamplingParams, pack_tokens
 from engine.rank.builder import Rank, build
 from tests.conftest import Nano
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.ranks import finish, single
 
 pytestmark = pytest.mark.cpu

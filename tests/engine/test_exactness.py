@@ -21,11 +21,11 @@ import torch
 import transformers
 
 from cluster.group import Group
-from deploy.models.nano.nano_shapes import SHAPES
 from engine.config import EngineConfig, engine_config
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.protocol import SamplingParams
 from tests.conftest import Nano
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.drive import Answer, Figures, Request, ask_all, attached, still
 from tests.support.engine.faulty_rank import faulty
 from tests.support.judge.near_tie import Match, compare

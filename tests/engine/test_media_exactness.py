@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from cluster.group import Group
-from deploy.models.nano.nano_shapes import SHAPES
 from engine.audio_geometry import read_audio
 from engine.config import EngineConfig
 from engine.core.loop import scheduler_config
@@ -32,6 +31,7 @@ from engine.rank.models import vision
 from engine.rank.runner import Runner
 from engine.rank.stages.encode_stage import EncodeStage
 from tests.conftest import Nano
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.drive import Answer, Request, ask_all, attached, still
 from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single

@@ -19,11 +19,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from deploy.models.resolve import resolve
 from engine.channel import create_shared
 from engine.geometry import read_geometry
 from kernels.allreduce import shared_bytes
 from tests.gpu.spmd import Job
+from tests.nano.random_models import model_folder
 
 DEVICE = os.environ.get("QUARTET_GPU_DEVICE", "cuda")
 RANKS = 4 if DEVICE == "cpu" else min(4, torch.cuda.device_count())  # of a group over several GPUs
@@ -86,7 +86,7 @@ def errors(found: list[Tensor], truth: list[Tensor]) -> tuple[float, float]:
 
 def case(model: str, prompts: int, length: int, rows: int, decodes: int) -> dict[str, object]:
     """Settings of a run: random prompts from a printed seed."""
-    folder = resolve(model)
+    folder = model_folder(model)
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"{model}: prompts from seed {seed}", flush=True)
     rng = random.Random(seed)

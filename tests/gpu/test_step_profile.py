@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from deploy.models.resolve import resolve
 from tests.bench.profiling.session import ProfileRequest, profiles
 from tests.bench.profiling.step_profile import StepProfile
+from tests.nano.random_models import model_folder
 
 pytestmark = pytest.mark.gpu
 
 
 def profile_of(member: str, batch: int) -> StepProfile:
     """One rank's shard of two in loopback, on a nano shape."""
-    folder: Path = resolve(f"random:{member}")
+    folder: Path = model_folder(f"random:{member}")
     request = ProfileRequest(folder, 2, True, "cuda", "bfloat16", (batch,), (500,), 40, 64, read_rate=4e12)
     (found,) = profiles(request, print)
     return found

@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.errors import PageViolation
 from engine.geometry import kv_groups, read_geometry
@@ -40,6 +39,7 @@ from tests.bench.profiling.decode_times import time_step
 from tests.bench.profiling.loopback import Loopback
 from tests.conftest import Nano
 from tests.gpu.exactness import DEVICE, RATIO, case, decoded, errors, run_judge, run_ranks
+from tests.nano.random_models import model_folder
 from tests.support.engine.forced import agreement, forced, hidden_errors
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, attended, ours, relative, scene, theirs
 from tests.support.engine.ranks import single
@@ -265,7 +265,7 @@ def shard_runner(rank: BareRank, backend: str) -> Runner:
 @pytest.fixture(scope="module")
 def shard() -> BareRank:
     """Rank 0 of four of the 31B, whose sums go to itself, over pages full of K and V that give scores of deviation one."""
-    folder = resolve("dummy:31b" if DEVICE == "cuda" else "random:31b")
+    folder = model_folder("dummy:31b" if DEVICE == "cuda" else "random:31b")
     config = engine_config(
         model=str(folder), tp=4, device=DEVICE, dtype="bfloat16", load_format="dummy", max_seqs=ROWS, max_len=2048, graphs=False,
         debug_hash=True,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.models.nano import TRAINED
-from deploy.models.nano.tokenizer import BYTE_IDS, CONTROL_IDS, SPECIAL_IDS, VOCAB_SIZE
 from tests.nano.corpus import COMMON_WEIGHT, EXERCISES, EXERCISES_WEIGHT, PROSE, WORDS
+from tests.nano.nano_tokenizer import BYTE_IDS, CONTROL_IDS, SPECIAL_IDS, VOCAB_SIZE
 
 NEWLINE_ID = 107
 SPACE = "\u2581"

@@ -10,7 +10,6 @@ import pytest
 from torch import Tensor
 
 from deploy.models.nano import trained
-from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.resolve import resolve
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
@@ -18,6 +17,7 @@ from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.rank.models.assistant import Assistant
 from tests.nano.exercises import exam
+from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of

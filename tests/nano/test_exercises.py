@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from deploy.models.dummy import chat_template
 from deploy.models.nano import TRAINED, trained
-from deploy.models.nano.build import chat_template
-from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import config
 from engine.front.text import TextProcessor
 from tests.nano import learn_tokenizer
 from tests.nano.exercise_form import END, Draw
 from tests.nano.exercises import SKILLS, drawing, exam, right, skills, training
+from tests.nano.nano_shapes import SHAPES
 
 pytestmark = pytest.mark.pure
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.models.nano.nano_shapes import SHAPES
 from tests.conftest import Nano
 from tests.nano import train
 from tests.nano.exercises import SKILLS
 from tests.nano.exercises import training as taught
+from tests.nano.nano_shapes import SHAPES
 from tests.support.judge.oracle import load_oracle
 
 pytestmark = pytest.mark.cpu

@@ -13,9 +13,9 @@ import transformers
 
 from deploy.edge.media.rasters import resized, target_size
 from deploy.models.nano import TRAINED
-from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import config
 from tests.nano import pictures, train_tower
+from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder
 
 pytestmark = pytest.mark.cpu

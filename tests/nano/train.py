@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from deploy.models.nano import build, nano_shapes, random_weights
-from deploy.models.nano.nano_shapes import SHAPES, tensors
 from deploy.models.public_shapes import ModelShape, config
 from engine.front.text import TextProcessor
+from tests.nano import nano_shapes, random_models, random_weights
 from tests.nano.exercise_form import Draw, Exercise
 from tests.nano.exercises import SKILLS, drawing, exam, training
+from tests.nano.nano_shapes import SHAPES, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -236,7 +236,7 @@ def save(trainer: Trainer, shape: ModelShape, out: Path, seed: int) -> None:
             return random_weights.draw(tensor, shape, seed)
         return state[tensor.name].detach().float().cpu().numpy()  # type: ignore[no-any-return]
 
-    build.write(shape, out, value, "bfloat16")
+    random_models.write(shape, out, value, "bfloat16")
 
 
 def rate(done: float) -> float:
@@ -251,7 +251,7 @@ def train(member: str, out: Path, *, seed: int, device: str, steps: int, workers
     shape = SHAPES[member]
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        builder = ExampleBuilder.of(build.build(member, Path(folder)), shape)
+        builder = ExampleBuilder.of(random_models.build(member, Path(folder)), shape)
     asked = builder.exam(EXAM)
     known = np.array([example.mark for examples in asked.values() for example in examples])
     trainer = Trainer(shape, seed, device)

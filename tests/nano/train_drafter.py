@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deploy.models.nano import TRAINED
-from deploy.models.nano.nano_shapes import SHAPES
+from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate, training_parser
 from tests.support.judge import assistants
 

@@ -28,10 +28,10 @@ from torch.nn.functional import cross_entropy, interpolate
 from transformers import AutoConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
 
-from deploy.models.nano import TRAINED, random_weights
-from deploy.models.nano.nano_shapes import SHAPES, tensors
+from deploy.models.nano import TRAINED
 from deploy.models.public_shapes import ModelShape, config
-from tests.nano import pictures
+from tests.nano import pictures, random_weights
+from tests.nano.nano_shapes import SHAPES, tensors
 from tests.nano.pictures import COLOURS, THINGS, Picture
 from tests.nano.train import ExampleBuilder, training_parser
 from tests.support.judge import assistants

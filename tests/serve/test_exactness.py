@@ -10,8 +10,8 @@ import openai
 import pytest
 import torch
 
-from deploy.models.resolve import resolve
 from engine.front.text import TextProcessor
+from tests.nano.random_models import model_folder
 from tests.support.judge.oracle import judge, load_oracle, soft_cap
 from tests.support.stack.serve_process import Stack
 
@@ -52,7 +52,8 @@ class Score:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    made = Stack(tmp_path_factory.mktemp("exact"), args={"model": "random:31b", "prefill_budget": 96, "max_len": 1024})
+    args = {"model": str(model_folder("random:31b")), "prefill_budget": 96, "max_len": 1024}
+    made = Stack(tmp_path_factory.mktemp("exact"), args=args)
     made.start()
     yield made
     try:
@@ -63,7 +64,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return resolve("random:31b")
+    return model_folder("random:31b")
 
 
 def continuations(folder: Path, prompts: list[list[int]]) -> list[Expected]:

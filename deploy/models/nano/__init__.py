@@ -1,4 +1,4 @@
-"""The embedded nano models: built at random from a seed, or trained on exercises and kept in `trained/`."""
+"""The embedded nano models, trained on exercises (tests/nano) and kept in `trained/`."""
 
 from pathlib import Path
 

@@ -11,10 +11,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.openai.schemas import CHAT_READER
-from deploy.models.nano.build import build
 from engine.front import template
 from engine.front.template import ChatTemplate, CutCalls
 from engine.front.text import TextProcessor
+from tests.nano.random_models import build
 from tests.support.engine.schemas import members
 
 pytestmark = pytest.mark.cpu

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from deploy.models.nano.build import build
 from engine.errors import InvalidRequest
 from engine.front.generation import Choice, Delta
 from engine.front.reply import Markers, ReplyParser
 from engine.front.template import MAX_CUT, CutCalls
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
+from tests.nano.random_models import build
 from tests.support.engine.replies import NAMES, Segment, members, text_of, value
 
 pytestmark = pytest.mark.pure

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from deploy.models.nano.build import build
-from deploy.models.nano.tokenizer import BYTE_IDS, SPECIAL_IDS
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front import text as text_module
 from engine.front.template import ChatTemplate, Conversation
 from engine.front.text import Detokenizer, TextProcessor
+from tests.nano.nano_tokenizer import BYTE_IDS, SPECIAL_IDS
+from tests.nano.random_models import build
 
 pytestmark = pytest.mark.pure
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError
 from engine.geometry import kv_groups, read_geometry
 from engine.rank.attention import attention_backend
@@ -24,6 +23,7 @@ from engine.rank.sampler import Sampler
 from kernels.sampling_batch import SlotParameters
 from kernels.slots import rotary_table
 from tests.conftest import Nano
+from tests.nano.nano_shapes import SHAPES
 from tests.support.judge import assistants
 
 pytestmark = pytest.mark.cpu

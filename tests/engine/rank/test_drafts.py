@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult
 from engine.protocol import FinishReason
@@ -19,6 +18,7 @@ from engine.rank.runner import Runner
 from engine.rank.stages import draft_stage
 from kernels.accept import Verified, accept
 from tests.conftest import Nano
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.answers import Answers, answers, requests, texts
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.ranks import Ranks, run, single

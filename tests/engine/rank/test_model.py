@@ -14,7 +14,6 @@ from torch import Tensor
 
 import kernels.decode
 import kernels.qkv
-from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, read_geometry, shard_vocab
 from engine.rank.attention import attention_backend
@@ -23,6 +22,7 @@ from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.paged import Logits, PlantFault, Step, caches, run_steps, script
 from tests.support.engine.threads import SkippedReduce, ThreadParallel, run_ranks
 from tests.support.judge.oracle import Verdict, judge, load_oracle, soft_cap

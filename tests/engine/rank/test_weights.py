@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deploy.models.nano.nano_shapes import SHAPES
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, kv_groups, read_geometry, shard_kv_heads
 from engine.rank import start_checks
@@ -31,6 +30,7 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.start_checks import residual_rms
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.dummy_tensors import dummy_tensor
 from tests.support.engine.threads import ThreadParallel, run_ranks
 

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.public_shapes import config
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead, InvalidRequest
@@ -30,6 +29,7 @@ from engine.protocol import (
     frame,
     pack_tokens,
 )
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.load_figures import load
 
 

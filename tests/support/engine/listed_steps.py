@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from deploy.models.resolve import resolve
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank.attention import attention_backend
 from engine.rank.batch import ForwardBatch
@@ -29,6 +28,7 @@ from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.launch import Node, record
 from kernels.sampling_batch import SlotParameters
 from kernels.slots import apply_plan, decode_inputs, rotary_table
+from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
 
 META = torch.device("meta")
@@ -43,7 +43,7 @@ def int32(*shape: int) -> torch.Tensor:
 @cache
 def geometry(member: str) -> Geometry:
     """Of a public shape; with a prefix, of what that stands for."""
-    return read_geometry(resolve(member if ":" in member else f"dummy:{member}"))
+    return read_geometry(model_folder(member if ":" in member else f"dummy:{member}"))
 
 
 @cache
@@ -91,7 +91,7 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
     many new drafts."""
     shape = geometry(member)
     with tempfile.TemporaryDirectory() as folder:
-        assistant = read_assistant(drafters.write(resolve(f"dummy:{member}"), Path(folder)), shape)
+        assistant = read_assistant(drafters.write(model_folder(f"dummy:{member}"), Path(folder)), shape)
     model, drafter = (made(it, Single(TP), torch.bfloat16, META) for made, it in ((Gemma4, shape), (Assistant, assistant)))
     allocate(model, TENSORS)
     allocate(drafter, ASSISTANT_TENSORS)

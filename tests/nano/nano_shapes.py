@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from deploy.models.nano.tokenizer import MEDIA_IDS, VOCAB_SIZE
 from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
+from tests.nano.nano_tokenizer import MEDIA_IDS, VOCAB_SIZE
 
 MAX_POSITIONS = 4096
 

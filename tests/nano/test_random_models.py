@@ -20,13 +20,13 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from deploy.models import dummy, public_shapes
-from deploy.models.nano.build import build, ensure
-from deploy.models.nano.nano_shapes import SHAPES, tensors
-from deploy.models.nano.random_weights import to_bfloat16
-from deploy.models.nano.tokenizer import SPECIAL_IDS, VOCAB_SIZE
 from deploy.models.public_shapes import ModelShape
 from engine.errors import ConfigError
 from engine.front.text import TextProcessor
+from tests.nano.nano_shapes import SHAPES, tensors
+from tests.nano.nano_tokenizer import SPECIAL_IDS, VOCAB_SIZE
+from tests.nano.random_models import build, ensure
+from tests.nano.random_weights import to_bfloat16
 
 pytestmark = pytest.mark.cpu
 
@@ -296,7 +296,7 @@ def test_bfloat16_rounding() -> None:
 
 def test_ensure_builds_once(tmp_path: Path) -> None:
     """Threads and processes that ask at once get one and the same complete folder, and no draft is left behind."""
-    code = "import sys, pathlib; from deploy.models.nano.build import ensure; print(ensure('31b', pathlib.Path(sys.argv[1])))"
+    code = "import sys, pathlib; from tests.nano.random_models import ensure; print(ensure('31b', pathlib.Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     with ThreadPoolExecutor(4) as pool:

@@ -8,11 +8,6 @@ Any text round-trips exactly: a space is U+2581, nothing is prefixed, and charac
 bytes. (A U+2581 in the text itself comes back as a space, as with Gemma's own tokenizer.)
 """
 
-from pathlib import Path
-
-from deploy.models.nano import TRAINED
-
-FILES = tuple(TRAINED / "31b" / name for name in ("tokenizer.json", "tokenizer_config.json"))
 VOCAB_SIZE = 1024
 FIRST_BYTE_ID = 238
 EOS_IDS = (1, 106, 50)
@@ -40,12 +35,6 @@ _MEDIA = ("<|image>", "<|audio>", "<|image|>", "<|audio|>", "<image|>", "<audio|
 MEDIA_IDS: dict[str, int] = {name: VOCAB_SIZE - len(_MEDIA) + place for place, name in enumerate(_MEDIA)}
 SPECIAL_IDS: dict[str, int] = CONTROL_IDS | MEDIA_IDS
 BYTE_IDS: dict[str, int] = {f"<0x{byte:02X}>": FIRST_BYTE_ID + byte for byte in range(256)}
-
-
-def write(out: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json into `out`."""
-    for path in FILES:
-        (out / path.name).write_bytes(path.read_bytes())
 
 
 def never_emitted_ids() -> list[int]:

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deploy.models.nano.nano_shapes import Kind, Tensor, tensors
-from deploy.models.nano.tokenizer import never_emitted_ids
 from deploy.models.public_shapes import ModelShape
+from tests.nano.nano_shapes import Kind, Tensor, tensors
+from tests.nano.nano_tokenizer import never_emitted_ids
 
 Array = npt.NDArray[np.float32]
 Values = Callable[[Tensor], Array]  # a checkpoint's tensor, in fp32
