@@ -53,7 +53,7 @@ MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has:
 _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
 _ENCODES = list(SECTIONS).index("encodes")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
-_ADMISSION = struct.Struct("<iiqqfff10i")
+_ADMISSION = struct.Struct("<iiqqfff9i")
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 _PROMPT = struct.Struct("<iiiii")  # slot, number, first position, alternatives, tokens
@@ -86,7 +86,6 @@ class Admission:
     tokens: Sequence[int]
     prompt: int
     params: SamplingParams
-    adapter: int = 0
     cached: int = 0
     scored: int = 0
 
@@ -326,7 +325,6 @@ def _encode_admission(admission: Admission) -> bytes:
         params.top_k,
         params.min_tokens,
         -1 if params.logprobs is None else params.logprobs,
-        admission.adapter,
         admission.cached,
         -1 if params.prompt_logprobs is None else params.prompt_logprobs,
         admission.scored,
@@ -340,7 +338,7 @@ def _encode_admission(admission: Admission) -> bytes:
 
 def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
     slot, prompt, number, seed, temperature, top_p, min_p, *rest = _ADMISSION.unpack_from(data, offset)
-    top_k, min_tokens, logprobs, adapter, cached, prompt_logprobs, scored, n_stop, n_tokens, adjusted = rest
+    top_k, min_tokens, logprobs, cached, prompt_logprobs, scored, n_stop, n_tokens, adjusted = rest
     offset += _ADMISSION.size
     stop_ids = struct.unpack_from(f"<{n_stop}i", data, offset)
     offset += 4 * n_stop
@@ -359,7 +357,7 @@ def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
         prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
         adjustments=adjustments,
     )
-    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, adapter, cached, scored), offset
+    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, cached, scored), offset
 
 
 def encode_rows(
