@@ -17,7 +17,8 @@ from engine.rank_status import RankStatus
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
     """The figures now; from any thread."""
     statuses = group.status()
-    return ScrapeGauges(front.open, processes(statuses, alive(group.pidfds), time.monotonic_ns(), front.waiting_since))
+    figures = processes(statuses, alive(group.pidfds), time.monotonic_ns(), front.waiting_since)
+    return ScrapeGauges(front.open, figures, statuses[0].encoder)
 
 
 def alive(pidfds: Mapping[str, int]) -> list[bool]:
@@ -48,4 +49,5 @@ def _figures(name: str, status: RankStatus, up: bool, stall_s: float) -> Process
         busy_s=status.busy_us / 1e6,
         idle_s=status.idle_us / 1e6,
         late_compilations=status.late_compilations,
+        encoder_s=status.encoder.us / 1e6,
     )

@@ -113,6 +113,7 @@ class Exporter(Collector):
         items: dict[str, Sequence[Any]] = {
             "facts": [self.facts],
             "gauges": [gauges],
+            "encoder": [gauges.encoder],
             "processes": gauges.processes,
             "load": [] if last is None else [last.load],
             **{name: [] if last is None else getattr(last.load, name) for name in ("pools", "draft_positions", "draft_switches")},

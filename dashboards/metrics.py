@@ -14,7 +14,7 @@ Clock points are those of engine/events.py: submitted, scheduled, first, last, e
     FirstToken.ttft_s   a field of an event (engine/events.py, dashboards/derived.py): a histogram observes it unless it is None, a
     RequestStarted      counter grows by it, without a field by one. Labels are fields of the event.
     load.running        read at each scrape: of the core's `load`, each of its `pools`, `draft_positions` and `draft_switches`, each
-                        of the group's `processes`, the front's `gauges`, the exporter's `facts`
+                        of the group's `processes`, its `encoder`, the front's `gauges`, the exporter's `facts`
 """
 
 from dataclasses import dataclass
@@ -352,6 +352,53 @@ _SCHEDULER = (
     ),
 )
 
+_ENCODER = (
+    Metric("quartet_encoded_images_total", "counter", "Images that encoders have made soft tokens of.", "encoder.images"),
+    Metric("quartet_encoded_frames_total", "counter", "The same of frames of videos.", "encoder.frames"),
+    Metric("quartet_encoded_clips_total", "counter", "The same of audio clips.", "encoder.clips"),
+    Metric("quartet_encoded_rows_total", "counter", "Soft tokens that encoders have made.", "encoder.rows"),
+    Metric(
+        "quartet_encoder_cache_queried_items_total",
+        "counter",
+        "Images, videos and clips whose soft tokens a step needed: those in a cached prefix are not among them.",
+        "encoder.queries",
+        alias="mm_cache_queries_total",
+    ),
+    Metric(
+        "quartet_encoder_cache_hit_items_total",
+        "counter",
+        "Of these, those that were not encoded, as equal ones had been, or were in the same step.",
+        "encoder.hits",
+        alias="mm_cache_hits_total",
+    ),
+    Metric(
+        "quartet_encoder_cache_evicted_items_total",
+        "counter",
+        "Encoded items whose soft tokens the cache has given up.",
+        "encoder.evictions",
+    ),
+    Metric("quartet_encoder_cache_bytes", "gauge", "Soft tokens that the cache of each rank holds.", "encoder.cached_bytes"),
+    Metric(
+        "quartet_rank_encoder_seconds_total",
+        "counter",
+        "Time that a rank has spent on the media of steps, cached ones too: on a GPU by CUDA events, on a CPU wall clock.",
+        "processes.encoder_s",
+        ("rank",),
+    ),
+    Metric(
+        "quartet_encoder_waiting",
+        "gauge",
+        "Sequences that the last step could not encode the media of, beside those of others.",
+        "load.encoder_waiting",
+    ),
+    Metric(
+        "quartet_encoder_wait_seconds_total",
+        "counter",
+        "Time that sequences have waited so, in steps that went on without them: of all together.",
+        "load.encoder_wait_s",
+    ),
+)
+
 _GROUP = (
     Metric("quartet_rank_up", "gauge", "1 while the process runs: of each rank, and of the core.", "processes.up", ("rank",)),
     Metric(
@@ -401,7 +448,7 @@ _GROUP = (
     Metric("quartet_build_info", "gauge", "Always 1; what runs here.", "facts", ("model_name", "build", "attention", "tp")),
 )
 
-ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_GROUP)
+ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_ENCODER, *_GROUP)
 
 
 def deployment_counter(row: Metric, prefix: str, says: str) -> Metric:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from engine.protocol import Load
+from engine.rank_status import EncoderFigures
 
 Outcome = Literal[
     "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead"
@@ -122,7 +123,8 @@ class ProcessFigures:
     """One process of the group at this moment; `name` is a rank's number, or `core`.
 
     stall_s: how long it has owed a step without progress, 0 while it owes none. `step_s` is the last step's wall time, `busy_s` its
-    device's, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served.
+    device's, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served. `encoder_s`: time in
+    encoders since boot.
     """
 
     name: str
@@ -132,14 +134,17 @@ class ProcessFigures:
     busy_s: float = 0.0
     idle_s: float = 0.0
     late_compilations: int = 0
+    encoder_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeGauges:
-    """What is read at a scrape, not sent as an event: the front's open requests, and the group's processes."""
+    """What is read at a scrape, not sent as an event: the front's open requests, the group's processes, what one rank's encoders have
+    done (the others' have done the same, but in other times)."""
 
     open: int = 0
     processes: tuple[ProcessFigures, ...] = ()
+    encoder: EncoderFigures = EncoderFigures()
 
 
 Event = RequestStarted | Scheduled | FirstToken | Tokens | RequestFinished | KeyDecision | KeyTokens | EngineLoad | EngineFailed

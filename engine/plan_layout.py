@@ -1,6 +1,6 @@
 """The layout of a plan's int32 and of a result's rows as plain numbers: kernels get those that they need as constexprs."""
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 HEADER = 16  # int32 of a plan's header
 STEP = 2  # index in the header of the step's low word
 COUNTS = 4  # index in the header of the number of rows of the first section; those of the others follow, then that of admissions

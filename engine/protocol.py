@@ -262,7 +262,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
 
     `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found; `evicted_pages` of the cache.
-    `drafts`: of the last step behind each sequence; none of the others without a drafter.
+    `drafts`: of the last step behind each sequence; none of the others without a drafter. `encoder_waiting`: sequences whose media
+    the last plan had no rows to encode for; `encoder_wait_s`: how long that has been so, of all sequences together.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 
@@ -281,6 +282,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     queried_tokens: int = 0
     hit_tokens: int = 0
     evicted_pages: int = 0
+    encoder_waiting: int = 0
+    encoder_wait_s: float = 0.0
     drafts: int = 0
     draft_positions: list[DraftPosition] = []
     draft_switches: list[DraftSwitches] = []

@@ -1,11 +1,29 @@
-"""The status of each process of a group: one 128-byte record a process in a shared block; each field has one writer."""
+"""The status of each process of a group: one 256-byte record a process in a shared block; each field has one writer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-STATUS_BYTES = 128
+STATUS_BYTES = 256
 HASHES = 8  # of the last steps
+_ENCODER = 16  # first word of the encoders' figures
 _LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
+
+
+class EncoderFigures(NamedTuple):
+    """What a rank's encoders of media have done since boot: microseconds in them; `images`, `frames` of videos and `clips` that the
+    group has encoded, and `rows`, the soft tokens that these gave; items looked up in the cache of outputs (`queries`), and found.
+    `evictions`: outputs that it has lost; `cached_bytes`: that it holds now."""
+
+    us: int = 0
+    images: int = 0
+    frames: int = 0
+    clips: int = 0
+    rows: int = 0
+    queries: int = 0
+    hits: int = 0
+    evictions: int = 0
+    cached_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,7 @@ class RankStatus:
     idle_us: int = 0
     late_compilations: int = 0
     hashes: Mapping[int, int] = field(default_factory=dict)
+    encoder: EncoderFigures = EncoderFigures()
 
     @property
     def state_hash(self) -> int:
@@ -54,8 +73,9 @@ class StatusBlock:
         words = self._record(index).tolist()
         launched, finished, progress_ns, step_us, heartbeat_ns, device = words[:6]
         times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
-        hashes = {word >> 32: word & _LOW for word in words[8:] if word}
-        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, *times, hashes)
+        hashes = {word >> 32: word & _LOW for word in words[8 : 8 + HASHES] if word}
+        encoder = EncoderFigures(*words[_ENCODER : _ENCODER + len(EncoderFigures._fields)])
+        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, *times, hashes, encoder)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
         """Main thread: a step was launched or finished."""
@@ -70,6 +90,12 @@ class StatusBlock:
         """Main thread: how the device spent the last step; values saturate (16 s; 65 535)."""
         words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
         self._record(index)[5] = words[0] | words[1] << 24 | words[2] << 48
+
+    def encoder(self, index: int, figures: EncoderFigures) -> None:
+        """Main thread: what the encoders have done."""
+        record = self._record(index)
+        for at, value in enumerate(figures, _ENCODER):
+            record[at] = value
 
     def heartbeat(self, index: int, now_ns: int) -> None:
         """Lifeline thread: the process is scheduled at all."""

@@ -41,6 +41,11 @@ class VisionGeometry(Geometry):
     standardize: bool = False
 
     @property
+    def output(self) -> int:
+        """Width of what its tower yields."""
+        return self.hidden
+
+    @property
     def longest(self) -> int:
         """Cells of a picture's side at most."""
         return self.positions // (1 if self.unified else CELL)

@@ -31,6 +31,7 @@ class InFlightStep:
     rows      each decode row's sequence, its admission number when it was planned, and its width
     drafts    as in the plan, chosen for rows of the index `rows_at`;   drafting  its sequences that may draft
     expected  its expected time, if a target bounds the step
+    encoder_waits  sequences that it has no chunk of, or a shorter one, as it may encode no more
     """
 
     step: int
@@ -41,6 +42,7 @@ class InFlightStep:
     drafting: int = 0
     prefill_tokens: int = 0
     expected: Expected | None = None
+    encoder_waits: int = 0
 
 
 class Results:

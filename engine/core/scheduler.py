@@ -129,7 +129,7 @@ class Scheduler:
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.masked = draft.masked
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
-        draft.in_flight.drafts = plan.drafts
+        draft.in_flight.drafts, draft.in_flight.encoder_waits = plan.drafts, len(self._encoder_waits)
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         if draft.media:
@@ -145,6 +145,7 @@ class Scheduler:
         step = self._results.commit(result)
         if took_ms is None:
             return
+        self.requests.counters.encoder_wait_s += step.encoder_waits * took_ms / 1e3
         if step.expected is not None:
             self._budget.took(step.expected, took_ms)
         if rows := len(step.rows):
@@ -158,6 +159,7 @@ class Scheduler:
             step=self._results.done,
             waiting=len(requests.waiting),
             running=len(requests.running),
+            encoder_waiting=len(self._encoder_waits),
             waiting_tokens=sum(len(sequence.tokens) for sequence in requests.waiting),
             evicted_pages=0 if cache is None else cache.evicted_pages,
             drafts=self._drafting.drafts,

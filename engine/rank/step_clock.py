@@ -7,6 +7,10 @@ The end is recorded behind the copies out of a step, its start before the step's
 long the device stood idle before it: its sequences ran before. One of new prompts alone may follow on nothing to do.
 """
 
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +33,31 @@ class StepClock:
     def idle_us(self) -> int:
         """Microseconds that the device stood idle before the step; 0 where that is not known."""
         return _elapsed_us(self.before, self.start)
+
+
+class Stopwatch:
+    """Adds up how long pieces of work take the device, by events; a CPU, by its own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._us = device, 0
+        self._running: deque[StepClock] = deque()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around a piece of work."""
+        start, began = mark(self._device), time.monotonic_ns()
+        yield
+        if start is None:
+            self._us += (time.monotonic_ns() - began) // 1000
+        else:
+            self._running.append(StepClock(None, start, mark(self._device)))
+
+    @property
+    def us(self) -> int:
+        """Microseconds of the pieces that have ended."""
+        while self._running and (end := self._running[0].end) is not None and end.query():
+            self._us += self._running.popleft().busy_us
+        return self._us
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:

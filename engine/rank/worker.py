@@ -158,6 +158,8 @@ class Worker:
         self._progress(step)
         clock, status = launched.clock, self._lifeline.status
         status.device(self._lifeline.args.index, clock.busy_us, clock.idle_us, launch.late_compilations())
+        if self._runner.encode_stage is not None:
+            status.encoder(self._lifeline.args.index, self._runner.encode_stage.figures)
 
     def _progress(self, finished: int) -> None:
         args, now = self._lifeline.args, time.monotonic_ns()

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from cluster.gauges import alive, processes, read_gauges
 from cluster.health import Bounds, Observation, verdict
-from engine.rank_status import RankStatus
+from engine.rank_status import EncoderFigures, RankStatus
 
 pytestmark = pytest.mark.pure
 
@@ -88,18 +89,19 @@ class Still:
         return {}
 
     def status(self) -> list[RankStatus]:
-        return [record(9, 9, 1)] * 3
+        return [replace(record(9, 9, 1), encoder=EncoderFigures(clips=rank)) for rank in (4, 5, 6)]
 
 
 def test_the_scrape_gauges_of_a_group() -> None:
-    """The front's open requests, and a record a process."""
+    """The front's open requests, a record a process, and what the encoders of rank 0 did."""
     found = read_gauges(Still(), Still())
     assert found.open == 7
     assert len(found.processes) == 3
+    assert found.encoder.clips == 4
 
 
 def test_how_a_device_spent_its_step() -> None:
     """Microseconds of the status block are seconds of the gauges, each in its place."""
-    status = RankStatus(9, 9, NOW, busy_us=4500, idle_us=12, late_compilations=3)
+    status = RankStatus(9, 9, NOW, busy_us=4500, idle_us=12, late_compilations=3, encoder=EncoderFigures(2_500_000))
     (found, _) = processes([status, record(9, 9, 1)], [True, True], NOW, None)
-    assert (found.busy_s, found.idle_s, found.late_compilations) == (0.0045, 1.2e-5, 3)
+    assert (found.busy_s, found.idle_s, found.late_compilations, found.encoder_s) == (0.0045, 1.2e-5, 3, 2.5)

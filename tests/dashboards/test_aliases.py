@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashboards.aliases import aliases
 from dashboards.exporter import Exporter
 from dashboards.metrics import ENGINE
-from engine.events import EngineLoad, Event, RequestFinished
+from engine.events import EngineLoad, Event, RequestFinished, ScrapeGauges
+from engine.rank_status import EncoderFigures
 from tests.support.engine.load_figures import load
 from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, MODEL, exporter_after, pools
 
@@ -51,6 +52,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def scrape(*, on: bool = True) -> Samples:
     """What a scrape parses to after EVENTS."""
     exporter = exporter_after(*EVENTS, page_tokens=32, aliases=on)
+    exporter.read_gauges = lambda: ScrapeGauges(encoder=EncoderFigures(queries=12, hits=5))
     families = text_string_to_metric_families(exporter.text())
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
@@ -75,6 +77,7 @@ def test_counters_are_counters_with_vllms_names() -> None:
     assert at(samples, "generation_tokens_total") == 4
     assert at(samples, "num_preemptions_total") == 1
     assert (at(samples, "prefix_cache_queries_total"), at(samples, "prefix_cache_hits_total")) == (90, 32)
+    assert (at(samples, "mm_cache_queries_total"), at(samples, "mm_cache_hits_total")) == (12, 5)
     ends = {reason: at(samples, "request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort", "error")}
     assert ends == {"stop": 1, "length": 0, "abort": 2, "error": 1}
 

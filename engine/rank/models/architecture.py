@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry
+from engine.media_geometry import MediaGeometry
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
 from engine.rank.parallel import Parallel
-from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox
 
 
@@ -60,7 +60,9 @@ class MediaEncoder(Shard, ABC):
     """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings. `out`: the last
     product, whose `width` is that of the embeddings."""
 
-    out: Weight
+    def __init__(self, geometry: MediaGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, parallel, dtype, device)
+        self.out = self.matrix(geometry.model, geometry.output)
 
     @property
     def width(self) -> int:

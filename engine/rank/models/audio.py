@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.audio_geometry import AudioGeometry
-from engine.geometry import Geometry
 from engine.memory import ENCODER_ROWS
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
@@ -143,11 +142,6 @@ class AudioEncoder(MediaEncoder):
 
     geometry: AudioGeometry
 
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        assert isinstance(geometry, AudioGeometry), geometry
-        super().__init__(geometry, parallel, dtype, device)
-        self.out = self.matrix(geometry.model, geometry.output)
-
     def inputs(self, data: Tensor) -> list[Tensor]:
         return [data]
 
@@ -171,9 +165,8 @@ class AudioEncoder(MediaEncoder):
 class AudioTower(AudioEncoder):
     """The tower."""
 
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: AudioGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
-        geometry = self.geometry
         self.subsample = Subsample(self, geometry)
         self.blocks = nn.ModuleList(AudioBlock(self, geometry) for _ in geometry.layers)
         self.last, self.bias = self.parameter(geometry.output, geometry.hidden), self.parameter(geometry.output)

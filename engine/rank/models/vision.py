@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.geometry import Geometry, Layer
+from engine.geometry import Layer
 from engine.memory import ENCODER_ROWS
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
@@ -42,11 +42,6 @@ class VisionEncoder(MediaEncoder):
     """One rank's encoder of pictures and video. Its geometry is a `VisionGeometry`."""
 
     geometry: VisionGeometry
-
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        assert isinstance(geometry, VisionGeometry), geometry
-        super().__init__(geometry, parallel, dtype, device)
-        self.out = self.matrix(geometry.model, geometry.hidden)
 
     def inputs(self, data: Tensor) -> list[Tensor]:
         return [data] if data.dim() == 3 else list(data)
@@ -111,9 +106,8 @@ class VisionBlock(Module):
 class Tower(VisionEncoder):
     """The towers."""
 
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
-        geometry = self.geometry
         self.patches = self.matrix(geometry.hidden, 3 * PATCH**2)
         self.positions = self.parameter(2, geometry.positions, geometry.hidden)
         self.blocks = nn.ModuleList(VisionBlock(self, layer) for layer in geometry.layers)
@@ -168,11 +162,11 @@ class Affine(Module):
 class VisionEmbedder(VisionEncoder):
     """The 12B's."""
 
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
         hidden, cell = geometry.hidden, 3 * SIDE**2
         self.patch_norm, self.dense, self.dense_norm = Affine(self, cell), Affine(self, hidden, cell), Affine(self, hidden)
-        self.positions, self.position_norm = self.parameter(self.geometry.positions, 2, hidden), Affine(self, hidden)
+        self.positions, self.position_norm = self.parameter(geometry.positions, 2, hidden), Affine(self, hidden)
 
     def cells(self, pictures: Sequence[Tensor]) -> Tensor:
         sizes = [(height // SIDE, width // SIDE) for height, width, _ in (picture.shape for picture in pictures)]

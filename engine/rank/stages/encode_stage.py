@@ -6,7 +6,7 @@
 Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
 """
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,8 +20,13 @@ from engine.plan import PlanView
 from engine.protocol import MediaItem, MediaKind
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
+from engine.rank.output_cache import Key, OutputCache
 from engine.rank.parallel import Parallel
+from engine.rank.step_clock import Stopwatch
 from engine.rank.upload import uploaded
+from engine.rank_status import EncoderFigures
+
+_COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audio": "clips"}
 
 
 @dataclass(frozen=True)
@@ -43,28 +48,47 @@ class EncodeStage:
         parallel: Parallel,
         cached: int = ENCODER_CACHE_BYTES,
     ) -> None:
-        self._encoders, self._device, self._parallel, self._most = encoders, device, parallel, cached
+        self._encoders, self._device, self._parallel = encoders, device, parallel
         self._encoded: list[EncodedItem] = []  # of the next plan, in the order of its encodes
         self._held: dict[int, list[EncodedItem]] = {}
-        self._cache: OrderedDict[tuple[bytes, tuple[int, ...]], Tensor] = OrderedDict()
-        self._cached = 0
+        self._cache = OutputCache(cached)
+        self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
 
     def warm(self) -> None:
         """Run each encoder on as much as it will ever get at once."""
         for encoder in set(self._encoders.values()):
             encoder(encoder.largest())
 
+    @property
+    def figures(self) -> EncoderFigures:
+        """Since boot; the time is that of what the device has ended."""
+        return EncoderFigures(self._stopwatch.us, cached_bytes=self._cache.bytes, **self._counts)
+
     def encode(self, items: Sequence[MediaItem]) -> None:
         """Start the encoders of the next plan's items, those in the cache apart."""
         assert not self._encoded, "the items of a plan were not taken"
-        new = {_key(item): item for item in items if _key(item) not in self._cache}
-        outputs = {_key(item): self._cache[_key(item)] for item in items if _key(item) in self._cache}
-        for kind, encoder in self._encoders.items():
-            wanted = {key: item for key, item in new.items() if item.kind == kind}
-            outputs |= zip(wanted, self._run(encoder, list(wanted.values())), strict=True)
+        with self._stopwatch.timed():
+            outputs = self._outputs(items)
         self._encoded = [EncodedItem(_positions(item), outputs[_key(item)], item.end) for item in items]
+
+    def _outputs(self, items: Sequence[MediaItem]) -> dict[Key, Tensor]:
+        """Rows of the items, from the cache or encoders; they are the newest in the cache."""
+        asked = {_key(item): item for item in items}
+        outputs = {key: rows for key in asked if (rows := self._cache.take(key)) is not None}
+        new = {key: item for key, item in asked.items() if key not in outputs}
+        for kind, encoder in self._encoders.items():
+            of_kind = {key: item for key, item in new.items() if item.kind == kind}
+            outputs |= zip(of_kind, self._run(encoder, list(of_kind.values())), strict=True)
         for key, rows in outputs.items():
-            self._keep(key, rows)
+            self._counts["evictions"] += len(self._cache.put(key, rows))
+        self._count(items, list(new.values()))
+        return outputs
+
+    def _count(self, items: Sequence[MediaItem], encoded: Sequence[MediaItem]) -> None:
+        self._counts.update(queries=len(items), hits=len(items) - len(encoded))
+        for item in encoded:
+            self._counts[_COUNTED_AS[item.kind]] += item.shape[0] if item.kind == "video" else 1
+            self._counts["rows"] += len(_positions(item))
 
     def take(self, plan: PlanView) -> None:
         """Give what was encoded for `plan` to its slots, which new sequences leave empty."""
@@ -116,15 +140,6 @@ class EncodeStage:
         gathered = self._parallel.all_gather(padded).view(max(counts), -1, encoder.width)
         return torch.cat([gathered[:count, rank] for rank, count in enumerate(counts)])
 
-    def _keep(self, key: tuple[bytes, tuple[int, ...]], rows: Tensor) -> None:
-        """Put rows into the cache, as the newest; the oldest go."""
-        if key not in self._cache:
-            self._cached += rows.nbytes
-        self._cache[key] = rows
-        self._cache.move_to_end(key)
-        while self._cached > self._most:
-            self._cached -= self._cache.popitem(last=False)[1].nbytes
-
 
 def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of inputs that give at most ENCODER_ROWS rows, or of one."""
@@ -151,6 +166,6 @@ def _positions(item: MediaItem) -> np.ndarray:
     return np.concatenate([np.arange(*run) for run in item.runs])
 
 
-def _key(item: MediaItem) -> tuple[bytes, tuple[int, ...]]:
+def _key(item: MediaItem) -> Key:
     """Of the same bytes another shape is another picture."""
     return item.digest, item.shape

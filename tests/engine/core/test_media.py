@@ -14,7 +14,7 @@ from engine.core.prefix import extend_keys, root_key
 from engine.core.scheduler import PlanDraft, Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import ResultRow
+from engine.plan import ResultRow, StepPlan
 from engine.protocol import FinishReason, GenerateRequest, MediaItem, Output, SamplingParams, pack_tokens
 from tests.support.engine.plans import result_of
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
@@ -80,6 +80,11 @@ def test_pages_without_media_have_the_keys_of_text() -> None:
     assert [a == b for a, b in zip(with_picture, plain, strict=True)] == [True, True, False, False]
 
 
+def answer(scheduler: Scheduler, plan: StepPlan, took_ms: float | None = None) -> None:
+    numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
+    scheduler.commit(result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]), took_ms)
+
+
 class Bench:
     """A scheduler whose ranks answer at once."""
 
@@ -96,9 +101,7 @@ class Bench:
         while self.scheduler.requests.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None
-            numbers = {sequence.slot: sequence.number for sequence in self.scheduler.requests.running}
-            rows = [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]
-            self.scheduler.commit(result_of(plan.step, rows))
+            answer(self.scheduler, plan)
         self.outputs += self.scheduler.requests.drain()
         return self.scheduler.requests.counters.hit_tokens - before
 
@@ -234,6 +237,21 @@ def test_what_a_step_encodes_is_bounded() -> None:
     """Of three pictures two have rows in the first step; the prompt waits before the third."""
     pictures = [picture(first, 4, 1) for first in (0, 5, 10)]
     assert chunks_of(pictures, 20, 16) == [((0, 10), 8), ((10, 20), 4)]
+
+
+@pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])
+def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
+    """Of three pictures of 4 rows beside another prompt: steps of 50 ms in which some had to wait; none where one step encodes all."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32, encoder_rows=rows))
+    for number, media in enumerate(([picture(first, 4, 1) for first in (0, 5, 10)], [])):
+        request = GenerateRequest(id=number, prompt=pack_tokens([5] * 15), params=SamplingParams(max_tokens=1), media=tuple(media))
+        scheduler.requests.add(0, request)
+    waiting = []
+    while (plan := scheduler.schedule()) is not None:
+        waiting.append(scheduler.load().encoder_waiting)
+        answer(scheduler, plan, 50.0)
+    assert waiting[-1] == 0
+    assert sum(waiting) * 0.05 == pytest.approx(waited_s) == scheduler.load().encoder_wait_s
 
 
 def test_a_span_that_no_chunk_can_hold_is_refused() -> None:

@@ -1,6 +1,7 @@
 """The encode stage: how often encoders run, whose rows go where, what is kept."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -15,6 +16,7 @@ from engine.rank.models.architecture import MediaEncoder
 from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import encode_stage
 from engine.rank.stages.encode_stage import EncodeStage
+from engine.rank_status import EncoderFigures
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -142,6 +144,33 @@ def test_between_a_videos_frames_is_text() -> None:
     encode(stage, [video])
     assert [(row, values[0]) for row, values in rows(stage, Chunk(0, 0, 9, 0))] == [(3, 1.0), (7, 2.0)]
     assert calls == [2]
+
+
+def test_what_was_done_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures, frames and clips by number, rows, and the time in encoders; two equal items of a step are encoded once. What is found
+    takes no time, and what there is no room for is counted (planted fault: encoders that take no time)."""
+    size, slow = 6 * 3 * 4, 0.02
+
+    def figures() -> list[EncoderFigures]:
+        stage, _ = stage_of(2 * size)
+        run = Counting.__call__
+        monkeypatch.setattr(Counting, "__call__", lambda self, batch: time.sleep(slow) or run(self, batch))
+        frames = bytes([1]) * (48 * 48 * 3) + bytes([2]) * (48 * 48 * 3)
+        video = MediaItem(30, 5, bytes(32), ((30, 31), (34, 35)), "video", (2, 48, 48, 3), frames)
+        shown = []
+        for items in ([picture(0, 1), video, picture(10, 1)], [picture(0, 1)], [picture(0, 2), picture(10, 3)]):
+            encode(stage, items, admitted=[0])
+            shown.append(stage.figures)
+        monkeypatch.undo()
+        return shown
+
+    first, second, third = figures()
+    assert first[1:] == (1, 2, 0, 8, 3, 1, 0, size + 2 * 12)
+    assert second[1:] == (1, 2, 0, 8, 4, 2, 0, size + 2 * 12)
+    assert third[1:] == (3, 2, 0, 20, 6, 2, 2, 2 * size)
+    assert [first.us >= 4e4, second.us - first.us < 1e4, third.us - second.us >= 2e4] == [True] * 3
+    slow = 0
+    assert figures()[0].us < 4e4
 
 
 def test_outputs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

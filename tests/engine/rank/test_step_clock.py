@@ -1,9 +1,12 @@
 """How long a device took for a step, and stood idle before it, from the events around it."""
 
+import time
+
 import pytest
 import torch
 
-from engine.rank.step_clock import StepClock, mark
+from engine.rank import step_clock
+from engine.rank.step_clock import StepClock, Stopwatch, mark
 
 pytestmark = pytest.mark.cpu
 
@@ -13,6 +16,10 @@ class Event:
 
     def __init__(self, at: float) -> None:
         self.at = at
+        self.over = True
+
+    def query(self) -> bool:
+        return self.over
 
     def elapsed_time(self, end: "Event") -> float:
         return end.at - self.at
@@ -34,3 +41,27 @@ def test_a_cpu_has_no_clock() -> None:
     """Nothing is recorded, and both are zero."""
     assert mark(torch.device("cpu")) is None
     assert (StepClock().busy_us, StepClock().idle_us) == (0, 0)
+
+
+def test_a_stopwatch_adds_up_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 2 ms and 3 ms, the second of which the device has not ended at first; what lies between them does not count."""
+    events = [Event(at) for at in (1.0, 3.0, 7.0, 10.0)]
+    watch, recorded = Stopwatch(torch.device("cuda")), iter(events)
+    monkeypatch.setattr(step_clock, "mark", lambda device: next(recorded))
+    events[3].over = False
+    for _ in range(2):
+        with watch.timed():
+            pass
+    assert (watch.us, watch.us) == (2000, 2000)
+    events[3].over = True
+    assert watch.us == 5000
+
+
+def test_a_cpu_is_timed_by_its_own_clock() -> None:
+    """20 ms of work are there at once, and 20 ms beside it are not."""
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.timed():
+        time.sleep(0.02)
+    first = watch.us
+    time.sleep(0.02)
+    assert watch.us == first >= 20_000

@@ -19,6 +19,7 @@ from engine.events import (
     Tokens,
 )
 from engine.protocol import DraftPosition, DraftSwitches
+from engine.rank_status import EncoderFigures
 from tests.support.engine.load_figures import load, pool
 
 SLOTS = 64
@@ -68,7 +69,10 @@ class GroupScript:
         """What a scrape reads `now` seconds after the script's start: open requests, and four healthy ranks and a core."""
         opened = sum(request.submitted <= now < request.ended for request in self.requests)
         names = ("0", "1", "2", "3", "core")
-        return ScrapeGauges(opened, tuple(ProcessFigures(name, True, 0.0, STEP_S) for name in names))
+        seen = sum(request.submitted <= now for request in self.requests)  # each has a picture that takes 5 ms, a third the same one
+        encoder = EncoderFigures(0, seen, seen, seen, 260 * seen, 3 * seen, seen, seen, 1 << 20)
+        figures = (ProcessFigures(name, True, 0.0, STEP_S, encoder_s=seen / 200) for name in names)
+        return ScrapeGauges(opened, tuple(figures), encoder)
 
 
 def script(seed: int, seconds: float, rate: float) -> GroupScript:
@@ -137,6 +141,7 @@ def _load(requests: tuple[ScriptedRequest, ...], now: float) -> EngineLoad:
         drafts=3,
         draft_positions=[DraftPosition(at, 4 * len(begun), (3 - at) * len(begun)) for at in range(3)],
         draft_switches=[DraftSwitches("trial", len(begun))],
+        encoder_wait_s=len(begun) / 50,
         decode_tokens=sum(at <= now for request in begun for at in request.tokens),
         pools=[pool("sliding", 12 * len(running), SLIDING_PAGES), pool("full", held, FULL_PAGES)],
         received=sum(request.submitted <= now for request in requests),
