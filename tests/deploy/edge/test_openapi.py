@@ -28,8 +28,8 @@ POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, COUNT, GENERATE, TOKENIZE, DETOKENIZE)
 GETS = ("/v1/models", MODEL, "/health", "/health/live", "/health/ready")
 CASES = [(path, "POST", mode) for path in POSTS for mode in (POSITIVE, NEGATIVE)]
 CASES += [(path, "GET", POSITIVE) for path in GETS]
-EXAMPLES = {CHAT: 20, TEXT: 20}  # of the APIs that say in other words what a chat says, fewer
-FEW = 6
+EXAMPLES = {CHAT: 12, TEXT: 12}  # of the APIs that say in other words what a chat says, fewer
+FEW = 4
 # What makes a positive body one that can be served, beside the model: of these keys no schema says what they need or exclude.
 SERVED: dict[str, dict[str, Any]] = {
     CHAT: {"stream_options": None, "logprobs": True},

@@ -423,7 +423,7 @@ def worlds_with_cache(count: int) -> int:
 
 def test_worlds_with_a_cache_are_sound() -> None:
     """The same worlds as the planted faults below, without one."""
-    assert worlds_with_cache(200) == 0
+    assert worlds_with_cache(100) == 0
 
 
 @pytest.mark.parametrize("lost", ["_changes", "idle_changes"])

@@ -37,7 +37,7 @@ from tests.support.engine.worlds import World, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
 
-WORLDS = 600
+WORLDS = 300
 MANY = int(os.environ.get("QUARTET_TEST_WORLDS", "20000"))
 
 
