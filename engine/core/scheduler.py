@@ -28,7 +28,7 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometry
 from engine.memory import ENCODER_ROWS, buckets, longest_sequence
-from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan, StepResult
+from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
 from engine.protocol import DraftSwitches, Load, MediaKind, PoolLoad
 
 
@@ -114,7 +114,7 @@ class Scheduler:
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
         draft = PlanDraft(plan, changes, InFlightStep(plan.step), encoder_rows=self.config.encoder_rows)
-        self._admissions.new_plan()
+        self._admissions.new_plan(plan, changes)
         while self._encoder_waits:
             self._encoder_waits.pop().waits.discard("encoder")
         self._release(changes)
@@ -202,7 +202,7 @@ class Scheduler:
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
-                if not (sequence.number or self._admit_again(sequence, draft)):
+                if not (sequence.number or self._admissions.again(sequence)):
                     continue
                 width = 1 if single else _width(sequence, draft)
                 end = high + width
@@ -218,13 +218,6 @@ class Scheduler:
                     flags, draft.masked = ROW_MASKED, True
                 plan_rows += (slot, end - high, flags)
                 add_row((sequence, sequence.number, end - high))
-
-    def _admit_again(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """Admit a sequence that has stepped back with its next row; False if the plan has no room for that."""
-        admission = self._admissions.again(sequence, draft.changes)
-        if admission is not None:
-            draft.plan.admissions.append(admission)
-        return admission is not None
 
     def _hold_row(self, sequence: Sequence, width: int, changes: Changes) -> int:
         """Take the pages for up to `width` positions; how many it can have. Nobody is preempted for more than one."""
@@ -298,11 +291,10 @@ class Scheduler:
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
-        def begin(sequence: Sequence, admission: Admission) -> None:
-            draft.plan.admissions.append(admission)
+        def begin(sequence: Sequence) -> None:
             self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
 
-        self._admissions.admit(draft.changes, lambda: draft.budget, begin)
+        self._admissions.admit(lambda: draft.budget, begin)
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
         """What is left of the `planned` shares goes to running prefills."""
