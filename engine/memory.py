@@ -24,19 +24,12 @@ ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
 BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 
 
-def gpu_budget(total: int, used: int, fraction: float) -> int:
-    """Bytes that a rank may spend on all pools when `used` of a GPU's `total` are taken and all may take `fraction` of them.
-
-    Below zero when more than that is taken already.
-    """
-    return int(total * fraction) - used
-
-
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
-    """Bytes that a rank may spend on all pools: `cpu_budget`, or `gpu_budget` without `reserved_bytes`."""
+    """Bytes that a rank may spend on all pools: on a CPU its part of CPU_BYTES; on a GPU, of whose `total` bytes `used` are taken,
+    what `memory_fraction` leaves beside `reserved_bytes`, below zero when nothing is left."""
     if config.device == "cpu":
-        return cpu_budget(config.tp)
-    return gpu_budget(total, used + reserved_bytes(config), config.memory_fraction)
+        return CPU_BYTES // config.tp
+    return int(total * config.memory_fraction) - used - reserved_bytes(config)
 
 
 def reserved_bytes(config: EngineConfig) -> int:
@@ -76,11 +69,6 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int) -> int:
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
     counts, masks = 2 * share, 2 * 4 * words  # a count of each id; what may come always, and in one step
     return (max_seqs + 1) * (counts + masks + 4 * (2 * MAX_BIAS_IDS + MAX_BAD_WORD_IDS + MAX_BAD_WORDS + 8))
-
-
-def cpu_budget(tp: int) -> int:
-    """Bytes that one of `tp` ranks on a CPU may spend on all pools."""
-    return CPU_BYTES // tp
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
