@@ -182,7 +182,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
 
 
 def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType = "bfloat16") -> tuple[KVGroup, ...]:
-    """The KV groups a rank holds at `tp`: sliding and full, each present when it has layers."""
+    """The KV groups a rank holds at `tp`: sliding, if there are such layers, and last full."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []
     for kind in ("sliding", "full"):
