@@ -71,7 +71,6 @@ class PlanDraft:
     changes: Changes
     in_flight: InFlightStep
     rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
-    masked: bool = False  # a row of it uses a mask
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
@@ -127,7 +126,6 @@ class Scheduler:
         if not (plan.chunks or draft.rows or plan.admissions):
             return None
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
-        plan.masked = draft.masked
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
         draft.in_flight.drafts = plan.drafts
         if shares:
@@ -215,7 +213,7 @@ class Scheduler:
                     _note_drafts(sequence, draft)
                 flags = 0
                 if sequence.masked:
-                    flags, draft.masked = ROW_MASKED, True
+                    flags, draft.plan.masked = ROW_MASKED, True
                 plan_rows += (slot, end - high, flags)
                 add_row((sequence, sequence.number, end - high))
 
@@ -284,9 +282,8 @@ class Scheduler:
         samples = end == sequence.target
         plan.chunks[at : at + 1] = [(sequence.slot, start, end, end - 1 if samples else end, 0, 0)]
         rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
-        if samples and sequence.masked:
-            draft.masked = True
         if samples:
+            plan.masked |= sequence.masked
             _note_drafts(sequence, draft)
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
