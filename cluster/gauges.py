@@ -3,9 +3,8 @@
 How long a process has owed a step, cluster/health says. What idles is not stalled, however old its progress.
 """
 
-import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cluster.group import Group
 from cluster.health import Observation, stalls
@@ -17,27 +16,17 @@ from engine.rank_status import RankStatus
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
     """The figures now; from any thread."""
     statuses = group.status()
-    figures = processes(statuses, alive(group.pidfds), time.monotonic_ns(), front.waiting_since)
+    figures = processes(statuses, group.running(), time.monotonic_ns(), front.waiting_since)
     return ScrapeGauges(front.open, figures, statuses[0].encoder)
-
-
-def alive(pidfds: Mapping[str, int]) -> list[bool]:
-    """Of each process, in the order of `pidfds`, whether it runs; all False where the descriptors are gone, as after the end."""
-    ended = select.poll()
-    for fd in pidfds.values():
-        ended.register(fd, select.POLLIN)
-    over = {fd for fd, _ in ended.poll(0)}
-    return [fd not in over for fd in pidfds.values()]
 
 
 def processes(
     statuses: Sequence[RankStatus], up: Sequence[bool], now_ns: int, waiting_ns: int | None
 ) -> tuple[ProcessFigures, ...]:
     """Figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
-    states = list(up) if len(up) == len(statuses) else [False] * len(statuses)
     names = [*map(str, range(len(statuses) - 1)), "core"]
     stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
-    return tuple(map(_figures, names, statuses, states, stalled_s))
+    return tuple(map(_figures, names, statuses, up, stalled_s))
 
 
 def _figures(name: str, status: RankStatus, up: bool, stall_s: float) -> ProcessFigures:

@@ -17,10 +17,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -45,19 +44,6 @@ CLOSE_WAIT_S = 10.0
 _SEND_WAIT_S = 1.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Descriptors of the shared memory; the replica closes them after boot."""
-
-    plan: int
-    masks: int
-    media: int
-    result: int
-    status: int
-    reduce: int
-    store: int
 
 
 class Group:
@@ -88,7 +74,7 @@ class Group:
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
         front, core = socket.socketpair()
         with _shared(config) as shared, core:
-            group = cls(config, attention, front, map_shared(shared.status))
+            group = cls(config, attention, front, map_shared(shared["status"]))
             try:
                 group._spawn(shared, core, command)
                 group._handshake()
@@ -99,14 +85,15 @@ class Group:
         logger.info("group of %d ready in %.1f s, pages %s; %s", config.tp, group.boot_s, group.pages, group.attention)
         return group
 
-    def _spawn(self, shared: _Shared, core: socket.socket, command: Command) -> None:
+    def _spawn(self, shared: Mapping[str, int], core: socket.socket, command: Command) -> None:
         spin = spin_polls(self.config.tp, len(os.sched_getaffinity(0)))
         for index in range(self.config.tp + 1):
             ours, theirs = socket.socketpair()
             with theirs:
                 args = _boot_args(index, self.config.tp, shared, core.fileno(), theirs.fileno(), spin)
+                inherited = [args.lifeline, *shared.values(), *([args.front] if args.role == "core" else [])]
                 try:
-                    child = children.spawn(args, ours, _descriptors(args, shared), self.config.device, command)
+                    child = children.spawn(args, ours, inherited, self.config.device, command)
                 except BaseException:
                     ours.close()
                     raise
@@ -156,6 +143,10 @@ class Group:
 
     def _read(self) -> list[RankStatus]:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
+
+    def running(self) -> list[bool]:
+        """Whether each rank and, last, the core runs."""
+        return [child.process.poll() is None for child in self.children]
 
     def exits(self) -> list[ExitStatus]:
         """How children ended, and the errors that they sent; none for those that run without error."""
@@ -211,7 +202,8 @@ def spin_polls(tp: int, cores: int) -> int:
 
 
 @contextlib.contextmanager
-def _shared(config: EngineConfig) -> Iterator[_Shared]:
+def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
+    """Descriptors of the shared memory, by its purpose; closed here once the children have inherited them."""
     tp, vocabulary = config.tp, read_geometry(Path(config.model)).vocab
     sizes = {
         "plan": ring_bytes(tp),
@@ -226,33 +218,22 @@ def _shared(config: EngineConfig) -> Iterator[_Shared]:
         made = {name: create_shared(f"quartet-{name}", size) for name, size in sizes.items()}
         for fd in made.values():
             stack.callback(os.close, fd)
-        yield _Shared(**made)
+        yield made
 
 
-def _boot_args(index: int, tp: int, shared: _Shared, front: int, lifeline: int, spin: int) -> BootArgs:
+def _boot_args(index: int, tp: int, shared: Mapping[str, int], front: int, lifeline: int, spin: int) -> BootArgs:
     core = index == tp
+    files: dict[str, Any] = {**shared, "store": f"/proc/self/fd/{shared['store']}"}
     return BootArgs(
         role="core" if core else "rank",
         index=0 if core else index,
         tp=tp,
         parent=os.getpid(),
         lifeline=lifeline,
-        status=shared.status,
-        plan=shared.plan,
-        masks=shared.masks,
-        media=shared.media,
-        result=shared.result,
-        reduce=-1 if core else shared.reduce,
         front=front if core else -1,
-        store="" if core else f"/proc/self/fd/{shared.store}",
         spin=spin,
+        **files,
     )
-
-
-def _descriptors(args: BootArgs, shared: _Shared) -> list[int]:
-    """The descriptors that this child inherits."""
-    own = [args.front] if args.role == "core" else [args.reduce, shared.store]
-    return [args.lifeline, args.status, args.plan, args.masks, args.media, args.result, *own]
 
 
 def _unmap(memory: memoryview) -> None:

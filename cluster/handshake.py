@@ -9,15 +9,13 @@ the child's own sentence when that is fit for the user (a bad checkpoint, a bad 
 import select
 import time
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from cluster.children import Child, root_cause
 from engine.errors import ConfigError, EngineDead
-from engine.lifeline import BootMessage, Failed
+from engine.lifeline import BootMessage, Failed, M
 
 SETTLE_S = 0.15  # a peer that lost its channel may be seen before the one that died: let the others report
-
-M = TypeVar("M", bound=BootMessage)
 
 
 class Handshake:

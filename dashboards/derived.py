@@ -3,24 +3,20 @@
 Metrics have these as sources beside the events themselves.
 """
 
-from dataclasses import dataclass
-
-from engine.events import EngineLoad, Event, FirstToken, RequestFinished
+from engine.events import EngineLoad, Event, EventRecord, FirstToken, RequestFinished
 
 _COMPLETED = ("stop", "length")
 _OURS = ("error", "dead", "deadline")  # ends without a token that count against the objective at once
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(EventRecord, frozen=True):
     """A request kept to an objective (verdict good), or did not (bad)."""
 
     slo: str
     verdict: str
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(EventRecord, frozen=True):
     """A request was answered: its outcome is stop or length."""
 
     e2e_s: float
@@ -28,8 +24,7 @@ class Completed:
     inference_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class MeanStep:
+class MeanStep(EventRecord, frozen=True):
     """The steps between two reports of a core that had work all the while, on average."""
 
     seconds: float

@@ -193,10 +193,8 @@ class DiscoveryServer:
 
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Listing = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
-        collectors = CollectorRegistry(auto_describe=False)
-        collectors.register(registry)
         try:
-            self._server = _Server((host, port), _handler(registry, collectors, nodes), registry)
+            self._server = _Server((host, port), registry, nodes)
         except OSError as error:
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
         self.url = f"http://{host}:{self._server.server_port}/targets"
@@ -213,46 +211,47 @@ class DiscoveryServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], registry: ReplicaRegistry) -> None:
+    def __init__(self, address: tuple[str, int], registry: ReplicaRegistry, nodes: Listing) -> None:
+        collectors = CollectorRegistry(auto_describe=False)
+        collectors.register(registry)
         self._registry = registry
-        super().__init__(address, handler)
+        self._pages: dict[str, tuple[str, Callable[[], bytes]]] = {
+            "/targets": ("application/json", lambda: json.dumps(registry.targets()).encode()),
+            "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
+            "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(collectors)),
+            "/health": ("text/plain", lambda: b"ok\n"),
+        }
+        super().__init__(address, _Handler)
 
     def service_actions(self) -> None:
         """Called by serve_forever at every turn."""
         self._registry.tick()
 
-
-def _handler(registry: ReplicaRegistry, collectors: CollectorRegistry, nodes: Listing) -> type[BaseHTTPRequestHandler]:
-    pages: dict[str, tuple[str, Callable[[], bytes]]] = {
-        "/targets": ("application/json", lambda: json.dumps(registry.targets()).encode()),
-        "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
-        "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(collectors)),
-        "/health": ("text/plain", lambda: b"ok\n"),
-    }
-
-    def answer(path: str) -> tuple[int, str, bytes]:
-        """The page asked for, or 404; 503 for one that cannot be made now: Prometheus then keeps the list it has."""
-        kind, page = pages.get(path, ("text/plain", f"there are {', '.join(pages)}\n".encode))
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """Status, type and body: the page asked for, or 404; 503 for one that fails now: Prometheus then keeps its list."""
+        if path not in self._pages:
+            return 404, "text/plain", f"there are {', '.join(self._pages)}\n".encode()
+        kind, page = self._pages[path]
         try:
-            return (200 if path in pages else 404), kind, page()
+            return 200, kind, page()
         except ConfigError as error:
             return 503, "text/plain", str(error).encode()
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0
 
-        def do_GET(self) -> None:
-            """The answer to the path."""
-            status, kind, body = answer(self.path.partition("?")[0])
-            with suppress(BrokenPipeError, ConnectionResetError):
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Cache-Control", "no-store")
-                self.end_headers()
-                self.wfile.write(body)
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 10.0
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-            """Nothing: one line a scrape is noise."""
+    def do_GET(self) -> None:
+        """The answer to the path."""
+        status, kind, body = self.server.answer(self.path.partition("?")[0])
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
 
-    return Handler
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Nothing: one line a scrape is noise."""

@@ -69,15 +69,8 @@ def read_audio(folder: Path) -> AudioGeometry | None:
 
 def _geometry(audio: dict[str, Any], text: Geometry) -> AudioGeometry:
     common = {**vars(text), "model": text.hidden, "ple": 0, "moe": None}
-    return _rows(audio, common) if "audio_embed_dim" in audio else _tower(audio, common)
-
-
-def _rows(audio: dict[str, Any], common: dict[str, Any]) -> AudioGeometry:
-    samples = audio["audio_embed_dim"]
-    return AudioGeometry(**{**common, "layers": _layers(1, 1, 0), "heads": 1}, features=samples, output=samples)
-
-
-def _tower(audio: dict[str, Any], common: dict[str, Any]) -> AudioGeometry:
+    if (samples := audio.get("audio_embed_dim")) is not None:
+        return AudioGeometry(**{**common, "layers": _layers(1, 1, 0), "heads": 1}, features=samples, output=samples)
     heads, hidden = audio["num_attention_heads"], audio["hidden_size"]
     first, second = audio["subsampling_conv_channels"]
     return AudioGeometry(

@@ -14,8 +14,9 @@ The core reports when a plan admits a sequence, with a step's outputs, and when 
 An abort ends a request's clock where the front asked for it; tokens that come after that are not counted.
 """
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import msgspec
 
 from engine.protocol import Load
 from engine.rank_status import EncoderFigures
@@ -26,24 +27,25 @@ Outcome = Literal[
 KeyVerdict = Literal["admitted", "unauthenticated", "forbidden", "rate_limited"]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStarted:
+class EventRecord(msgspec.Struct, frozen=True):
+    """Values that never change; equal to those of its own kind alone."""
+
+
+class RequestStarted(EventRecord, frozen=True):
     """A request was submitted."""
 
     request: int
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(EventRecord, frozen=True):
     """The core has begun with a request; a preemption later does not begin it again."""
 
     request: int
     queue_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(EventRecord, frozen=True):
     """The first tokens of a request arrived."""
 
     request: int
@@ -56,8 +58,7 @@ class FirstToken:
         return None if self.queue_s is None else self.ttft_s - self.queue_s
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(EventRecord, frozen=True):
     """An output with `count` tokens arrived, the first one included; `gap_s` since the one before it (None: it is the first)."""
 
     request: int
@@ -69,8 +70,7 @@ class Tokens:
         return None if self.gap_s is None else self.gap_s / self.count
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFinished:
+class RequestFinished(EventRecord, frozen=True):
     """A request ended; every RequestStarted gets exactly one. `outcome` dead: the group ended under it; stop: a stop string too."""
 
     request: int
@@ -83,24 +83,21 @@ class RequestFinished:
     queue_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KeyDecision:
+class KeyDecision(EventRecord, frozen=True):
     """An HTTP request that needs an API key was let in, or was not. `key`: its holder's name; empty where it has no valid key."""
 
     key: str
     verdict: KeyVerdict
 
 
-@dataclass(frozen=True, slots=True)
-class KeyTokens:
+class KeyTokens(EventRecord, frozen=True):
     """A request of the key's holder has ended: tokens of its prompt and of its answers, once."""
 
     key: str
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(EventRecord, frozen=True):
     """The core's figures have come.
 
     `interval_s` is the time since an earlier step was reported, if the core has had work ever since; None: it had not, or this
@@ -111,15 +108,13 @@ class EngineLoad:
     interval_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
+class EngineFailed(EventRecord, frozen=True):
     """The group ended, for this reason; every open request then finishes as dead."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessFigures:
+class ProcessFigures(EventRecord, frozen=True):
     """One process of the group at this moment; `name` is a rank's number, or `core`.
 
     stall_s: how long it has owed a step without progress, 0 while it owes none. `step_s` is the last step's wall time, `busy_s` its
@@ -137,10 +132,9 @@ class ProcessFigures:
     encoder_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScrapeGauges:
-    """What is read at a scrape, not sent as an event: the front's open requests, the group's processes, what one rank's encoders have
-    done (the others' have done the same, but in other times)."""
+class ScrapeGauges(EventRecord, frozen=True):
+    """What is read at a scrape, not sent as an event: the front's open requests, the group's processes, what one rank's encoders
+    have done (the others' have done the same, but in other times)."""
 
     open: int = 0
     processes: tuple[ProcessFigures, ...] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from engine.checkpoint import generation_config, read_json
+from engine.checkpoint import read_json
 from engine.errors import CheckpointError
 from engine.weight_formats import weight_format
 
@@ -95,9 +95,7 @@ class Geometry:
     ple: int
     ple_vocab: int
     moe: Moe | None
-    bos: int
     pad: int
-    eos: tuple[int, ...]
     placeholders: tuple[int, ...]
     dtype: str
     prefix: str
@@ -184,7 +182,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
 
 
 def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType = "bfloat16") -> tuple[KVGroup, ...]:
-    """The KV groups a rank holds at `tp`: sliding and full, each present when it has layers."""
+    """The KV groups a rank holds at `tp`: sliding, if there are such layers, and last full."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []
     for kind in ("sliding", "full"):
@@ -203,7 +201,7 @@ def read_geometry(folder: Path) -> Geometry:
     """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a quantisation."""
     path = folder / "config.json"
     weight_format(folder)  # refuses a quantisation that no format reads
-    return parse_config(read_json(path), str(path), _ids(generation_config(folder).get("eos_token_id")))
+    return parse_config(read_json(path), str(path))
 
 
 def read_section(
@@ -217,45 +215,49 @@ def read_section(
     section = read_json(path).get(name)
     if not section:
         return None
-    wrong = [f"{key} {section[key]!r}" for key, values in implemented.items() if key in section and section[key] not in values]
-    if wrong:
-        raise CheckpointError(f"{path}: {name}: {'; '.join(wrong)} is not implemented")
     try:
+        _check_implemented(section, implemented)
         return make(section, read_geometry(folder))
     except KeyError as error:
         raise CheckpointError(f"{path}: {name}: the key {error.args[0]!r} is missing") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {name}: {error}") from error
 
 
-def parse_config(config: dict[str, Any], source: str = "config.json", eos: tuple[int, ...] = ()) -> Geometry:
-    """Geometry of a raw config (outer, or the text part alone). `eos` from generation_config wins over the config's."""
+def parse_config(config: dict[str, Any], source: str = "config.json") -> Geometry:
+    """Geometry of a raw config (outer, or the text part alone)."""
     text = config.get("text_config", config)
     model_type = config.get("model_type")
     if model_type not in _ARCHITECTURES:
         raise CheckpointError(f"{source}: model_type {model_type!r} is not a Gemma 4 text model")
     try:
-        _check_implemented(text)
-        return _geometry(config, text, eos)
+        _check_implemented(text, IMPLEMENTED)
+        _check_ple(text)
+        return _geometry(config, text)
     except KeyError as error:
         raise CheckpointError(f"{source}: the key {error.args[0]!r} is missing") from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _check_implemented(text: dict[str, Any]) -> None:
+def _check_implemented(section: dict[str, Any], implemented: dict[str, tuple[Any, ...]]) -> None:
     """ValueError names every key whose value asks for other mathematics than is here."""
-    vocab = text["vocab_size"]
     wrong = [
-        f"{key} {text[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
-        for key, values in IMPLEMENTED.items()
-        if key in text and text[key] not in values
+        f"{key} {section[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
+        for key, values in implemented.items()
+        if key in section and section[key] not in values
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def _check_ple(text: dict[str, Any]) -> None:
+    vocab = text["vocab_size"]
     if text.get("hidden_size_per_layer_input") and (rows := text.get("vocab_size_per_layer_input") or vocab) < vocab:
         raise ValueError(f"vocab_size_per_layer_input ({rows}) is below vocab_size ({vocab})")
 
 
-def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]) -> Geometry:
+def _geometry(config: dict[str, Any], text: dict[str, Any]) -> Geometry:
     wrapped, unified = "text_config" in config, "unified" in config["model_type"]
     return Geometry(
         hidden=text["hidden_size"],
@@ -269,9 +271,7 @@ def _geometry(config: dict[str, Any], text: dict[str, Any], eos: tuple[int, ...]
         ple=text.get("hidden_size_per_layer_input") or 0,
         ple_vocab=text.get("vocab_size_per_layer_input") or text["vocab_size"],
         moe=_moe(text),
-        bos=text.get("bos_token_id", 2),
         pad=text.get("pad_token_id") or 0,
-        eos=eos or _ids(text.get("eos_token_id", 1)),
         placeholders=_placeholders(config),
         dtype=text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16",
         prefix="model.language_model." if wrapped else "model.",
@@ -362,9 +362,3 @@ def _placeholders(config: dict[str, Any]) -> tuple[int, ...]:
     """Ids that the multimodal wrapper embeds as pad when they stand in plain text."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     return tuple(sorted({config[name] for name in names if config.get(name) is not None}))
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

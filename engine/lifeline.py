@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -99,17 +99,11 @@ class StepTimes(msgspec.Struct, frozen=True):
     tile: int = 1
 
 
-_SLOPES = ("context_ms", "read_ms", "behind_ms")
-
-
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     """The times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
-    curves = [(times.decodes, times.prefills, times.beside) for times in measured]
-    decodes, prefills, beside = (
-        tuple((same[0][0], max(ms for _, ms in same)) for same in zip(*curve, strict=True)) for curve in zip(*curves, strict=True)
-    )
-    context_ms, read_ms, behind_ms = (max(getattr(times, name) for times in measured) for name in _SLOPES)
-    return StepTimes(decodes, prefills, beside, context_ms, read_ms, behind_ms, measured[0].tile)
+    *curves, context_ms, read_ms, behind_ms, tiles = zip(*map(msgspec.structs.astuple, measured), strict=True)
+    decodes, prefills, beside = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
+    return StepTimes(decodes, prefills, beside, max(context_ms), max(read_ms), max(behind_ms), tiles[0])
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -135,6 +129,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 BootMessage = Configure | Loaded | Allocate | Ready | RanksReady | Failed
+M = TypeVar("M", bound=BootMessage)
 _decode = msgspec.msgpack.Decoder(BootMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -182,26 +177,21 @@ class Lifeline:
 
     def configure(self) -> EngineConfig:
         """Wait for the settings."""
-        message = self._receive()
-        assert isinstance(message, Configure), message
-        return message.config
+        return self._receive(Configure).config
 
     def allocate(self) -> tuple[int, ...]:
         """Wait for the page counts."""
-        message = self._receive()
-        assert isinstance(message, Allocate), message
-        return message.pages
+        return self._receive(Allocate).pages
 
     def ranks_ready(self) -> StepTimes | None:
         """Wait until the ranks are ready; what they have measured."""
-        message = self._receive()
-        assert isinstance(message, RanksReady), message
-        return message.step_times
+        return self._receive(RanksReady).step_times
 
-    def _receive(self) -> BootMessage:
+    def _receive(self, kind: type[M]) -> M:
         message = self._boot.receive()
         if message is None:
             os._exit(0)
+        assert isinstance(message, kind), message
         return message
 
     def _watch(self) -> None:

@@ -34,9 +34,14 @@ class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Of repetition, presence, frequency."""
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @property
     def penalizes(self) -> bool:
         """Whether any penalty changes logits."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return self.penalties != (1.0, 0.0, 0.0)
 
     def excess(self) -> str | None:
         """What is more than the ranks' tables hold, in a sentence; None: it fits."""
@@ -55,10 +60,7 @@ MAX_SIZE = _HEAD.size // 4 + 2 * MAX_BIAS_IDS + MAX_ALLOWED_IDS + MAX_BAD_WORDS 
 
 def encoded_size(adjustments: LogitAdjustments | None) -> int:
     """Numbers of four bytes that `encode` makes of it; none of None."""
-    if adjustments is None:
-        return 0
-    words = len(adjustments.bad_words) + sum(map(len, adjustments.bad_words))
-    return _HEAD.size // 4 + 2 * len(adjustments.bias) + len(adjustments.allowed_ids) + words
+    return 0 if adjustments is None else len(encode(adjustments)) // 4
 
 
 def encode(adjustments: LogitAdjustments) -> bytes:
@@ -66,9 +68,8 @@ def encode(adjustments: LogitAdjustments) -> bytes:
     ids, values = zip(*adjustments.bias, strict=True) if adjustments.bias else ((), ())
     lengths, words = list(map(len, adjustments.bad_words)), list(chain.from_iterable(adjustments.bad_words))
     counts = (len(ids), len(adjustments.allowed_ids), len(lengths), len(words))
-    penalties = (adjustments.repetition_penalty, adjustments.presence_penalty, adjustments.frequency_penalty)
     body = struct.pack(f"<{len(ids)}i{len(ids)}f{sum(counts[1:])}i", *ids, *values, *adjustments.allowed_ids, *lengths, *words)
-    return _HEAD.pack(*penalties, *counts) + body
+    return _HEAD.pack(*adjustments.penalties, *counts) + body
 
 
 def decode(data: bytes, offset: int) -> tuple[LogitAdjustments, int]:

@@ -9,12 +9,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
@@ -48,7 +48,8 @@ class Vocabulary:
     ) -> None:
         self.size = len(pieces)
         self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
-        self._tokenizer = LLTokenizer(_Pieces(pieces, special, ends, encode), n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
+        wrapped = _Pieces(list(pieces), sorted(special), ends[0], encode)
+        self._tokenizer = LLTokenizer(wrapped, n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
 
     @classmethod
     def of_checkpoint(cls, folder: Path, size: int) -> Self:
@@ -61,7 +62,8 @@ class Vocabulary:
         ends = [token for token in read_eos(folder) if token < size]
         if not ends:
             raise CheckpointError(f"{folder}: no file names the ids that end a reply")
-        return cls(table, frozenset(token for token in pieces.special if token < size), ends, lambda text: _encoded(plain, text))
+        special = frozenset(token for token in pieces.special if token < size)
+        return cls(table, special, ends, lambda text: plain.encode(text, add_special_tokens=False).ids)
 
     def complaint(self, grammar: str) -> str | None:
         """What of the grammar cannot be kept, in a sentence; None: a reply can begin. It costs what `matcher` and a mask do."""
@@ -148,22 +150,16 @@ def _sentence(error: str) -> str:
     return "no text matches it" if plain == "NoExtensionBias" else plain
 
 
-def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
-
-
+@dataclass
 class _Pieces:
     """What llguidance reads of a tokenizer."""
 
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(
-        self, pieces: Sequence[bytes], special: frozenset[int], ends: Sequence[int], encode: Callable[[str], list[int]]
-    ) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id = list(pieces), sorted(special), ends[0]
-        self._encode = encode
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    encode: Callable[[str], list[int]]
+    bos_token_id: int | None = None
+    is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        return self.encode(text)

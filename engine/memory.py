@@ -24,19 +24,12 @@ ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
 BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 
 
-def gpu_budget(total: int, used: int, fraction: float) -> int:
-    """Bytes that a rank may spend on all pools when `used` of a GPU's `total` are taken and all may take `fraction` of them.
-
-    Below zero when more than that is taken already.
-    """
-    return int(total * fraction) - used
-
-
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
-    """Bytes that a rank may spend on all pools: `cpu_budget`, or `gpu_budget` without `reserved_bytes`."""
+    """Bytes that a rank may spend on all pools: on a CPU its part of CPU_BYTES; on a GPU, of whose `total` bytes `used` are taken,
+    what `memory_fraction` leaves beside `reserved_bytes`, below zero when nothing is left."""
     if config.device == "cpu":
-        return cpu_budget(config.tp)
-    return gpu_budget(total, used + reserved_bytes(config), config.memory_fraction)
+        return CPU_BYTES // config.tp
+    return int(total * config.memory_fraction) - used - reserved_bytes(config)
 
 
 def reserved_bytes(config: EngineConfig) -> int:
@@ -78,11 +71,6 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int) -> int:
     return (max_seqs + 1) * (counts + masks + 4 * (2 * MAX_BIAS_IDS + MAX_BAD_WORD_IDS + MAX_BAD_WORDS + 8))
 
 
-def cpu_budget(tp: int) -> int:
-    """Bytes that one of `tp` ranks on a CPU may spend on all pools."""
-    return CPU_BYTES // tp
-
-
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
     """Pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
     if config.pages is not None:
@@ -95,8 +83,7 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
     """Tokens of the longest sequence, prompt and output, that pools of so many pages (null page included) hold while nothing else
     runs. Full attention decides: a sliding pool holds at least one whole window. The last token needs no page."""
-    full = [(count - 1) * group.page for group, count in zip(groups, pages, strict=True) if group.window is None]
-    return min(full) + 1
+    return (pages[-1] - 1) * groups[-1].page + 1
 
 
 @dataclass(frozen=True)
@@ -117,21 +104,21 @@ def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int) -> t
     each conversation that the cache is to hold beside them; a full group what is left, and none more than sequences of `max_len`
     tokens fill. ConfigError, with the numbers, if not even one page of a full group fits.
     """
-    sliding = [group for group in groups if group.window is not None]
-    full = [group for group in groups if group.window is None]
-    pages = {group.index: _windows(group, need) for group in sliding}
-    spent = sum(pages[group.index] * group.page_bytes for group in sliding)
-    page_bytes = sum(group.page_bytes for group in full)
+    *sliding, full = groups
+    spent = sum(_windows(group, need) * group.page_bytes for group in sliding)
     left = bytes_available - spent
-    if left < 0 or (full and left < 2 * page_bytes):
-        raise ConfigError(_does_not_fit(need.slots, bytes_available, spent, 2 * page_bytes))
+    if left < 2 * full.page_bytes:
+        raise ConfigError(
+            f"the KV cache does not fit: {bytes_available / 2**20:.1f} MiB are available for it, the windows of {need.slots} "
+            f"sequences (max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs "
+            f"{2 * full.page_bytes / 2**20:.1f} MiB at the very least; lower max_seqs, or give it more memory"
+        )
     tails = sum(_tail(group) * group.page_bytes for group in sliding)
-    usual = sum(_whole(group, need) * group.page_bytes for group in full)
+    usual = -(-min(need.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
     cached = _cached(need, left, tails, usual) if need.cache else 0
-    pages = {group.index: pages[group.index] + cached * _tail(group) for group in sliding}
-    count = (left - cached * tails) // page_bytes if full else 0
-    pages |= {group.index: min(count, (need.slots + cached) * -(-need.max_len // group.page) + 1) for group in full}
-    return tuple(pages[group.index] for group in groups)
+    most = (need.slots + cached) * -(-need.max_len // full.page) + 1
+    pages = (_windows(group, need) + cached * _tail(group) for group in sliding)
+    return *pages, min(most, (left - cached * tails) // full.page_bytes)
 
 
 def _windows(group: KVGroup, need: Need) -> int:
@@ -148,23 +135,10 @@ def _tail(group: KVGroup) -> int:
     return -(-(group.window - 1) // group.page)
 
 
-def _whole(group: KVGroup, need: Need) -> int:
-    """Pages of a full group that a usual conversation fills."""
-    return -(-min(need.max_len, CACHED_TOKENS) // group.page)
-
-
 def _cached(need: Need, left: int, tails: int, usual: int) -> int:
     """Conversations of the usual length that the cache is to hold, windows and all, once every slot has one; at most one a slot.
 
     Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
     to a place with a window before it.
     """
-    return max(0, min(need.slots, (left - need.slots * usual) // (tails + usual))) if tails + usual else 0
-
-
-def _does_not_fit(slots: int, available: int, spent: int, least: int) -> str:
-    return (
-        f"the KV cache does not fit: {available / 2**20:.1f} MiB are available for it, the windows of {slots} sequences "
-        f"(max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs {least / 2**20:.1f} MiB "
-        "at the very least; lower max_seqs, or give it more memory"
-    )
+    return max(0, min(need.slots, (left - need.slots * usual) // (tails + usual)))

@@ -44,7 +44,7 @@ class RankStatus:
     idle_us: int = 0
     late_compilations: int = 0
     hashes: Mapping[int, int] = field(default_factory=dict)
-    encoder: EncoderFigures = EncoderFigures()
+    encoder: EncoderFigures = field(default_factory=EncoderFigures)
 
     @property
     def state_hash(self) -> int:

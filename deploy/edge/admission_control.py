@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import Overloaded
-from engine.front.client import Clock
-from engine.front.generation import Engine
+from engine.front.client import Clock, EngineClient
 
 FULL = "Too many requests are running or waiting; please try again shortly."
 GIVE_WAY_S = 1.0  # for the engine to end what gives way: a step of it
@@ -37,7 +36,7 @@ class AdmissionControl:
     answers    choices whose answers may be under way, those included that only wait for their reader
     """
 
-    engine: Engine
+    engine: EngineClient
     choices: int
     tokens: int
     answers: int

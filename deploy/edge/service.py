@@ -19,7 +19,8 @@ from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
 from engine.errors import EngineDead, InvalidRequest, QuartetError
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
-from engine.front.generation import Engine, Generation, Job
+from engine.front.client import EngineClient
+from engine.front.generation import Generation, Job
 from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 
@@ -54,7 +55,7 @@ class Service:
 
     settings: ServiceSettings
     text: TextProcessor
-    engine: Engine
+    engine: EngineClient
     keys: KeyRing | None = None
     sink: Sink = no_sink
     tracer: Tracer | None = None

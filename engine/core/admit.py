@@ -14,7 +14,7 @@ from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Policy
 from engine.logit_adjustments import encoded_size
-from engine.plan import MAX_ADMITTED, Admission, admission_size
+from engine.plan import MAX_ADMITTED, Admission, StepPlan, admission_size
 
 _LOOKAHEAD = 16  # requests looked at beyond the free slots
 
@@ -37,7 +37,7 @@ class AdmissionBudget:
                 worst = pool.group.worst_pages(sequence.target + 1)
                 self._promised[index] += max(0, worst - len(sequence.runs[index].pages))
 
-    def fits(self, sequence: Sequence, hit: Hit | None) -> bool:
+    def fits(self, sequence: Sequence, hit: Hit) -> bool:
         """Whether all known tokens fit what is left, with a page to grow for every running sequence; always if none runs.
 
         Pages of the hit need not be taken, but idle ones among them are no longer available to others.
@@ -46,11 +46,10 @@ class AdmissionBudget:
             return True
         for index, pool in reversed(list(enumerate(self._allocator.pools))):  # full pages, of which long ones need most, first
             need = pool.group.worst_pages(len(sequence.tokens) + 1)
-            if hit is not None and hit.count:
-                if pool.group.window is None:
-                    need = max(0, need - len(hit.full)) + hit.idle_full
-                else:
-                    need = max(0, need - len(hit.tail)) + pool.idle_in(hit.tail)
+            if pool.group.window is None:
+                need = max(0, need - len(hit.full)) + hit.idle_full
+            else:
+                need = max(0, need - len(hit.tail)) + pool.idle_in(hit.tail)
             if need + self._promised[index] + self._running > pool.available:
                 return False
         return True
@@ -67,21 +66,28 @@ class Admissions:
         self._size = 0  # numbers of the admissions of the plan being made
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
-    def new_plan(self) -> None:
-        """A plan is begun, without admissions."""
-        self._size = 0
+    def new_plan(self, plan: StepPlan, changes: Changes) -> None:
+        """A plan is begun, which gets the admissions, and its page changes."""
+        self._plan, self._changes, self._size = plan, changes, 0
 
-    def again(self, sequence: Sequence, changes: Changes) -> Admission | None:
-        """Admit a sequence that has stepped back, with its slot and pages; None if the plan has no room for it beside others."""
+    def again(self, sequence: Sequence) -> bool:
+        """Admit a sequence that has stepped back, with its slot and pages; False if the plan has no room for it beside others."""
         if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.runs)):
-            return None
+            return False
         self._requests.admit_again(sequence)
-        self._allocator.name_again(sequence, changes)
-        return _admission(sequence)
+        self._allocator.name_again(sequence, self._changes)
+        self._name(sequence)
+        return True
+
+    def _name(self, sequence: Sequence) -> None:
+        tokens, prompt = array("i", sequence.tokens), sequence.prompt
+        admission = Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=sequence.low)
+        self._plan.admissions.append(admission)
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
         """Count an admission with so many pages in the plan; False if the plan has no room for it beside others."""
-        size = self._size + _size(sequence, pages)
+        params = sequence.params
+        size = admission_size(len(sequence.tokens), len(params.stop_ids), encoded_size(params.adjustments), pages) + self._size
         if self._size and size > MAX_ADMITTED:
             return False
         self._size = size
@@ -92,7 +98,7 @@ class Admissions:
         free = self._requests.free_slots
         return list(islice(self._requests.waiting, free + _LOOKAHEAD)) if free else []
 
-    def admit(self, changes: Changes, budget_left: Callable[[], int], begin: Callable[[Sequence, Admission], None]) -> None:
+    def admit(self, budget_left: Callable[[], int], begin: Callable[[Sequence], None]) -> None:
         """Admit while slots, pages and this step's budget last; `begin` gets each admitted sequence."""
         if not (self._requests.waiting and self._requests.free_slots and budget_left()):
             return
@@ -108,52 +114,40 @@ class Admissions:
                     return
                 passed.append(sequence)
                 continue
-            if not self._fits_plan(sequence, 0 if hit is None else len(hit.full) + len(hit.tail)):
+            if not self._fits_plan(sequence, len(hit.full) + len(hit.tail)):
                 return
-            self._admit(sequence, hit, changes)
+            self._admit(sequence, hit)
             room.admitted(sequence)
             for other in passed:
                 other.overtaken += 1
-            begin(sequence, _admission(sequence))
+            begin(sequence)
             prefills = self._prefills()
 
     def _prefills(self) -> list[Sequence]:
         """Running sequences whose prompts are not committed to their ends."""
         return [sequence for sequence in self._requests.running if sequence.low < sequence.target]
 
-    def _waits(self, sequence: Sequence, hit: Hit | None, prefills: list[Sequence]) -> bool:
+    def _waits(self, sequence: Sequence, hit: Hit, prefills: list[Sequence]) -> bool:
         """It has nothing to compute until its mask comes, or another sequence is about to compute its prefix."""
-        found = 0 if hit is None else hit.count * self._allocator.page
-        if sequence.waits and len(sequence.tokens) - found < 2:
+        if sequence.waits and len(sequence.tokens) - hit.count * self._allocator.page < 2:
             return True
-        return hit is not None and self._allocator.being_computed(sequence, hit, prefills, self._gain)
+        return self._allocator.being_computed(sequence, hit, prefills, self._gain)
 
-    def _may_begin(self, sequence: Sequence, hit: Hit | None, room: AdmissionBudget, prefills: list[Sequence]) -> bool:
+    def _may_begin(self, sequence: Sequence, hit: Hit, room: AdmissionBudget, prefills: list[Sequence]) -> bool:
         """There are pages, and it is short, or few enough long prompts are being computed."""
-        found = 0 if hit is None else hit.count * self._allocator.page
-        if len(sequence.tokens) - found > self._budget:
+        if len(sequence.tokens) - hit.count * self._allocator.page > self._budget:
             long = sum(other.target - other.high > self._budget for other in prefills)
             if long >= self._policy.long and sequence.overtaken < self._policy.overtaking:
                 return False
         return room.fits(sequence, hit)
 
-    def _admit(self, sequence: Sequence, hit: Hit | None, changes: Changes) -> None:
+    def _admit(self, sequence: Sequence, hit: Hit) -> None:
         first = not sequence.started
         self._requests.admit(sequence)
-        if hit is not None:
-            self._allocator.attach(sequence, hit, changes)
+        self._allocator.attach(sequence, hit, self._changes)
+        self._name(sequence)
         if first and not sequence.scores:
             self._requests.counters.queried_tokens += len(sequence.tokens)
             self._requests.counters.hit_tokens += sequence.cached
         if first:
             sequence.first_cached = sequence.cached
-
-
-def _size(sequence: Sequence, pages: int) -> int:
-    """The numbers that its admission, with so many pages, adds to a plan."""
-    return admission_size(len(sequence.tokens), len(sequence.params.stop_ids), encoded_size(sequence.params.adjustments), pages)
-
-
-def _admission(sequence: Sequence) -> Admission:
-    tokens, prompt = array("i", sequence.tokens), sequence.prompt
-    return Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=sequence.low)

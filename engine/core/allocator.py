@@ -12,7 +12,7 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from engine.core.pages import Hit, PagePool, PageRun
+from engine.core.pages import NO_HIT, Hit, PagePool, PageRun
 from engine.core.prefix import PrefixCache, equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
@@ -114,13 +114,12 @@ class Allocator:
     def look_up(self, sequence: Sequence) -> None:
         """Note how much of a queued sequence is cached. This makes its page keys: made at admission, several long prompts would
         hold up one step."""
-        hit = self.find(sequence)
-        sequence.cached_when_queued = 0 if hit is None else hit.count * self.page
+        sequence.cached_when_queued = self.find(sequence).count * self.page
 
-    def find(self, sequence: Sequence) -> Hit | None:
+    def find(self, sequence: Sequence) -> Hit:
         """The cached prefix that a waiting sequence may use; looked up again when it may have changed."""
         if self.cache is None:
-            return None
+            return NO_HIT
         if sequence.hit is None or sequence.hit.version != self.cache.version:
             self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
             sequence.hit = self._find(sequence, sequence.reusable // self.page)
@@ -140,7 +139,8 @@ class Allocator:
 
     def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
         """Let an admitted sequence share the pages of a hit, and note where it is to leave tails for others."""
-        assert self.cache is not None
+        if self.cache is None:
+            return
         self.cache.use(sequence.keys, hit)
         for at, pool in enumerate(self.pools):
             pages = hit.full if pool is self._full else hit.tail
@@ -159,7 +159,7 @@ class Allocator:
         That prefill is to leave a tail where the two part, so that the choices of one request, and a burst of requests with
         one system prompt, cost one prefill.
         """
-        for other in prefills:
+        for other in () if self.cache is None else prefills:
             shared = self._whole(sequence, min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page))
             if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
                 if shared not in other.cache_points:

@@ -2,7 +2,6 @@
 
 import select
 import socket
-from typing import Protocol
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.lifeline import BootArgs
@@ -13,21 +12,8 @@ from engine.step_media import MediaWriter
 MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as hung
 
 
-class Executor(Protocol):
-    """Plans go in, results come out in the same order."""
-
-    def submit(self, plan: StepPlan) -> None:
-        """Hand a plan to every rank; returns at once."""
-
-    def submit_masks(self, masks: bytes) -> None:
-        """Hand the masks of a `masked` plan to every rank, before or after the plan itself; masks come in the order of plans."""
-
-    def poll(self) -> StepResult | None:
-        """The next result, if there is one."""
-
-
 class RingExecutor:
-    """The real one: rings to all ranks, a ring back from rank 0."""
+    """Plans go in, results come out in the same order: rings to all ranks, a ring back from rank 0."""
 
     def __init__(self, args: BootArgs) -> None:
         waiter = Waiter(args.spin)
@@ -38,18 +24,18 @@ class RingExecutor:
         self._results = RingReader(map_shared(args.result), 1, 0)
 
     def submit(self, plan: StepPlan) -> None:
-        """Write to the ring of plans, and what the plan encodes to that of media."""
+        """Hand a plan to every rank, and after it what it encodes."""
         self._plans.write(plan.step, encode_plan(plan))
         if plan.media:
             self._media.write(plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
-        """Write to the ring of masks."""
+        """Hand the masks of a `masked` plan to every rank, before or after the plan itself; masks come in the order of plans."""
         self._masked += 1
         self._masks.write(self._masked, masks)
 
     def poll(self) -> StepResult | None:
-        """Read the result ring once."""
+        """The next result, if there is one."""
         record = self._results.poll()
         return None if record is None else decode_result(record[1])
 

@@ -1,7 +1,7 @@
 """The core process: messages in, plans out, results in, tokens out. `python -m engine.core.loop '<BootArgs>'`.
 
-                     Scheduler.commit  <-- Executor.poll        at most two plans are out: one running, one queued
-                     Scheduler.schedule --> Executor.submit; masks of a step when those of all its rows are there
+                     Scheduler.commit  <-- RingExecutor.poll    at most two plans are out: one running, one queued
+                     Scheduler.schedule --> RingExecutor.submit; masks of a step when those of all its rows are there
     front socket <-- one TokenBatch a turn of the loop, if there is something to tell
     front socket --> Requests.add / abort
 
@@ -23,7 +23,7 @@ import msgspec
 
 from engine.channel import Waiter
 from engine.config import EngineConfig, PageChecks
-from engine.core.links import Executor, FrontLink, RingExecutor
+from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.page_audit import PageAudit
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -47,7 +47,7 @@ class Core:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: RingExecutor,
         link: FrontLink,
         lifeline: Lifeline,
         waiter: Waiter,

@@ -224,13 +224,9 @@ class Masks:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
-        known = self._requests.find(request.id)
         if (refusal := self._refusal(request.params)) is not None:
             self._requests.refuse(request.id, refusal)
-            return
-        self._requests.add(request)
-        sequence = self._requests.find(request.id)
-        if sequence is not None and known is None:
+        elif (sequence := self._requests.add(request)) is not None:
             self._track(sequence, request.params)
 
     def _refusal(self, params: SamplingParams) -> str | None:
@@ -296,13 +292,16 @@ class Masks:
 
     def _read_tokens(self, state: MaskState) -> bool:
         """Read a sequence's new tokens; whether it needs a mask that is to be made now."""
-        if state.making is not None and not self._take_slow(state, state.making):
+        making, sequence = state.making, state.sequence
+        if making is not None and not making.done():
             return False
-        sequence = state.sequence
-        tokens, state.read = sequence.tokens[state.read :], len(sequence.tokens)
-        if state.limit is not None:
-            state.limit.read(tokens)
         try:
+            if making is not None:
+                state.making = None
+                self._take_mask(state, making.result())
+            tokens, state.read = sequence.tokens[state.read :], len(sequence.tokens)
+            if state.limit is not None:
+                state.limit.read(tokens)
             if not state.constrained:
                 self._read_free_tokens(state, tokens)
                 return False
@@ -385,26 +384,12 @@ class Masks:
             except GenerationFailed as error:
                 self._requests.fail(state.sequence, str(error))
             else:
-                self._note_mask_time(state, matcher)
-                self._set_mask(state, bits)
+                self._take_mask(state, bits)
 
-    def _take_slow(self, state: MaskState, making: "Future[np.ndarray]") -> bool:
-        """Take a slow mask if it is done; whether it is, and the request goes on."""
-        if not making.done():
-            return False
-        state.making = None
-        try:
-            bits = making.result()
-        except GenerationFailed as error:
-            self._requests.fail(state.sequence, str(error))
-            return False
-        self._note_mask_time(state, present(state.matcher))
+    def _take_mask(self, state: MaskState, bits: np.ndarray) -> None:
+        """A mask is made: note whether the grammar counts as slow."""
+        state.slow = SLOW_TOKENS if present(state.matcher).mask_s > SLOW_S else max(0, state.slow - 1)
         self._set_mask(state, bits)
-        return True
-
-    def _note_mask_time(self, state: MaskState, matcher: Matcher) -> None:
-        """Note whether the grammar counts as slow."""
-        state.slow = SLOW_TOKENS if matcher.mask_s > SLOW_S else max(0, state.slow - 1)
 
     def _set_mask(self, state: MaskState, bits: np.ndarray) -> None:
         """The mask of the next unread token is made. If the thinking budget is used up, only the end marker may come."""

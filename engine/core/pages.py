@@ -174,3 +174,6 @@ class Hit:
     branch: int
     idle_full: int
     version: int
+
+
+NO_HIT = Hit(0, array("i"), array("i"), 0, 0, 0)

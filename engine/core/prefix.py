@@ -87,11 +87,6 @@ class Segment:
             segment = segment.parent
 
 
-def common(segment: Segment, keys: list[bytes]) -> int:
-    """How many of the segment's pages continue as `keys` do."""
-    return equal_keys(segment.keys, keys, segment.start)
-
-
 def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
     """How many leading `keys` equal `others` from `offset` on; by bisection, since equal keys mean equal prefixes."""
     low, high = 0, min(len(keys), len(others) - offset)
@@ -152,7 +147,7 @@ class PrefixCache:
             child = segment.children.get(keys[segment.end])
             if child is None:
                 break
-            equal = common(child, keys)
+            equal = equal_keys(child.keys, keys, child.start)
             if equal < len(child.keys):
                 return segment, child.start + equal
             segment = child
@@ -197,7 +192,7 @@ class PrefixCache:
             child = segment.children.get(keys[segment.end])
             if child is None:
                 return self._add(segment, keys[segment.end :], full[segment.end :])
-            equal = common(child, keys)
+            equal = equal_keys(child.keys, keys, child.start)
             segment = child if equal == len(child.keys) else self._split(child, equal)
         return segment
 

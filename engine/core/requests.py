@@ -24,6 +24,7 @@ from engine.protocol import (
     MediaItem,
     MediaKind,
     Output,
+    unpack_tokens,
 )
 
 
@@ -66,7 +67,6 @@ class Requests:
         self.outputs: list[Output] = []
         self._started: list[int] = []
         self._max_len, self._longest = max_len, longest
-        self._arrivals = 0
         self._admissions = 0
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -89,25 +89,24 @@ class Requests:
 
     # -- queue and slots
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a new request, or refuse it if it can never run here."""
-        self.counters.received += 1
+    def add(self, request: GenerateRequest) -> Sequence | None:
+        """Queue a new request, or refuse it if it can never run here: None."""
         try:
             tokens = _prompt(request)
             limit = self._limit(request, len(tokens))
             if request.id in self._by_id:
                 raise InvalidRequest(f"request id {request.id} is already in use")
         except InvalidRequest as error:
-            self._refuse(request.id, error)
-            return
-        self._arrivals += 1
-        root = root_key(request.salt)
-        precedence = (request.priority, self._arrivals)
+            self.refuse(request.id, str(error), error.code)
+            return None
+        self.counters.received += 1
+        root, precedence = root_key(request.salt), (request.priority, self.counters.received)
         sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root=root, media=request.media)
         if not self.allocator.bidirectional:
             sequence.spans.clear()
         self._by_id[request.id] = sequence
         self._enqueue(sequence)
+        return sequence
 
     def _limit(self, request: GenerateRequest, prompt: int) -> int:
         """Length at which the request, with so many prompt tokens, ends; InvalidRequest if it can never run here."""
@@ -197,14 +196,11 @@ class Requests:
 
     # -- outputs and ends
 
-    def refuse(self, request: int, reason: str) -> None:
+    def refuse(self, request: int, reason: str, code: str | None = None) -> None:
         """Count and answer a request that is not let in."""
         self.counters.received += 1
-        self._refuse(request, InvalidRequest(reason))
-
-    def _refuse(self, request: int, reason: InvalidRequest) -> None:
         self.counters.refused += 1
-        self.outputs.append(Output(id=request, finish=FinishReason.error, error=str(reason), invalid=True, code=reason.code))
+        self.outputs.append(Output(id=request, finish=FinishReason.error, error=reason, invalid=True, code=code))
 
     def abort(self, request: int, reason: AbortReason) -> None:
         """End a request at any stage; unknown ids are ignored. A stop string is a success."""
@@ -213,12 +209,12 @@ class Requests:
             success = reason is AbortReason.stop_string
             self.end(sequence, Output(id=request, finish=FinishReason.stop if success else FinishReason.abort))
 
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """End a request that cannot go on; its client gets `error`."""
-        self.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error))
+    def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, poisoned: bool = False) -> None:
+        """End a request that cannot go on; its client gets `error`. `poisoned`: what it computed was not finite."""
+        self.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error, invalid=invalid), poisoned=poisoned)
 
     def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
-        """The one place where a request ends. `poisoned`: what it computed was not finite."""
+        """The one place where a request ends; `poisoned` as in `fail`."""
         assert not sequence.ended, sequence
         sequence.ended = True
         if sequence.running:
@@ -226,13 +222,10 @@ class Requests:
         else:
             self.waiting.remove(sequence)
         del self._by_id[sequence.id]
-        self._count(output.finish)
         self.outputs.append(output)
-
-    def _count(self, finish: FinishReason | None) -> None:
-        if finish is FinishReason.abort:
+        if output.finish is FinishReason.abort:
             self.counters.aborted += 1
-        elif finish is FinishReason.error:
+        elif output.finish is FinishReason.error:
             self.counters.failed += 1
         else:
             self.counters.finished += 1
@@ -251,7 +244,7 @@ class Requests:
 def _prompt(request: GenerateRequest) -> "array[int]":
     """The prompt's tokens; InvalidRequest if they cannot be read."""
     try:
-        return request.tokens
+        return unpack_tokens(request.prompt)
     except ValueError as error:
         raise InvalidRequest(f"the prompt could not be read: {error}") from error
 

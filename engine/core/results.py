@@ -14,6 +14,8 @@ from engine.core.step_budget import Expected
 from engine.plan import NUMBER_MASK, ResultRow, StepResult, has_numbers
 from engine.protocol import FinishReason, Output
 
+_NOT_FINITE = "the model's logits were not finite"
+
 
 class ChunkRow(NamedTuple):
     """A prefill chunk in flight: its sequence, admission number when planned, and end. `samples`: it gives a token."""
@@ -82,17 +84,12 @@ class Results:
             if sequence.number != number or logprobs is None:
                 continue
             if not has_numbers(logprobs):
-                self._fail(sequence)
+                self._requests.fail(sequence, _NOT_FINITE, poisoned=True)
                 continue
             logprobs = logprobs.after(sequence.scored)
             if logprobs.count:
                 sequence.scored += logprobs.count
                 self._requests.outputs.append(Output(id=sequence.id, prompt_logprobs=[logprobs]))
-
-    def _fail(self, sequence: Sequence) -> None:
-        """End a sequence whose logits were not finite."""
-        error = "the model's logits were not finite"
-        self._requests.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error), poisoned=True)
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
         """Commit the chunks' rows, which come first; returns how many they are."""
@@ -145,20 +142,18 @@ class Results:
         """Append a row's tokens, and tell the client. Of its `drafts` those are accepted that are among the tokens."""
         assert (row.slot, row.number) == (sequence.slot, sequence.number & NUMBER_MASK), (row, sequence)
         if row.nan:
-            self._fail(sequence)
+            self._requests.fail(sequence, _NOT_FINITE, poisoned=True)
             return
         if row.empty:
-            error = "the request's constraints together forbid every token"
-            self._requests.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error, invalid=True))
+            self._requests.fail(sequence, "the request's constraints together forbid every token", invalid=True)
             return
         cached = sequence.first_cached if len(sequence.tokens) == sequence.prompt else 0
         sequence.tokens.extend(taken)
-        logprobs = list(row.logprobs[: len(taken)])
         accepted = min(len(taken), len(row.tokens) - 1)
         output = Output(
             id=sequence.id,
             tokens=taken,
-            logprobs=logprobs,
+            logprobs=list(row.logprobs[: len(taken)]),
             finish=finish,
             cached=cached,
             accepted=accepted,

@@ -28,7 +28,7 @@ from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.media_geometry import MediaGeometry
 from engine.memory import ENCODER_ROWS, buckets, longest_sequence
-from engine.plan import MAX_SCORED, ROW_MASKED, Admission, StepPlan, StepResult
+from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
 from engine.protocol import DraftSwitches, Load, MediaKind, PoolLoad
 
 
@@ -71,7 +71,6 @@ class PlanDraft:
     changes: Changes
     in_flight: InFlightStep
     rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
-    masked: bool = False  # a row of it uses a mask
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
@@ -114,7 +113,7 @@ class Scheduler:
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
         draft = PlanDraft(plan, changes, InFlightStep(plan.step), encoder_rows=self.config.encoder_rows)
-        self._admissions.new_plan()
+        self._admissions.new_plan(plan, changes)
         while self._encoder_waits:
             self._encoder_waits.pop().waits.discard("encoder")
         self._release(changes)
@@ -127,7 +126,6 @@ class Scheduler:
         if not (plan.chunks or draft.rows or plan.admissions):
             return None
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
-        plan.masked = draft.masked
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
         draft.in_flight.drafts, draft.in_flight.encoder_waits = plan.drafts, len(self._encoder_waits)
         if shares:
@@ -204,7 +202,7 @@ class Scheduler:
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
-                if not (sequence.number or self._admit_again(sequence, draft)):
+                if not (sequence.number or self._admissions.again(sequence)):
                     continue
                 width = 1 if single else _width(sequence, draft)
                 end = high + width
@@ -217,16 +215,9 @@ class Scheduler:
                     _note_drafts(sequence, draft)
                 flags = 0
                 if sequence.masked:
-                    flags, draft.masked = ROW_MASKED, True
+                    flags, draft.plan.masked = ROW_MASKED, True
                 plan_rows += (slot, end - high, flags)
                 add_row((sequence, sequence.number, end - high))
-
-    def _admit_again(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """Admit a sequence that has stepped back with its next row; False if the plan has no room for that."""
-        admission = self._admissions.again(sequence, draft.changes)
-        if admission is not None:
-            draft.plan.admissions.append(admission)
-        return admission is not None
 
     def _hold_row(self, sequence: Sequence, width: int, changes: Changes) -> int:
         """Take the pages for up to `width` positions; how many it can have. Nobody is preempted for more than one."""
@@ -293,18 +284,16 @@ class Scheduler:
         samples = end == sequence.target
         plan.chunks[at : at + 1] = [(sequence.slot, start, end, end - 1 if samples else end, 0, 0)]
         rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
-        if samples and sequence.masked:
-            draft.masked = True
         if samples:
+            plan.masked |= sequence.masked
             _note_drafts(sequence, draft)
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
-        def begin(sequence: Sequence, admission: Admission) -> None:
-            draft.plan.admissions.append(admission)
+        def begin(sequence: Sequence) -> None:
             self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
 
-        self._admissions.admit(draft.changes, lambda: draft.budget, begin)
+        self._admissions.admit(lambda: draft.budget, begin)
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
         """What is left of the `planned` shares goes to running prefills."""

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -50,12 +51,6 @@ from engine.protocol import (
 )
 
 MAX_PILED_TOKENS = 4096
-_ABORTS: dict[AbortReason | None, Outcome] = {
-    AbortReason.deadline: "deadline",
-    AbortReason.slow_reader: "slow_reader",
-    AbortReason.queue_timeout: "queue_timeout",
-    AbortReason.sibling_failed: "sibling_failed",
-}
 EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know which process died
 
 
@@ -85,7 +80,7 @@ class _Request:
     aborted_at: float = 0.0
 
 
-class EngineClient:
+class EngineClient(asyncio.Protocol):
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
     `sink` gets every event, the core's figures with each TokenBatch among them; `clock` in seconds, monotonic.
@@ -102,6 +97,7 @@ class EngineClient:
         self.dead: str | None = None
         self._sink = sink
         self._clock = clock
+        self._frames = FrameReader()
         self._requests: dict[int, _Request] = {}
         self._stepped = 0.0  # when the core last reported a step, or work where it had none
         self._last_id = 0
@@ -112,7 +108,7 @@ class EngineClient:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(lambda: _Link(self._message, self._lost), sock=self._sock)
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self._sock)
 
     # -- the interface: generate, abort, health
 
@@ -204,6 +200,11 @@ class EngineClient:
 
     # -- from the core
 
+    def data_received(self, data: bytes) -> None:
+        """Take what the socket gave."""
+        for message in self._frames.feed(data):
+            self._message(message)
+
     def _message(self, raw: bytes) -> None:
         try:
             batch = decode_token_batch(raw)
@@ -280,12 +281,12 @@ class EngineClient:
         self._stepped = now
         return now - since if busy else None
 
-    def _lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         """The socket ended. The process watcher may report a more specific cause: it has EOF_GRACE_S to do so."""
         if self.dead is not None:
             return
-        ended = error is None or isinstance(error, ConnectionError)  # reset: it left messages unread
-        reason = "the core ended" if ended else f"the core's socket broke: {error}"
+        ended = exc is None or isinstance(exc, ConnectionError)  # reset: it left messages unread
+        reason = "the core ended" if ended else f"the core's socket broke: {exc}"
         asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)
 
     # -- to the core
@@ -303,22 +304,6 @@ class EngineClient:
             self._transport.write(data)
 
 
-class _Link(asyncio.Protocol):
-    """The socket: bytes in, whole messages out."""
-
-    def __init__(self, on_message: Callable[[bytes], None], on_lost: Callable[[Exception | None], None]) -> None:
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._frames = FrameReader()
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            self._on_message(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._on_lost(exc)
-
-
 def _packed(prompt: Sequence[int]) -> bytes:
     try:
         return pack_tokens(prompt)
@@ -327,11 +312,6 @@ def _packed(prompt: Sequence[int]) -> bytes:
 
 
 def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:
-    match finish:
-        case FinishReason.stop:
-            return "stop"
-        case FinishReason.length:
-            return "length"
-        case FinishReason.error:
-            return "error"
-    return _ABORTS.get(aborted, "client_gone")
+    """Outcomes have the names of how requests finish and why they are aborted."""
+    reason = aborted or AbortReason.client_gone
+    return cast("Outcome", reason.value if finish is FinishReason.abort else finish.value)

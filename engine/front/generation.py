@@ -12,12 +12,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from engine.errors import GenerationFailed, SlowReader
-from engine.front.client import Clock
+from engine.front.client import EngineClient
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import Detokenizer, StopStrings, TextProcessor
@@ -28,42 +28,6 @@ TOOL_CALLS = "tool_calls"  # OpenAI's finish reason when the model waits for the
 _MOST_LOGPROBS = 4096  # of tokens and alternatives in one delta: a few milliseconds of the event loop
 
 T = TypeVar("T")
-
-
-class EngineStream(Protocol):
-    """One request's outputs, as `engine.front.client.Stream` gives them."""
-
-    id: int
-    on_ready: Callable[[], None]
-
-    @property
-    def ready(self) -> bool: ...
-
-    def take(self) -> Output | None: ...
-
-    def abort(self, reason: AbortReason) -> None: ...
-
-
-class Engine(Protocol):
-    """What the edge needs of an `EngineClient`."""
-
-    dead: str | None
-
-    @property
-    def open(self) -> int: ...
-
-    def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        clip: bool = False,
-        salt: str = "",
-        priority: int = 0,
-        media: tuple[MediaItem, ...] = (),
-    ) -> EngineStream: ...
-
-    def clock(self, request: int) -> Clock | None: ...
 
 
 @dataclass(frozen=True)
@@ -242,7 +206,7 @@ class Generation:
     accepted   of its tokens were drafts so far;   rejected  drafts were not
     """
 
-    def __init__(self, engine: Engine, text: TextProcessor, job: Job, choice: int) -> None:
+    def __init__(self, engine: EngineClient, text: TextProcessor, job: Job, choice: int) -> None:
         prompt, params = job.prompt(choice), job.params[choice]
         self.choice, self._prompt = choice, prompt
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""

@@ -72,11 +72,11 @@ def _header(file: bytes) -> _Wav:
                 (code,) = struct.unpack_from("<H", chunk, 24)
             form = code, bits, channels, rate
         if name == b"data" and form is not None:
-            if form[:2] not in _FORMATS or form[2] not in _CHANNELS or form[3] not in _RATES:
-                what = "format {}, {} bits, {} channels, {} Hz".format(*form)
-                raise InvalidRequest(f"a WAV file of {what} is not read")
-            whole = form[1] // 8 * form[2]
-            return _Wav(*form, chunk[: len(chunk) // whole * whole])
+            code, bits, channels, rate = form
+            if (code, bits) not in _FORMATS or channels not in _CHANNELS or rate not in _RATES:
+                raise InvalidRequest(f"a WAV file of format {code}, {bits} bits, {channels} channels, {rate} Hz is not read")
+            frame = bits // 8 * channels
+            return _Wav(code, bits, channels, rate, chunk[: len(chunk) // frame * frame])
     raise InvalidRequest("the WAV file has no format or no samples")
 
 

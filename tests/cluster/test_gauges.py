@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from cluster.gauges import alive, processes, read_gauges
+from cluster.gauges import processes, read_gauges
+from cluster.group import Group
 from cluster.health import Bounds, Observation, verdict
 from engine.rank_status import EncoderFigures, RankStatus
 
@@ -64,18 +66,13 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_who_lives_is_asked_of_the_kernel(child: subprocess.Popen[bytes]) -> None:
-    """A killed process is down at once, and not yet waited for; where the descriptors are gone, all are."""
-    fd, own = os.pidfd_open(child.pid), os.pidfd_open(os.getpid())
-    try:
-        assert alive({"rank 0": own, "the core": fd}) == [True, True]
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert alive({"rank 0": own, "the core": fd}) == [True, False]
-    finally:
-        os.close(fd)
-        os.close(own)
-    statuses = [record(9, 9, 1)] * 3
-    assert [process.up for process in processes(statuses, alive({}), NOW, None)] == [False] * 3
+    """A killed process is down at once, and not yet waited for."""
+    group = SimpleNamespace(children=[SimpleNamespace(process=child)])
+    assert Group.running(group) == [True]
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert Group.running(group) == [False]
+    assert [process.up for process in processes([record(9, 9, 1)] * 2, [False, True], NOW, None)] == [False, True]
 
 
 class Still:
@@ -84,9 +81,8 @@ class Still:
     open = 7
     waiting_since = None
 
-    @property
-    def pidfds(self) -> dict[str, int]:
-        return {}
+    def running(self) -> list[bool]:
+        return [True] * 3
 
     def status(self) -> list[RankStatus]:
         return [replace(record(9, 9, 1), encoder=EncoderFigures(clips=rank)) for rank in (4, 5, 6)]

@@ -2,6 +2,8 @@
 
 import pytest
 
+from engine import memory
+from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup
@@ -13,8 +15,7 @@ from engine.memory import (
     Need,
     adjustment_bytes,
     buckets,
-    cpu_budget,
-    gpu_budget,
+    kv_budget,
     longest_sequence,
     pool_pages,
     sampling_bytes,
@@ -39,12 +40,14 @@ def asked(spare: int, max_len: int = MAX_LEN, slots: int = SLOTS, *, cache: bool
     return pool_pages((SLIDING, FULL), Need(slots, max_len, BUDGET, cache=cache), spent + spare)
 
 
-def test_a_budget_is_the_share_less_what_is_taken() -> None:
+def test_a_budget_is_the_share_less_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whole bytes; it may be below zero, and then nothing fits. The ranks of a CPU divide one bound."""
-    assert gpu_budget(1000, 250, 0.9) == 650
-    assert gpu_budget(1001, 0, 0.5) == 500
-    assert gpu_budget(1000, 950, 0.9) == -50
-    assert [cpu_budget(tp) for tp in (1, 4)] == [CPU_BYTES, CPU_BYTES // 4]
+    monkeypatch.setattr(memory, "reserved_bytes", lambda config: 50)
+    budgets = [(1000, 200, 0.9, 650), (1001, 0, 0.5, 450), (1000, 900, 0.9, -50)]
+    for total, used, fraction, budget in budgets:
+        assert kv_budget(EngineConfig(model="", device="cuda", memory_fraction=fraction), total, used) == budget
+    cpu = [kv_budget(EngineConfig(model="", device="cpu", tp=tp), 0, 0) for tp in (1, 4)]
+    assert cpu == [CPU_BYTES, CPU_BYTES // 4]
 
 
 def test_tables_of_adjustments_are_for_all_slots_and_the_paddings() -> None:

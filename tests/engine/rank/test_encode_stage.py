@@ -147,8 +147,8 @@ def test_between_a_videos_frames_is_text() -> None:
 
 
 def test_what_was_done_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures, frames and clips by number, rows, and the time in encoders; two equal items of a step are encoded once. What is found
-    takes no time, and what there is no room for is counted (planted fault: encoders that take no time)."""
+    """Pictures, frames and clips by number, rows, and the time in encoders; two equal items of a step are encoded once. What is
+    found takes no time, and what there is no room for is counted (planted fault: encoders that take no time)."""
     size, slow = 6 * 3 * 4, 0.02
 
     def figures() -> list[EncoderFigures]:

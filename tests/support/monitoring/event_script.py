@@ -69,7 +69,7 @@ class GroupScript:
         """What a scrape reads `now` seconds after the script's start: open requests, and four healthy ranks and a core."""
         opened = sum(request.submitted <= now < request.ended for request in self.requests)
         names = ("0", "1", "2", "3", "core")
-        seen = sum(request.submitted <= now for request in self.requests)  # each has a picture that takes 5 ms, a third the same one
+        seen = sum(request.submitted <= now for request in self.requests)  # each has a picture of 5 ms, a third the same one
         encoder = EncoderFigures(0, seen, seen, seen, 260 * seen, 3 * seen, seen, seen, 1 << 20)
         figures = (ProcessFigures(name, True, 0.0, STEP_S, encoder_s=seen / 200) for name in names)
         return ScrapeGauges(opened, tuple(figures), encoder)
