@@ -142,6 +142,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     priority: int = 0
     media: tuple[MediaItem, ...] = ()
 
+    @property
+    def tokens(self) -> "array[int]":
+        """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
+        return unpack_tokens(self.prompt)
+
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     """Front -> core: end request `id`. Idempotent; an unknown id is no error (it may just have ended)."""

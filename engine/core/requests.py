@@ -24,7 +24,6 @@ from engine.protocol import (
     MediaItem,
     MediaKind,
     Output,
-    unpack_tokens,
 )
 
 
@@ -244,7 +243,7 @@ class Requests:
 def _prompt(request: GenerateRequest) -> "array[int]":
     """The prompt's tokens; InvalidRequest if they cannot be read."""
     try:
-        return unpack_tokens(request.prompt)
+        return request.tokens
     except ValueError as error:
         raise InvalidRequest(f"the prompt could not be read: {error}") from error
 

@@ -241,7 +241,7 @@ def test_what_a_step_encodes_is_bounded() -> None:
 
 @pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])
 def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
-    """Of three pictures of 4 rows beside another prompt: steps of 50 ms in which some had to wait; none where one step takes all."""
+    """Of three pictures of 4 rows beside another prompt: steps of 50 ms in which some wait; none where one step takes all."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32, encoder_rows=rows))
     for number, media in enumerate(([picture(first, 4, 1) for first in (0, 5, 10)], [])):
         request = GenerateRequest(id=number, prompt=pack_tokens([5] * 15), params=SamplingParams(max_tokens=1), media=tuple(media))
