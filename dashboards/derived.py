@@ -35,11 +35,11 @@ Derived = Judged | Completed | MeanStep
 
 
 class Derivation:
-    """Derives from one event at a time; remembers the core's last report. Objectives in seconds."""
+    """Derives from one event at a time; `last` is the core's last report. Objectives in seconds."""
 
     def __init__(self, ttft_objective_s: float, tpot_objective_s: float) -> None:
         self._objectives = {"ttft": ttft_objective_s, "tpot": tpot_objective_s}
-        self._last: EngineLoad | None = None
+        self.last: EngineLoad | None = None
 
     def __call__(self, event: Event) -> list[Derived]:
         """What follows from `event`."""
@@ -68,7 +68,7 @@ class Derivation:
         return derived
 
     def _steps(self, event: EngineLoad) -> list[Derived]:
-        last, self._last = self._last, event
+        last, self.last = self.last, event
         if last is None or event.interval_s is None or (steps := event.load.step - last.load.step) == 0:
             return []
         before, load = last.load, event.load

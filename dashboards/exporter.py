@@ -27,7 +27,7 @@ from dashboards.derived import Derivation, Derived
 from dashboards.metrics import ENGINE, Metric
 from dashboards.series import FastHistogram, Series
 from engine.errors import ConfigError
-from engine.events import EngineFailed, EngineLoad, Event, ScrapeGauges, Tokens
+from engine.events import EngineFailed, Event, ScrapeGauges, Tokens
 
 _MOST_SERIES = 256  # of a row whose labels are free, such as the holders of API keys; those that come later share one
 _NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
@@ -66,7 +66,6 @@ class Exporter(Collector):
         self.read_gauges = read_gauges
         self.registry = CollectorRegistry(auto_describe=False)
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
-        self._last: EngineLoad | None = None
         self._metrics: list[Series | FastHistogram] = []
         self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class
         self._levels: list[tuple[str, Series, Read, Read]] = []  # where from, what it sets, label values, value
@@ -97,8 +96,6 @@ class Exporter(Collector):
         self._fold(event)
         if isinstance(event, Tokens):
             return  # nothing follows from it, and it comes most often
-        if isinstance(event, EngineLoad):
-            self._last = event
         if isinstance(event, EngineFailed):
             self.facts = replace(self.facts, up=0)
         for derived in self._derive(event):
@@ -109,7 +106,7 @@ class Exporter(Collector):
             update(event)
 
     def _refresh(self) -> None:
-        gauges, last = self.read_gauges(), self._last
+        gauges, last = self.read_gauges(), self._derive.last
         items: dict[str, Sequence[Any]] = {
             "facts": [self.facts],
             "gauges": [gauges],

@@ -1,4 +1,4 @@
-"""The one table of metrics: name, kind, help with its clock points, where the figure comes from, labels, buckets, vLLM's name.
+"""The one table of metrics: name, help with its clock points, where the figure comes from, labels, buckets, vLLM's name.
 
     ENGINE             one target a replica: its exporter registers what stands here and nothing else
     DISCOVERY_METRICS  one target a cluster: what the discovery endpoint knows, and a dead replica cannot say any more
@@ -18,14 +18,14 @@ Clock points are those of engine/events.py: submitted, scheduled, first, last, e
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from engine.events import Outcome
 
 Kind = Literal["counter", "gauge", "histogram"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
-OUTCOMES = (
-    "stop", "length", "client_gone", "deadline", "slow_reader", "queue_timeout", "sibling_failed", "refused", "error", "dead",
-)  # fmt: skip
+OUTCOMES = get_args(Outcome)
 CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet", "vanished", "other")
 # Labels whose values are known beforehand: their series are there at zero before the first event, or `increase` would miss it.
 LABEL_VALUES = {"outcome": OUTCOMES, "slo": ("ttft", "tpot"), "verdict": ("good", "bad")}
@@ -43,10 +43,6 @@ E2E_BUCKETS = (
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 PHASE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, *E2E_BUCKETS)
-STEP_BUCKETS = (
-    0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075,
-    0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
 LENGTH_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000,
 )  # fmt: skip
@@ -57,12 +53,16 @@ class Metric:
     """One row. `name` is what a query says: counters end in `_total`, histograms are asked as `<name>_bucket`, `_sum`, `_count`."""
 
     name: str
-    kind: Kind
     help: str
     source: str = ""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     alias: str = ""  # vLLM's name, without its prefix
+
+    @property
+    def kind(self) -> Kind:
+        """By its name and buckets."""
+        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     @property
     def stem(self) -> str:
@@ -73,7 +73,6 @@ class Metric:
 _LATENCY = (
     Metric(
         "quartet_time_to_first_token_seconds",
-        "histogram",
         "From submission (the prompt is tokenized, the request is written to the core) to the arrival of its first token in the"
         " replica; queue and prefill included, tokenizing and the network not. One observation a request that got a token.",
         "FirstToken.ttft_s",
@@ -82,7 +81,6 @@ _LATENCY = (
     ),
     Metric(
         "quartet_time_per_output_token_seconds",
-        "histogram",
         "(last token - first token) / (tokens - 1) of a request, by arrival in the replica. One observation a request that ended"
         " with two tokens or more, however it ended.",
         "RequestFinished.tpot_s",
@@ -91,7 +89,6 @@ _LATENCY = (
     ),
     Metric(
         "quartet_inter_token_latency_seconds",
-        "histogram",
         "Between two outputs of one stream as they arrive in the replica, divided by the tokens of the later one. One observation"
         " an output but the first.",
         "Tokens.token_gap_s",
@@ -100,7 +97,6 @@ _LATENCY = (
     ),
     Metric(
         "quartet_e2e_request_latency_seconds",
-        "histogram",
         "From submission to the end of a request that was completed (outcome stop or length).",
         "Completed.e2e_s",
         buckets=E2E_BUCKETS,
@@ -108,7 +104,6 @@ _LATENCY = (
     ),
     Metric(
         "quartet_request_queue_time_seconds",
-        "histogram",
         "From submission to the core's report of the plan that admits the request. One observation a request that was scheduled.",
         "Scheduled.queue_s",
         buckets=PHASE_BUCKETS,
@@ -116,7 +111,6 @@ _LATENCY = (
     ),
     Metric(
         "quartet_request_prefill_time_seconds",
-        "histogram",
         "From first scheduled to first token, recomputation after a preemption included. One observation a request with a token.",
         "FirstToken.prefill_s",
         buckets=PHASE_BUCKETS,
@@ -124,7 +118,6 @@ _LATENCY = (
     ),
     Metric(
         "quartet_request_decode_time_seconds",
-        "histogram",
         "From the first to the last token of a request that was completed.",
         "Completed.decode_s",
         buckets=PHASE_BUCKETS,
@@ -132,7 +125,6 @@ _LATENCY = (
     ),
     Metric(
         "quartet_request_inference_time_seconds",
-        "histogram",
         "From first scheduled to the last token of a request that was completed.",
         "Completed.inference_s",
         buckets=PHASE_BUCKETS,
@@ -143,13 +135,11 @@ _LATENCY = (
 _REQUESTS = (
     Metric(
         "quartet_requests_received_total",
-        "counter",
         "Requests submitted to the engine (choices, not HTTP calls).",
         "RequestStarted",
     ),
     Metric(
         "quartet_requests_total",
-        "counter",
         "Requests that ended, by how: exactly one end a received request. dead: the group ended under it, and it got an error event"
         " unless the replica died too. stop: a stop string too.",
         "RequestFinished",
@@ -157,14 +147,12 @@ _REQUESTS = (
     ),
     Metric(
         "quartet_requests_in_flight",
-        "gauge",
         "Requests without an end, read at the scrape from the front end's own count. received - sum(requests) - in_flight is 0, or"
         " one is lost.",
         "gauges.open",
     ),
     Metric(
         "quartet_slo_requests_total",
-        "counter",
         "Requests judged against an objective. ttft: good at the first token within it, bad at a later one, or at an end without a"
         " token that was ours (error, dead, deadline) or came after the objective; refusals are not judged. tpot: judged at the"
         " end, with two tokens or more.",
@@ -173,7 +161,6 @@ _REQUESTS = (
     ),
     Metric(
         "quartet_request_prompt_tokens",
-        "histogram",
         "Prompt tokens of a submitted request.",
         "RequestStarted.prompt_tokens",
         buckets=LENGTH_BUCKETS,
@@ -181,7 +168,6 @@ _REQUESTS = (
     ),
     Metric(
         "quartet_request_generation_tokens",
-        "histogram",
         "Tokens that an ended request got, however it ended.",
         "RequestFinished.output_tokens",
         buckets=LENGTH_BUCKETS,
@@ -189,21 +175,18 @@ _REQUESTS = (
     ),
     Metric(
         "quartet_prompt_tokens_total",
-        "counter",
         "Prompt tokens of all submitted requests.",
         "RequestStarted.prompt_tokens",
         alias="prompt_tokens_total",
     ),
     Metric(
         "quartet_generation_tokens_total",
-        "counter",
         "Output tokens delivered to requests that were still open.",
         "Tokens.count",
         alias="generation_tokens_total",
     ),
     Metric(
         "quartet_key_requests_total",
-        "counter",
         "HTTP requests that needed an API key, by the name of the key's holder (empty: no valid key; other: one name too many for"
         " labels) and by what became of them: admitted, unauthenticated (401), forbidden (403), rate_limited (429 by a quota).",
         "KeyDecision",
@@ -211,7 +194,6 @@ _REQUESTS = (
     ),
     Metric(
         "quartet_key_tokens_total",
-        "counter",
         "Tokens of prompts and answers that counted against the quota of the API key's holder, when their requests had ended.",
         "KeyTokens.count",
         ("key",),
@@ -221,48 +203,41 @@ _REQUESTS = (
 _SCHEDULER = (
     Metric(
         "quartet_requests_running",
-        "gauge",
         "Sequences that hold a slot, after the step last reported.",
         "load.running",
         alias="num_requests_running",
     ),
     Metric(
         "quartet_requests_waiting",
-        "gauge",
         "Sequences that wait for a slot or for pages, preempted ones too.",
         "load.waiting",
         alias="num_requests_waiting",
     ),
     Metric(
         "quartet_waiting_tokens",
-        "gauge",
         "Tokens to compute before the waiting sequences can decode.",
         "load.waiting_tokens",
     ),
-    Metric("quartet_engine_slots", "gauge", "Sequences that may run at once (max_seqs).", "facts.slots"),
+    Metric("quartet_engine_slots", "Sequences that may run at once (max_seqs).", "facts.slots"),
     Metric(
         "quartet_preemptions_total",
-        "counter",
         "Times a sequence was put back, to be recomputed.",
         "load.preemptions",
         alias="num_preemptions_total",
     ),
     Metric(
         "quartet_engine_prefill_tokens_total",
-        "counter",
         "Tokens computed in prefill, recomputation included.",
         "load.prefill_tokens",
     ),
     Metric(
         "quartet_engine_step_seconds",
-        "histogram",
         "Between two reports of the core that both had work, divided by the steps between them: what a step takes, wall clock.",
         "MeanStep.seconds",
-        buckets=STEP_BUCKETS,
+        buckets=TPOT_BUCKETS,
     ),
     Metric(
         "quartet_engine_step_tokens",
-        "histogram",
         "Tokens computed between two reports of the core, divided by the steps between them.",
         "MeanStep.tokens",
         buckets=STEP_TOKENS_BUCKETS,
@@ -270,75 +245,65 @@ _SCHEDULER = (
     ),
     Metric(
         "quartet_kv_pages",
-        "gauge",
         "Pages of a KV group (sliding, full layers), without the null page.",
         "pools.total",
         ("group",),
     ),
-    Metric("quartet_kv_pages_cached", "gauge", "Pages of a KV group that only the prefix cache keeps.", "pools.cached", ("group",)),
-    Metric("quartet_kv_usage_ratio", "gauge", "Used of all pages of a KV group, 0 to 1.", "pools.usage", ("group",)),
+    Metric("quartet_kv_pages_cached", "Pages of a KV group that only the prefix cache keeps.", "pools.cached", ("group",)),
+    Metric("quartet_kv_usage_ratio", "Used of all pages of a KV group, 0 to 1.", "pools.usage", ("group",)),
     Metric(
         "quartet_kv_cache_usage_ratio",
-        "gauge",
         "The fuller KV group's usage, 0 to 1: the pool that binds.",
         "load.kv_usage",
         alias="kv_cache_usage_perc",
     ),
-    Metric("quartet_kv_page_tokens", "gauge", "Tokens a page holds.", "facts.page_tokens"),
+    Metric("quartet_kv_page_tokens", "Tokens a page holds.", "facts.page_tokens"),
     Metric(
         "quartet_prefix_cache_queried_tokens_total",
-        "counter",
         "Prompt tokens that were looked up, once a request.",
         "load.queried_tokens",
         alias="prefix_cache_queries_total",
     ),
     Metric(
         "quartet_prefix_cache_hit_tokens_total",
-        "counter",
         "Prompt tokens that were found, and not computed again.",
         "load.hit_tokens",
         alias="prefix_cache_hits_total",
     ),
     Metric(
         "quartet_draft_rows_total",
-        "counter",
         "Rows that verified drafts, of one sequence and step each.",
         "load.draft_rows",
         alias="spec_decode_num_drafts_total",
     ),
     Metric(
         "quartet_draft_tokens_total",
-        "counter",
         "Drafts that were verified.",
         "load.draft_tokens",
         alias="spec_decode_num_draft_tokens_total",
     ),
     Metric(
         "quartet_accepted_draft_tokens_total",
-        "counter",
         "Drafts that were accepted: tokens that took no step of their own.",
         "load.accepted_tokens",
         alias="spec_decode_num_accepted_tokens_total",
     ),
     Metric(
         "quartet_verified_drafts_by_position_total",
-        "counter",
         "Drafts that were verified, by their position behind the sequence's last token, from 0.",
         "draft_positions.verified",
         ("position",),
     ),
     Metric(
         "quartet_accepted_drafts_by_position_total",
-        "counter",
         "Drafts that were accepted, as all before them were, by the same position.",
         "draft_positions.accepted",
         ("position",),
         alias="spec_decode_num_accepted_tokens_per_pos_total",
     ),
-    Metric("quartet_drafts", "gauge", "Drafts behind each sequence that the last step was planned with.", "load.drafts"),
+    Metric("quartet_drafts", "Drafts behind each sequence that the last step was planned with.", "load.drafts"),
     Metric(
         "quartet_draft_switches_total",
-        "counter",
         "Changes of the number of drafts at a number of rows, by cause: trial (of another for some steps), better (another takes"
         " fewer seconds a token), off (none is better), on (some are again).",
         "draft_switches.count",
@@ -346,64 +311,56 @@ _SCHEDULER = (
     ),
     Metric(
         "quartet_prefix_cache_evicted_pages_total",
-        "counter",
         "Cached pages given up, of all KV groups.",
         "load.evicted_pages",
     ),
 )
 
 _ENCODER = (
-    Metric("quartet_encoded_images_total", "counter", "Images that encoders have made soft tokens of.", "encoder.images"),
-    Metric("quartet_encoded_frames_total", "counter", "The same of frames of videos.", "encoder.frames"),
-    Metric("quartet_encoded_clips_total", "counter", "The same of audio clips.", "encoder.clips"),
-    Metric("quartet_encoded_rows_total", "counter", "Soft tokens that encoders have made.", "encoder.rows"),
+    Metric("quartet_encoded_images_total", "Images that encoders have made soft tokens of.", "encoder.images"),
+    Metric("quartet_encoded_frames_total", "The same of frames of videos.", "encoder.frames"),
+    Metric("quartet_encoded_clips_total", "The same of audio clips.", "encoder.clips"),
+    Metric("quartet_encoded_rows_total", "Soft tokens that encoders have made.", "encoder.rows"),
     Metric(
         "quartet_encoder_cache_queried_items_total",
-        "counter",
         "Images, videos and clips whose soft tokens a step needed: those in a cached prefix are not among them.",
         "encoder.queries",
         alias="mm_cache_queries_total",
     ),
     Metric(
         "quartet_encoder_cache_hit_items_total",
-        "counter",
         "Of these, those that were not encoded, as equal ones had been, or were in the same step.",
         "encoder.hits",
         alias="mm_cache_hits_total",
     ),
     Metric(
         "quartet_encoder_cache_evicted_items_total",
-        "counter",
         "Encoded items whose soft tokens the cache has given up.",
         "encoder.evictions",
     ),
-    Metric("quartet_encoder_cache_bytes", "gauge", "Soft tokens that the cache of each rank holds.", "encoder.cached_bytes"),
+    Metric("quartet_encoder_cache_bytes", "Soft tokens that the cache of each rank holds.", "encoder.cached_bytes"),
     Metric(
         "quartet_rank_encoder_seconds_total",
-        "counter",
         "Time that a rank has spent on the media of steps, cached ones too: on a GPU by CUDA events, on a CPU wall clock.",
         "processes.encoder_s",
         ("rank",),
     ),
     Metric(
         "quartet_encoder_waiting",
-        "gauge",
         "Sequences that the last step could not encode the media of, beside those of others.",
         "load.encoder_waiting",
     ),
     Metric(
         "quartet_encoder_wait_seconds_total",
-        "counter",
         "Time that sequences have waited so, in steps that went on without them: of all together.",
         "load.encoder_wait_s",
     ),
 )
 
 _GROUP = (
-    Metric("quartet_rank_up", "gauge", "1 while the process runs: of each rank, and of the core.", "processes.up", ("rank",)),
+    Metric("quartet_rank_up", "1 while the process runs: of each rank, and of the core.", "processes.up", ("rank",)),
     Metric(
         "quartet_rank_stall_seconds",
-        "gauge",
         "How long the process has owed a step without progress, at the scrape; 0 while it owes none. At"
         " quartet_engine_step_bound_seconds the group is ended: a hung rank shows here before.",
         "processes.stall_s",
@@ -411,41 +368,36 @@ _GROUP = (
     ),
     Metric(
         "quartet_rank_step_seconds",
-        "gauge",
         "Wall time of the last step on a rank, as it measured it.",
         "processes.step_s",
         ("rank",),
     ),
     Metric(
         "quartet_rank_device_busy_seconds",
-        "gauge",
         "GPU time of the last step on a rank, from its first work to the end of its copies out, by CUDA events; 0 on a CPU.",
         "processes.busy_s",
         ("rank",),
     ),
     Metric(
         "quartet_rank_device_idle_seconds",
-        "gauge",
         "How long the GPU stood idle before the last step with decode rows: what host and core did not hide; 0 on a CPU.",
         "processes.idle_s",
         ("rank",),
     ),
     Metric(
         "quartet_rank_late_compilations_total",
-        "counter",
         "Kernel variants compiled, or loaded, after the rank was ready: each stalled a step. 0 in a warmed process.",
         "processes.late_compilations",
         ("rank",),
     ),
     Metric(
         "quartet_engine_step_bound_seconds",
-        "gauge",
         "After how long without progress in a step the group is ended.",
         "facts.step_bound_s",
     ),
-    Metric("quartet_engine_up", "gauge", "1 while the group runs.", "facts.up"),
-    Metric("quartet_engine_ranks", "gauge", "Ranks of the group: GPUs in use, on GPUs.", "facts.tp"),
-    Metric("quartet_build_info", "gauge", "Always 1; what runs here.", "facts", ("model_name", "build", "attention", "tp")),
+    Metric("quartet_engine_up", "1 while the group runs.", "facts.up"),
+    Metric("quartet_engine_ranks", "Ranks of the group: GPUs in use, on GPUs.", "facts.tp"),
+    Metric("quartet_build_info", "Always 1; what runs here.", "facts", ("model_name", "build", "attention", "tp")),
 )
 
 ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_ENCODER, *_GROUP)
@@ -454,7 +406,7 @@ ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_ENCODER, *_G
 def deployment_counter(row: Metric, prefix: str, says: str) -> Metric:
     """A deployment's own counter beside one of its replicas'."""
     name = row.name.replace("quartet_", prefix, 1)
-    return Metric(name, "counter", f"{row.name}, {says}", labels=("application", "deployment", *row.labels))
+    return Metric(name, f"{row.name}, {says}", labels=("application", "deployment", *row.labels))
 
 
 _GONE = "last known counts of the replicas that are gone, summed."
@@ -466,16 +418,14 @@ RETIRED: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_retired
 DEPLOYMENT_TOTALS: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_deployment_", _ALL) for row in _LASTING}
 
 DISCOVERY_METRICS: tuple[Metric, ...] = (
-    Metric("quartet_groups", "gauge", "Replicas registered, with a recent heartbeat.", labels=("application", "deployment")),
+    Metric("quartet_groups", "Replicas registered, with a recent heartbeat.", labels=("application", "deployment")),
     Metric(
         "quartet_group_up",
-        "gauge",
         "1 while the replica is registered and sends heartbeats; 0 once it is silent or gone, for ten minutes more.",
         labels=TARGET_LABELS,
     ),
     Metric(
         "quartet_group_restarts_total",
-        "counter",
         "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
         " (no heartbeat), rank_stalled, core_stalled (no progress), diverged (ranks with"
         " unequal states), raylet (the node's Ray), vanished (the replica fell silent).",
