@@ -184,17 +184,14 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
     groups = config.kv_groups(geometry)
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
-    largest = largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups), width=config.widest)
-    if largest > MAX_RECORD:
-        raise ConfigError(
-            f"a step's plan may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and prefill_budget "
-            f"{config.prefill_budget}; the ring to the ranks carries at most {MAX_RECORD} at once"
-        )
-    if (largest := largest_result(config.max_seqs, config.widest)) > MAX_RECORD:
-        raise ConfigError(
-            f"a step's result may take {largest} bytes with max_seqs {config.max_seqs}, all with logprobs; the ring from the ranks "
-            f"carries at most {MAX_RECORD} at once"
-        )
+    seqs, max_len, budget = config.max_seqs, config.max_len, config.prefill_budget
+    plan = largest_plan(seqs, max_len, budget, config.page, len(groups), width=config.widest)
+    for name, largest in (("plan", plan), ("result", largest_result(seqs, config.widest))):
+        if largest > MAX_RECORD:
+            raise ConfigError(
+                f"a step's {name} may take {largest} bytes with max_seqs {seqs}, max_len {max_len} and prefill_budget {budget}; "
+                f"the ring between core and ranks carries at most {MAX_RECORD} at once"
+            )
     if config.pages is None:
         return
     if len(config.pages) != len(groups):

@@ -4,7 +4,7 @@
 """
 
 import struct
-from itertools import accumulate, chain, pairwise
+from itertools import chain, islice
 
 import msgspec
 
@@ -76,16 +76,14 @@ def decode(data: bytes, offset: int) -> tuple[LogitAdjustments, int]:
     """What lies at `offset`, and where it ends; struct.error where it is cut."""
     repetition, presence, frequency, biased, allowed, words, word_ids = _HEAD.unpack_from(data, offset)
     body = struct.Struct(f"<{biased}i{biased}f{allowed + words + word_ids}i")
-    numbers = body.unpack_from(data, offset + _HEAD.size)
-    ends = list(accumulate((biased, biased, allowed, words, word_ids), initial=0))
-    ids, values, allowed_ids, lengths, flat = (numbers[first:last] for first, last in pairwise(ends))
-    cuts = pairwise(accumulate(lengths, initial=0))
+    numbers = iter(body.unpack_from(data, offset + _HEAD.size))
+    ids, values, allowed_ids, lengths = (tuple(islice(numbers, count)) for count in (biased, biased, allowed, words))
     made = LogitAdjustments(
         repetition_penalty=repetition,
         presence_penalty=presence,
         frequency_penalty=frequency,
         bias=tuple(zip(ids, values, strict=True)),
         allowed_ids=allowed_ids,
-        bad_words=tuple(flat[first:last] for first, last in cuts),
+        bad_words=tuple(tuple(islice(numbers, length)) for length in lengths),
     )
     return made, offset + _HEAD.size + body.size

@@ -66,21 +66,22 @@ def read_vision(folder: Path) -> VisionGeometry | None:
 
 
 def _geometry(vision: dict[str, Any], text: Geometry) -> VisionGeometry:
-    common = {**vars(text), "model": text.hidden, "eps": vision["rms_norm_eps"], "ple": 0, "moe": None}
     if unified := "mm_embed_dim" in vision:
-        common |= {"hidden": vision["mm_embed_dim"], "positions": vision["mm_posemb_size"], "heads": 1}
-        count = head_dim = width = 0
+        hidden, positions, heads = vision["mm_embed_dim"], vision["mm_posemb_size"], 1
+        count, head_dim, width = 1, 0, 0  # a layer of width 0, whose tensors no rule names
     else:
-        common |= {"hidden": vision["hidden_size"], "positions": vision["position_embedding_size"]}
-        common |= {"heads": vision["num_attention_heads"]}
+        hidden, positions, heads = vision["hidden_size"], vision["position_embedding_size"], vision["num_attention_heads"]
         count, head_dim, width = vision["num_hidden_layers"], vision["head_dim"], vision["intermediate_size"]
-        if head_dim % 4 or vision["num_key_value_heads"] != vision["num_attention_heads"]:
+        if head_dim % 4 or vision["num_key_value_heads"] != heads:
             raise CheckpointError(f"vision_config: head_dim {head_dim}, or fewer KV heads than query heads, is not implemented")
-    theta = (vision.get("rope_parameters") or {}).get("rope_theta", 100.0)
-    rope = Rope(float(theta), head_dim // 4)
-    layers = tuple(
-        Layer(index, "full", head_dim, common["heads"], rope, width, k_eq_v=False, kv_source=index)
-        for index in range(max(1, count))  # an embedder has one of width 0, whose tensors no rule names
+    rope = Rope(float((vision.get("rope_parameters") or {}).get("rope_theta", 100.0)), head_dim // 4)
+    layers = tuple(Layer(i, "full", head_dim, heads, rope, width, k_eq_v=False, kv_source=i) for i in range(count))
+    common = {**vars(text), "hidden": hidden, "heads": heads, "layers": layers, "ple": 0, "moe": None}
+    return VisionGeometry(
+        **{**common, "eps": vision["rms_norm_eps"]},
+        model=text.hidden,
+        positions=positions,
+        unified=unified,
+        clipped=vision.get("use_clipped_linears", False),
+        standardize=vision.get("standardize", False),
     )
-    flags = {"clipped": vision.get("use_clipped_linears", False), "standardize": vision.get("standardize", False)}
-    return VisionGeometry(**{**common, "layers": layers, "unified": unified, **flags})

@@ -25,16 +25,11 @@ class _Wav:
     rate: int
     data: memoryview
 
-    @property
-    def count(self) -> int:
-        """Samples of a channel."""
-        return len(self.data) // (self.channels * self.bits // 8)
-
 
 def read_wav(file: bytes, most_seconds: float) -> Array:
     """Its samples, float32 [n], mono at 16 kHz. InvalidRequest: it is no WAV file, or longer than that."""
     wav = _header(file)
-    if (seconds := wav.count / wav.rate) > most_seconds:
+    if (seconds := len(wav.data) / (wav.channels * wav.bits // 8 * wav.rate)) > most_seconds:
         raise InvalidRequest(f"it has {seconds:.0f} s of audio; at most {most_seconds:g} are read")
     mono: Array = _decoded(wav)
     if wav.channels > 1:
