@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,18 +25,18 @@ class FlashInferFiles:
     launcher: Launcher | None = None
 
 
-def flashinfer_files(environment: Mapping[str, str] = os.environ) -> FlashInferFiles:
+def flashinfer_files() -> FlashInferFiles:
     """What this node has."""
     version = installed("flashinfer-python")
     package = _folder("flashinfer")
     if version is None or package is None:
         return FlashInferFiles()
-    return FlashInferFiles(version, _cubins(package, version, environment), _launcher(version, environment))
+    return FlashInferFiles(version, _cubins(package, version), _launcher(version))
 
 
-def _cubins(package: Path, version: str, environment: Mapping[str, str]) -> str | None:
+def _cubins(package: Path, version: str) -> str | None:
     """The folder that FlashInfer would read, if every kernel that its list names is in it."""
-    folder, kernels = _cubin_folder(version, environment), _kernel_path(package)
+    folder, kernels = _cubin_folder(version), _kernel_path(package)
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
     listed = (folder / kernels / "checksums.txt").read_text(encoding="utf-8").count(".cubin")
@@ -45,14 +44,14 @@ def _cubins(package: Path, version: str, environment: Mapping[str, str]) -> str 
     return str(folder) if 0 < listed <= found else None
 
 
-def _cubin_folder(version: str, environment: Mapping[str, str]) -> Path:
+def _cubin_folder(version: str) -> Path:
     """FlashInfer's order: its variable, the package of the same version, the cache."""
-    if named := environment.get("FLASHINFER_CUBIN_DIR"):
+    if named := os.environ.get("FLASHINFER_CUBIN_DIR"):
         return Path(named)
-    package, unchecked = _folder("flashinfer_cubin"), environment.get("FLASHINFER_DISABLE_VERSION_CHECK")
+    package, unchecked = _folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
     if package is not None and (unchecked or installed("flashinfer-cubin") == version):
         return package / "cubins"
-    return Path(environment.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / "cubins"
+    return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / "cubins"
 
 
 def _kernel_path(package: Path) -> str | None:
@@ -66,11 +65,11 @@ def _kernel_path(package: Path) -> str | None:
     return None
 
 
-def _launcher(version: str, environment: Mapping[str, str]) -> Launcher | None:
+def _launcher(version: str) -> Launcher | None:
     if (installed("flashinfer-jit-cache") or "").partition("+")[0] == version:
         return "prebuilt"
-    path = environment.get("PATH", os.defpath)
-    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
+    path = os.environ.get("PATH", os.defpath)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=os.pathsep.join([path, str(Path(home) / "bin")]))
     ninja = shutil.which("ninja", path=path) or importlib.util.find_spec("ninja")
     return "nvcc" if nvcc and ninja else None

@@ -1,9 +1,11 @@
 """What of FlashInfer is on a node, read from an installation of our own making."""
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -43,6 +45,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
     return make
 
 
+def files(environment: dict[str, str]) -> FlashInferFiles:
+    """What is there in that environment."""
+    with mock.patch.dict(os.environ, environment, clear=True):
+        return flashinfer_files()
+
+
 def kernels(folder: Path, listed: int, found: int) -> Path:
     """A folder of kernels, and the list of what should be in it."""
     (folder / KERNELS).mkdir(parents=True)
@@ -56,16 +64,16 @@ def kernels(folder: Path, listed: int, found: int) -> Path:
 def test_nothing_installed(installed: Installed) -> None:
     """No distribution, no files."""
     installed()
-    assert flashinfer_files({}) == FlashInferFiles()
+    assert files({}) == FlashInferFiles()
 
 
 def test_the_named_folder_counts_when_it_is_whole(installed: Installed, tmp_path: Path) -> None:
     """FLASHINFER_CUBIN_DIR is where kernels lie; one that is missing, or no list, is none; nothing is imported."""
     installed(flashinfer_python="0.7.2")
     named = {"FLASHINFER_CUBIN_DIR": str(kernels(tmp_path / "whole", 3, 3)), "PATH": "", "CUDA_HOME": "/nowhere"}
-    assert flashinfer_files(named) == FlashInferFiles("0.7.2", str(tmp_path / "whole"), None)
-    assert flashinfer_files({**named, "FLASHINFER_CUBIN_DIR": str(kernels(tmp_path / "part", 3, 2))}).cubins is None
-    assert flashinfer_files({**named, "FLASHINFER_CUBIN_DIR": str(tmp_path)}).cubins is None
+    assert files(named) == FlashInferFiles("0.7.2", str(tmp_path / "whole"), None)
+    assert files({**named, "FLASHINFER_CUBIN_DIR": str(kernels(tmp_path / "part", 3, 2))}).cubins is None
+    assert files({**named, "FLASHINFER_CUBIN_DIR": str(tmp_path)}).cubins is None
 
 
 def test_the_kernels_package_counts_only_in_the_same_version(installed: Installed, tmp_path: Path) -> None:
@@ -74,12 +82,12 @@ def test_the_kernels_package_counts_only_in_the_same_version(installed: Installe
     kernels(tmp_path / "flashinfer_cubin" / "cubins", 2, 2)
     (tmp_path / "flashinfer_cubin" / "__init__.py").touch()
     cache = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
-    assert flashinfer_files(cache).cubins is None
+    assert files(cache).cubins is None
     package = str(tmp_path / "flashinfer_cubin" / "cubins")
-    assert flashinfer_files({**cache, "FLASHINFER_DISABLE_VERSION_CHECK": "1"}).cubins == package
+    assert files({**cache, "FLASHINFER_DISABLE_VERSION_CHECK": "1"}).cubins == package
     kernels(tmp_path / ".cache" / "flashinfer" / "cubins", 2, 2)
-    assert flashinfer_files(cache).cubins == str(tmp_path / ".cache" / "flashinfer" / "cubins")
-    assert flashinfer_files({**cache, "FLASHINFER_CUBIN_DIR": package}).cubins == package
+    assert files(cache).cubins == str(tmp_path / ".cache" / "flashinfer" / "cubins")
+    assert files({**cache, "FLASHINFER_CUBIN_DIR": package}).cubins == package
 
 
 def test_launchers(installed: Installed, tmp_path: Path) -> None:
@@ -88,13 +96,13 @@ def test_launchers(installed: Installed, tmp_path: Path) -> None:
     tools = tmp_path / "cuda" / "bin"
     tools.mkdir(parents=True)
     found = {"PATH": str(tools), "CUDA_HOME": str(tmp_path / "cuda")}
-    assert flashinfer_files(found).launcher is None
+    assert files(found).launcher is None
     for name in ("nvcc", "ninja"):
         (tools / name).touch(mode=0o755)
-    assert flashinfer_files(found).launcher == "nvcc"
+    assert files(found).launcher == "nvcc"
 
 
 def test_built_launchers(installed: Installed) -> None:
     """flashinfer-jit-cache of the same version is enough, whatever CUDA it was built for; another version is not."""
     installed(flashinfer_python="0.7.2", flashinfer_jit_cache="0.7.2+cu130")
-    assert flashinfer_files({"PATH": "", "CUDA_HOME": "/nowhere"}).launcher == "prebuilt"
+    assert files({"PATH": "", "CUDA_HOME": "/nowhere"}).launcher == "prebuilt"
