@@ -108,15 +108,15 @@ class Matcher:
         """Whether the reply may end here."""
         return self.inner.is_accepting()
 
-    def mask(self) -> bytes:
-        """A bit a token id, the lowest first: whether it may come next; an end id where the reply may end.
+    def mask(self) -> np.ndarray:
+        """int32 [words]: a bit a token id, the lowest first: whether it may come next; an end id where the reply may end.
 
         Raises GenerationFailed where no token may: the vocabulary cannot write what the grammar wants.
         """
         bits = np.zeros(mask_words(self._size), np.int32)
         self.fill(bits)
         self.check(bits)
-        return bits.tobytes()
+        return bits
 
     def fill(self, bits: np.ndarray) -> None:
         """Writes the mask into int32 [words]."""

@@ -321,7 +321,7 @@ class Masks:
             state.update_wait()  # its row in flight may have gone with a preemption
             return False
         if state.slow:
-            state.making = self._slow.submit(self._mask_of, state.matcher)
+            state.making = self._slow.submit(state.matcher.mask)
         return not state.slow
 
     def _read_free_tokens(self, state: MaskState, tokens: "array[int]") -> None:
@@ -367,13 +367,7 @@ class Masks:
     def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
         """In a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""
         matcher = present(self._vocabulary).matcher(grammar)
-        return matcher, self._mask_of(matcher)
-
-    def _mask_of(self, matcher: Matcher) -> np.ndarray:
-        """In a thread: the mask of the matcher's next token; GenerationFailed as `Matcher.check`."""
-        bits: np.ndarray = present(self._vocabulary).masks([matcher])[0]
-        matcher.check(bits)
-        return bits
+        return matcher, matcher.mask()
 
     def _make_masks(self, wanted: list[MaskState]) -> None:
         """Make the mask of each one's next token."""

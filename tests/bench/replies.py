@@ -85,7 +85,7 @@ def walked(vocabulary: Vocabulary, rules: str, rng: random.Random) -> tuple[floa
     compiled, masks = time.process_time() - began, []
     for _ in range(STEPS):
         began = time.process_time()
-        mask = matcher.mask()
+        mask = matcher.mask().tobytes()
         masks.append(time.process_time() - began)
         places = [place for place, byte in enumerate(mask) if byte]
         byte = rng.choice(places)

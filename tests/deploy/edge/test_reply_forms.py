@@ -49,7 +49,7 @@ def writes(edge: Edge, rules: Grammar | None, text: str) -> bool:
 
 def accepts(matcher: Matcher, tokens: list[int]) -> bool:
     for token in tokens:
-        if not matcher.mask()[token >> 3] >> (token & 7) & 1:
+        if not matcher.mask().tobytes()[token >> 3] >> (token & 7) & 1:
             return False
         matcher.consume([token])
     return matcher.complete

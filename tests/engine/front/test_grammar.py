@@ -250,7 +250,7 @@ def test_nothing_is_tokenized_for_a_mask() -> None:
     rules = grammar(None, choice_answer(["a" * 5000]), Thought.none)
     matcher = known.matcher(rules)
     for _ in range(20):
-        assert matcher.mask()[0] == 0b011
+        assert matcher.mask().tobytes()[0] == 0b011
         matcher.consume([1])
     assert not asked
     known.matcher(rules.replace('{"no_forcing": true}', "{}", 1)).mask()

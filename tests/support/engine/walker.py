@@ -36,7 +36,7 @@ class Walker:
         raise AssertionError(f"no end: {self.text.decode(tokens, skip_special_tokens=False)[:500]}")
 
     def _next(self, matcher: Matcher, rng: random.Random, *, hurry: bool) -> int:
-        mask = matcher.mask()
+        mask = matcher.mask().tobytes()
         allowed = [token for token in range(self.text.vocab_size) if mask[token >> 3] >> (token & 7) & 1]
         ends = [token for token in allowed if token in self.text.eos_ids]
         marks = [token for token in allowed if token in self.text.pieces.special]

@@ -96,6 +96,11 @@ class WorldMatcher:
             self.consumed = self.consumed.then(token)
         self._fail_if(refusing=True)
 
+    def mask(self) -> np.ndarray:
+        (bits,) = self.grammars.masks([self])
+        self.check(bits)
+        return bits
+
     def check(self, bits: np.ndarray) -> None:
         assert bits.tolist() == mask_of(self.grammar, self.consumed).tolist()
         self._fail_if(refusing=False)
