@@ -84,7 +84,7 @@ _CORE = (
     ),
     Fault(
         "priority-is-ignored", "engine/core/requests.py",
-        "precedence = (request.priority, self._arrivals)", "precedence = (0, self._arrivals)",
+        "(request.priority, self.counters.received)", "(0, self.counters.received)",
         "engine/core/test_policy.py engine/core/test_scheduler.py",
     ),
     Fault(
@@ -97,7 +97,7 @@ _CORE = (
     ),
     Fault(
         "failed-requests-counted-as-finished", "engine/core/requests.py",
-        "elif finish is FinishReason.error:", "elif False:", "engine/core/test_scheduler.py",
+        "elif output.finish is FinishReason.error:", "elif False:", "engine/core/test_scheduler.py",
     ),
     Fault(
         "stop-string-counted-as-abort", "engine/core/requests.py",
@@ -437,7 +437,7 @@ _LEAVES = (
     ),
     Fault(
         "visible-devices-in-any-order", "cluster/capability.py",
-        "if len(found) != 1 or found[0] in shown:", "if len(found) != 1:", "cluster/test_capability.py",
+        "if len(matches) != 1 or matches[0] in shown:", "if len(matches) != 1:", "cluster/test_capability.py",
     ),
     Fault(
         "padding-slots-tables-not-counted", "engine/memory.py",
