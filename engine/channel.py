@@ -125,7 +125,7 @@ class RingWriter(_Ring):
             raise ChannelBroken(f"step {step} written after step {self._step}")
         at = self._written % self._capacity
         skip = self._capacity - at if self._capacity - at < size else 0
-        while self._written + skip + size - self._slowest() > self._capacity:
+        while self._written + skip + size - min(map(self._load, range(1, 1 + self._readers))) > self._capacity:
             self._waiter.wait()
         self._waiter.reset()
         if skip:
@@ -137,9 +137,6 @@ class RingWriter(_Ring):
         self._written += skip + size
         self._step = step
         self._store(0, self._written)
-
-    def _slowest(self) -> int:
-        return min(self._load(1 + reader) for reader in range(self._readers))
 
 
 class RingReader(_Ring):

@@ -34,9 +34,8 @@ class Allocator:
     def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], share: float | None = None) -> None:
         self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
         self.page = groups[0].page
-        (self._full,) = (pool for pool in self.pools if pool.group.window is None)
-        self._sliding = next((pool for pool in self.pools if pool.group.window is not None), None)
-        self.cache = None if share is None else PrefixCache(self._full, self._sliding, share)
+        *sliding, self._full = self.pools
+        self.cache = None if share is None else PrefixCache(self._full, sliding[0] if sliding else None, share)
 
     @property
     def bidirectional(self) -> bool:
@@ -182,13 +181,9 @@ class Allocator:
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
         """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `low`'s page."""
         assert self.cache is not None
-        tail: list[int] = []
-        for pool, run in zip(self.pools, sequence.runs, strict=True):
-            if pool is self._full:
-                full = run.between(0, count)
-            else:
-                tail = run.between(first_page(pool.group, count * self.page), count)
-        self.cache.insert(self._keys(sequence, count), full, tail, supersedes=supersedes)
+        *sliding, full = sequence.runs
+        tail = [page for run in sliding for page in run.between(first_page(self.pools[0].group, count * self.page), count)]
+        self.cache.insert(self._keys(sequence, count), full.between(0, count), tail, supersedes=supersedes)
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
         if len(sequence.keys) < count:
