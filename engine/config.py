@@ -121,7 +121,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (self.attention_decode if kind == "decode" else self.attention_extend) or self.attention
 
 
-class EngineConfig(EngineSettings, frozen=True, kw_only=True):
+class EngineConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One group. Built by `engine_config`, which checks it; never mutated.
 
     model       local folder with config.json (and the weights, unless load_format is dummy)
@@ -161,10 +161,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
 
 def engine_config(**settings: object) -> EngineConfig:
     """A checked EngineConfig from keyword settings; ConfigError names the key that is unknown, mistyped or impossible."""
-    unknown = set(settings) - set(EngineConfig.__struct_fields__)
-    if unknown:
-        known = ", ".join(EngineConfig.__struct_fields__)
-        raise ConfigError(f"unknown engine setting {min(unknown)!r}; known: {known}")
     try:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:

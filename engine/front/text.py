@@ -122,7 +122,7 @@ class TextProcessor:
         self._bos_id = self._control.get(tokens.get("bos_token", "<bos>"))
         longest_first = sorted(self._control, key=len, reverse=True)
         self._cut = re.compile("|".join(map(re.escape, longest_first)))
-        self._longest = len(longest_first[0]) if longest_first else 0
+        self._longest = len(longest_first[0])
         self._tokenizer = as_plain(tokenizer, self._control)
         self.template = template
         self._template = ChatTemplate(template, tokens, self._control) if template is not None else None
@@ -206,7 +206,7 @@ class TextProcessor:
         begun = at = 0
         while at < len(text):
             end = at + _WINDOW
-            match = self._cut.search(text, at, end + self._longest) if self._longest else None
+            match = self._cut.search(text, at, end + self._longest)
             if match is None or match.start() >= end:
                 at = end
                 continue
