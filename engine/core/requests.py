@@ -131,24 +131,20 @@ class Requests:
         return min(limit, self._longest)
 
     def _check_media(self, media: tuple[MediaItem, ...], prompt: int) -> None:
-        """Raise InvalidRequest unless the items stand one after the other in the prompt, and their spans in them."""
+        """Raise InvalidRequest unless the model takes the items, and they stand one after the other in the prompt, their spans in
+        them."""
         end = 0
         for item in media:
-            self._check_data(item)
+            if self.encoders is not None:
+                if (encoder := self.encoders.get(item.kind)) is None:
+                    raise InvalidRequest(f"this model takes no {item.kind}")
+                encoder.check(item)
             if not end <= item.first < item.end <= prompt:
                 raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
             if len(item.digest) != DIGEST_BYTES:
                 raise InvalidRequest(f"the digest of a media item has {len(item.digest)} bytes, not {DIGEST_BYTES}")
             self._check_spans(item)
             end = item.end
-
-    def _check_data(self, item: MediaItem) -> None:
-        """Raise InvalidRequest unless the model takes such an item, and its data gives a row for each of its positions."""
-        if self.encoders is None:
-            return
-        if (encoder := self.encoders.get(item.kind)) is None:
-            raise InvalidRequest(f"this model takes no {item.kind}")
-        encoder.check(item)
 
     def _check_spans(self, item: MediaItem) -> None:
         end = item.first

@@ -169,10 +169,11 @@ def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], Finish
     """The row's tokens up to the first that ends the sequence, and why it ends; or up to where masks may begin."""
     length, may_stop = len(sequence.tokens), sequence.prompt + sequence.params.min_tokens
     for count, token in enumerate(tokens, 1):
+        finish = None
         if token in sequence.stop_ids and length + count > may_stop:
-            return list(tokens[:count]), FinishReason.stop
-        if length + count >= sequence.limit:
-            return list(tokens[:count]), FinishReason.length
-        if token in sequence.cut_ids:
-            return list(tokens[:count]), None
+            finish = FinishReason.stop
+        elif length + count >= sequence.limit:
+            finish = FinishReason.length
+        if finish or token in sequence.cut_ids:
+            return list(tokens[:count]), finish
     return list(tokens), None
