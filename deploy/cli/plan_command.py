@@ -95,21 +95,21 @@ def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
     from deploy.cli import sizing
 
     reserve = sizing.RESERVE if args.reserve is None else args.reserve
-    with sizing.known_folder(settings) as folder:
-        if folder is None:
-            raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
-        if args.config is None and args.max_len is None:
-            settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
-        engine = sizing.configured(settings, folder)
-        memory = 0 if engine.device == "cpu" else gpu_memory(args)
-        weights, parameters = sizing.weight_bytes_and_count(engine)
-        given = {name: getattr(engine, name) for name in sizes()}
-        measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
-        asked = {"model": settings.model, "device": engine.device, **given, **measured}
-        try:
-            return {**asked, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
-        except ConfigError as error:
-            return {**asked, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
+    folder = sizing.known_folder(settings)
+    if folder is None:
+        raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
+    if args.config is None and args.max_len is None:
+        settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
+    engine = sizing.configured(settings, folder)
+    memory = 0 if engine.device == "cpu" else gpu_memory(args)
+    weights, parameters = sizing.weight_bytes_and_count(engine)
+    given = {name: getattr(engine, name) for name in sizes()}
+    measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
+    asked = {"model": settings.model, "device": engine.device, **given, **measured}
+    try:
+        return {**asked, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
+    except ConfigError as error:
+        return {**asked, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
 
 
 def fits_at(settings: "Settings", folder: Path, memory: int, reserve: int) -> int | None:
@@ -180,7 +180,7 @@ def parts(report: dict[str, Any]) -> Iterator[Part]:
 
 def _pools(rows: list[dict[str, Any]]) -> Table:
     columns = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
-    return Table("", columns, [
+    return Table(columns, [
         (row["name"], str(row["layers"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "all"),
          f"{row['pages']:,}", f"{row['page_bytes'] / 1024:g} KiB", gib(row["bytes"]), f"{row['tokens']:,}")
         for row in rows
@@ -189,4 +189,4 @@ def _pools(rows: list[dict[str, Any]]) -> Table:
 
 def _sequences(report: dict[str, Any]) -> Table:
     rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
-    return Table("", (">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)
+    return Table((">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)
