@@ -110,13 +110,15 @@ class Scaling:
 
     def __post_init__(self) -> None:
         for target in fields(self):
-            value, most = getattr(self, target.name), math.inf if target.name == "waiting_tokens" else 1.0
+            value = getattr(self, target.name)
+            most = math.inf if target.name == "waiting_tokens" else 1.0
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
                 raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {most:g}]")
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """(replicas, state), as Serve asks every tick."""
-        told, now = context.aggregated_metrics or {}, context.target_num_replicas
+        told = context.aggregated_metrics or {}
+        now = context.target_num_replicas
         sums = {name: sum(told.get(name, {}).values()) for name in SUMMED_FIGURES}
         late = max(told.get("late", {}).values(), default=0.0)
         settled = self._settled(context)

@@ -28,7 +28,8 @@ def unknown_keys(schema: type["BaseModel"], value: Any, path: str) -> Iterator[s
     if not isinstance(value, dict) or schema.model_config.get("extra") == "allow":
         return
     for key, inner in value.items():
-        field, here = schema.model_fields.get(key), f"{path}{key}"
+        field = schema.model_fields.get(key)
+        here = f"{path}{key}"
         if field is None:
             yield here
             continue
