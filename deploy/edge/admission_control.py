@@ -123,18 +123,21 @@ class AdmissionControl:
         self._open_answers -= answers
 
 
+@dataclass(eq=False)
 class AdmissionTicket:
     """One request's. `turn`: lower ones go first."""
 
-    def __init__(self, admission: AdmissionControl, client: str) -> None:
-        self.client = client
-        self.tokens = self.bytes = self.choices = self.turn = 0
-        self._admission = admission
-        self._reserved = 0
-        self._answers = 1
-        self._clocks: Sequence[Clock | None] = ()
-        self._refuse: Callable[[], None] | None = None
-        self._left = False
+    admission: AdmissionControl
+    client: str
+    tokens: int = 0
+    bytes: int = 0
+    choices: int = 0
+    turn: int = 0
+    _reserved: int = 0
+    _answers: int = 1
+    _clocks: Sequence[Clock | None] = ()
+    _refuse: Callable[[], None] | None = None
+    _left: bool = False
 
     @property
     def waits(self) -> bool:
@@ -152,19 +155,19 @@ class AdmissionTicket:
         """What it costs, once: `tokens` of prompts and bytes of `media`, all choices together. Overloaded: it does not fit, and
         nothing is taken."""
         assert not self._reserved, "it has been settled"
-        if refusal := self._admission._refusal(choices, tokens, media):
+        if refusal := self.admission._refusal(choices, tokens, media):
             raise Overloaded(refusal)
-        self._admission._claim(choices, choices - self._answers)
+        self.admission._claim(choices, choices - self._answers)
         self._reserved = self._answers = self.choices = choices
         self.tokens = tokens
         self.bytes = media
-        self._admission._queue(self)
+        self.admission._queue(self)
 
     def submitted(self, clocks: Sequence[Clock | None], refuse: Callable[[], None]) -> None:
         """The engine has its choices now, and counts them. `refuse` has it give way."""
         self._clocks = clocks
         self._refuse = refuse
-        self._admission._give_back(self._reserved, 0)
+        self.admission._give_back(self._reserved, 0)
         self._reserved = 0
 
     def give_way(self) -> None:
@@ -178,4 +181,4 @@ class AdmissionTicket:
         """It has ended, whichever way. Idempotent."""
         if not self._left:
             self._left = True
-            self._admission._give_back(self._reserved, self._answers)
+            self.admission._give_back(self._reserved, self._answers)

@@ -5,7 +5,7 @@ import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,15 +43,17 @@ _SEED_BITS = 63
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
 
+@dataclass
 class JobBuilder:
     """Makes jobs for one served model; `pool`: does what takes a while."""
 
-    def __init__(self, settings: ServiceSettings, text: TextProcessor, pool: TextPool, grammars: GrammarCheck) -> None:
-        self.settings = settings
-        self._text = text
-        self._pool = pool
-        self._grammars = grammars
-        self.side_pool = SidePool()
+    settings: ServiceSettings
+    text: TextProcessor
+    pool: TextPool
+    grammars: GrammarCheck
+    side_pool: SidePool = field(default_factory=SidePool)
+
+    def __post_init__(self) -> None:
         self._decoding = {remote: asyncio.Semaphore(DECODED_AT_ONCE) for remote in (False, True)}  # who waits for servers, apart
 
     def check_model(self, name: str | None) -> None:
@@ -65,36 +67,36 @@ class JobBuilder:
         return await (self._chat_job(ask, ask.prompt) if isinstance(ask.prompt, ChatPrompt) else self._raw_job(ask, ask.prompt))
 
     def _adjustments(self, ask: Ask) -> LogitAdjustments | None:
-        encode = partial(self._text.encode, add_bos=False)
+        encode = partial(self.text.encode, add_bos=False)
         adjustments = logit_adjustments(ask.sampling, self.settings.vocab, encode)
         if not isinstance(ask.prompt, ChatPrompt) or ask.prompt.choice.mode != "none" or not ask.prompt.tools:
             return adjustments
-        known = map(self._text.control_id, CALL_TOKENS)
+        known = map(self.text.control_id, CALL_TOKENS)
         return forbid(adjustments, [number for number in known if number is not None])
 
     async def prompt(self, chat: ChatPrompt) -> list[int]:
         """The token ids that a chat begins with. InvalidRequest."""
         media = await self._media(chat, "messages")
-        return await self._pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
+        return await self.pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
         self._check_size(len(text), "prompt")
-        return self._text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.settings.max_len)
+        return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.settings.max_len)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
         _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.settings.max_len, "ids")
-        return self._text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
+        return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
         media = await self._media(chat, ask.keys.prompt)
-        job, tools, form = await self._pool.run(lambda: self._rendered(ask, chat, media))
+        job, tools, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
         rules = form.rules if form else None
         wants = Constraints(tools, chat.choice, rules, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
-        return _with(job, grammar=kept, thought=wants.thought_budget(self._text, prompt))
+        return _with(job, grammar=kept, thought=wants.thought_budget(self.text, prompt))
 
     async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
         with _naming(key):
@@ -110,21 +112,21 @@ class JobBuilder:
         if chat.choice.mode == "required":
             _check_end(ask, "a tool_choice that requires a call")
         job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len, scored=1)
-        items = media_items(prompt, media, self._text) if media else ()
+        items = media_items(prompt, media, self.text) if media else ()
         return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
 
     def _thinks(self, chat: ChatPrompt) -> bool:
         if chat.thinks is not None:
             return chat.thinks
-        return self._text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
+        return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
-        reply_grammar = await self._pool.run(lambda: wants.grammar(Markers.of(self._text), prompt, thinking=thinking))
+        reply_grammar = await self.pool.run(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
         if reply_grammar is None:
             return None
         try:
-            await self._grammars.check(reply_grammar.text, param)
+            await self.grammars.check(reply_grammar.text, param)
         except Overloaded:
             if not wants.ours:
                 raise
@@ -136,11 +138,11 @@ class JobBuilder:
         return reply_grammar
 
     async def _raw_job(self, ask: Ask, raw: RawPrompts) -> Job:
-        job, form = await self._pool.run(lambda: self._tokenized(ask, raw))
+        job, form = await self.pool.run(lambda: self._tokenized(ask, raw))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
-        await self._grammars.check(rules, form.key)
+        await self.grammars.check(rules, form.key)
         return _with(job, grammar=Grammar(rules))
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
@@ -166,7 +168,7 @@ class JobBuilder:
     def _texts(self, sources: Sequence[str | list[int]], job: Job) -> tuple[str, ...]:
         """Of prompts, as an echo shows them: a text as it came."""
         shown = job.skip_special_tokens
-        return tuple(text if isinstance(text, str) else self._text.decode(text, skip_special_tokens=shown) for text in sources)
+        return tuple(text if isinstance(text, str) else self.text.decode(text, skip_special_tokens=shown) for text in sources)
 
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
         """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
@@ -175,7 +177,7 @@ class JobBuilder:
         _check_choice(chat.choice, tools)
         with _naming(key):
             self._check_size(characters([messages, chat.tools]), "messages")
-            prompt = self._text.render_chat(
+            prompt = self.text.render_chat(
                 messages,
                 tools=chat.tools or None,
                 enable_thinking=self._thinks(chat),
@@ -190,7 +192,7 @@ class JobBuilder:
         if not isinstance(source, str):
             return self._in_vocab(source, key)
         self._check_size(len(source), key)
-        return self._text.encode(source, add_bos=True, most=self.settings.max_len)
+        return self.text.encode(source, add_bos=True, most=self.settings.max_len)
 
     def _check_size(self, characters: int, param: str) -> None:
         """What fits has fewer characters a token: more are not even rendered."""
@@ -225,7 +227,7 @@ class JobBuilder:
     def _params(self, ask: Ask, limit: int) -> SamplingParams:
         sampling = ask.sampling
         defaults = self.settings.defaults
-        eos = () if sampling.ignore_eos else self._text.eos_ids
+        eos = () if sampling.ignore_eos else self.text.eos_ids
         return SamplingParams(
             max_tokens=limit,
             temperature=_given(sampling.temperature, defaults.temperature),

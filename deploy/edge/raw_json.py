@@ -5,7 +5,7 @@ scan of it. Every finding is an InvalidRequest that names the key.
 """
 
 import re
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -114,25 +114,25 @@ def check_large(body: bytes) -> None:
             raise InvalidRequest(f"A body of more than {TEXT_BYTES} bytes may hold few texts beside its images")
 
 
-class ListReader(Generic[V]):
+class ListReader:
     """Reads arrays of at most `most` elements; one that is absent, or null, is empty.
 
     In ON_LOOP_BYTES there is nothing that would need a bound while it is decoded. An element's own list needs none where each of
     its elements has a string: `check_strings` bounds those.
     """
 
-    def __init__(self, element: type[V], most: int) -> None:
+    def __init__(self, element: Any, most: int) -> None:
         self._most = most
-        self._small: msgspec.json.Decoder[list[V]] = msgspec.json.Decoder(list[element])  # type: ignore[valid-type]
+        self._small: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
         self._large: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(element, most))
 
-    def read(self, raw: Json, key: str) -> list[V]:
+    def read(self, raw: Json, key: str) -> list[Any]:
         """The elements. InvalidRequest: they are none, or too many."""
         if (given := not_null(raw)) is None:
             return []
         if size(raw) > ON_LOOP_BYTES:
             return [value for value in msgspec.structs.astuple(decode(given, key, self._large)) if value is not UNSET]
-        values: list[V] = decode(given, key, self._small)
+        values: list[Any] = decode(given, key, self._small)
         if len(values) > self._most:
             raise invalid(key, f"more than {self._most} elements")
         return values

@@ -299,7 +299,7 @@ _EDGE = (
     ),
     Fault(
         "ignore-eos-is-ignored", "deploy/edge/job_builder.py",
-        "() if sampling.ignore_eos else self._text.eos_ids", "self._text.eos_ids", "deploy/edge/test_api.py",
+        "() if sampling.ignore_eos else self.text.eos_ids", "self.text.eos_ids", "deploy/edge/test_api.py",
     ),
     Fault(
         "waiting-tokens-unbounded", "deploy/edge/admission_control.py",
