@@ -8,15 +8,17 @@ import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from deploy.cli.output import OK, Part, Subparsers, command, emit
+from deploy.edge.keys.key_file import parse, read
+from deploy.scaling import check_policies
+from deploy.settings import DEPLOYMENT, IMPORT_PATH, Settings, read_config, read_settings
 from engine.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from deploy.settings import Settings
+from engine.geometry import read_geometry
+from engine.weight_formats import weight_format
 
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
@@ -38,9 +40,7 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints each application's settings as they will be; ConfigError names what is wrong."""
-    from deploy.scaling import check_policies
     from deploy.serve_schema import check_schema
-    from deploy.settings import IMPORT_PATH, read_config, read_settings
 
     config = read_config(args.config)
     applications = read_settings(config, str(args.config))
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def all_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:
+def all_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
     """What the operator should know of an application. ConfigError, CheckpointError: it cannot be deployed."""
     yield from deployment_notes(app, settings)
     yield from model_notes(settings)
@@ -69,10 +69,8 @@ def all_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -
     yield from time_notes(app, http, settings)
 
 
-def deployment_notes(app: dict[str, Any], settings: "Settings") -> Iterator[str]:
+def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
     """What in `deployments:` would not do what it says. ConfigError: a deployment that we do not have."""
-    from deploy.settings import DEPLOYMENT
-
     for options in app.get("deployments") or ():
         if options.get("name") != DEPLOYMENT:
             raise ConfigError(f"deployments: {options.get('name')!r} is not {DEPLOYMENT!r}, the one deployment there is")
@@ -84,7 +82,7 @@ def deployment_notes(app: dict[str, Any], settings: "Settings") -> Iterator[str]
             yield f"num_gpus is {gpus}, but tp needs {settings.tp}: Ray would place replicas where they cannot run"
 
 
-def template_notes(settings: "Settings") -> Iterator[str]:
+def template_notes(settings: Settings) -> Iterator[str]:
     """Whether the chat template that is named can be used. ConfigError: it does not compile."""
     from engine.front.template import ChatTemplate
     from engine.front.text import template_source
@@ -101,10 +99,8 @@ def template_notes(settings: "Settings") -> Iterator[str]:
         raise ConfigError(f"chat_template: {error}") from error
 
 
-def key_notes(http: dict[str, Any], settings: "Settings") -> Iterator[str]:
+def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
     """How many may ask, and whether anybody may. ConfigError: the file of keys is not as it should be."""
-    from deploy.edge.keys.key_file import parse, read
-
     if not settings.keys.needed:
         if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
             yield f"no keys, and http_options.host is {host}: anybody who reaches the port may use it"
@@ -117,7 +113,7 @@ def key_notes(http: dict[str, Any], settings: "Settings") -> Iterator[str]:
     yield f"keys: {len(keys)} of {len({key.name for key in keys})} holders, {expired} of them expired"
 
 
-def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:
+def time_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
     """Where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
     deployments = app.get("deployments") or ()
     bound = http.get("request_timeout_s")
@@ -132,7 +128,7 @@ def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") 
         yield f"request_timeout_s {bound:g} in http_options cuts answers off before limits' own, {own:g}, ends them properly"
 
 
-def model_notes(settings: "Settings") -> Iterator[str]:
+def model_notes(settings: Settings) -> Iterator[str]:
     """Checks what the model's shape forbids. What could not be checked is a note; ConfigError, CheckpointError name the key."""
     from deploy.cli.sizing import configured, known_folder
 
@@ -147,11 +143,9 @@ def model_notes(settings: "Settings") -> Iterator[str]:
 def _check_checkpoint(folder: Path) -> None:
     """CheckpointError: a replica would refuse it."""
     from engine.front.text import TextProcessor
-    from engine.geometry import read_geometry
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked
     from engine.rank.models.gemma4_weights import TENSORS
-    from engine.weight_formats import weight_format
 
     geometry = read_geometry(folder)
     checked(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)

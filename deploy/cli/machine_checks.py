@@ -18,10 +18,12 @@ from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, Gpu
 from deploy import environment
 from deploy.cli.finding import Finding, State, checked
+from deploy.cli.sizing import folder_here
 from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
+from deploy.nodes import check_nodes
 from deploy.ports import HAPROXY_PORTS, check_port
-from deploy.settings import Settings
+from deploy.settings import Settings, read_config, read_settings
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import Platform
 from engine.attention.flashinfer_files import FlashInferFiles, installed
@@ -81,8 +83,6 @@ def devices(node: Capability) -> Iterator[Finding]:
 
 def attention(node: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
     """Which attention backend runs here, or on a GPU of compute capability `asked`, and why; with the settings of config `path`."""
-    from deploy.settings import read_config, read_settings
-
     architecture = asked or node.architecture
     settings = read_settings(read_config(path), str(path)) if path else [Settings(model="any")]
     for application in settings:
@@ -228,9 +228,6 @@ def hub() -> Iterator[Finding]:
 
 def templates(path: Path) -> Iterator[Finding]:
     """Which chat template each application of the config would use, where it is on this machine."""
-    from deploy.cli.sizing import folder_here
-    from deploy.settings import read_config, read_settings
-
     for settings in read_settings(read_config(path), str(path)):
         name = f"template of {settings.name}"
         instead = Path(settings.chat_template) if settings.chat_template else None
@@ -250,9 +247,6 @@ def template(name: str, source: str) -> Finding:
 
 def config(path: Path, gpus: int, *, asked: bool) -> Finding:
     """Whether this machine alone could hold what `path` asks for. `asked`: it was named, so a no is a failure."""
-    from deploy.nodes import check_nodes
-    from deploy.settings import read_config, read_settings
-
     try:
         for settings in read_settings(read_config(path), str(path)):
             check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.models.resolve import PUBLIC, resolve
+from deploy.placement import configure
+from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
-from engine.memory import INBOX_BYTES, kv_budget, longest_sequence
+from engine.memory import INBOX_BYTES, kv_budget, longest_sequence, pages_of
 
 if TYPE_CHECKING:
-    from deploy.settings import Settings
     from engine.rank.builder import Rank
 
 RESERVE = 3 << 29  # 1.5 GiB
@@ -64,14 +65,14 @@ class Sizing:
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
 
 
-def known_folder(settings: "Settings") -> Path | None:
+def known_folder(settings: Settings) -> Path | None:
     """A folder with the model's config.json and no promise of anything else: its own, the hub cache's, or that of the public shape
     that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
     match = _PUBLISHED.fullmatch(settings.model)
     return folder_here(settings) or (PUBLIC[match[1].lower()] if match else None)
 
 
-def folder_here(settings: "Settings") -> Path | None:
+def folder_here(settings: Settings) -> Path | None:
     """The model's own folder, as far as it is on this machine. Nothing is downloaded."""
     own = Path(settings.model).expanduser()
     if settings.model.startswith(("nano:", "dummy:")) or (own / "config.json").is_file():
@@ -84,10 +85,8 @@ def folder_here(settings: "Settings") -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def configured(settings: "Settings", folder: Path) -> EngineConfig:
+def configured(settings: Settings, folder: Path) -> EngineConfig:
     """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
-    from deploy.placement import configure
-
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
     return configure(settings, folder, device, settings.load_format or "safetensors")
 
@@ -97,8 +96,6 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
     ConfigError when it does not fit, with the numbers.
     """
-    from engine.memory import pages_of
-
     inboxes = INBOX_BYTES if engine.tp > 1 and engine.widest > 1 else 0  # those of one row a sequence are in the reserve
     budget = kv_budget(engine, memory, weights + reserve + inboxes)
     if budget <= 0:
