@@ -53,6 +53,11 @@ FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
 TRACES_S = 2.0  # for the last traces, at an orderly end
 
+_COSTLY_DEFAULTS = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "Ray's Python proxy carries the streams (several times the CPU)",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "slow readers' text piles up in Serve",
+}
+
 logger = logging.getLogger("ray.serve")
 
 
@@ -140,9 +145,11 @@ class Quartet:
         logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
 
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
-        settings, folder = self._settings, Path(config.model)
+        settings = self._settings
+        folder = Path(config.model)
         replica = serve.get_replica_context()
-        chosen, tp = group.attention.name, str(settings.tp)
+        chosen = group.attention.name
+        tp = str(settings.tp)
         self._exporter = Exporter(exporter_facts(settings, config, chosen))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
@@ -217,25 +224,21 @@ class Quartet:
         """Children first (they may hold GPUs), flushing meanwhile; then the fastest way to a new replica."""
         try:
             assert self._group is not None
-            loop = asyncio.get_running_loop()
-            killed = loop.run_in_executor(None, self._group.kill)
-            deregistered = loop.run_in_executor(None, self._deregister(death.cause))
+            ending = asyncio.gather(asyncio.to_thread(self._group.kill), self._deregister(death.cause))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
-            traced = loop.run_in_executor(None, self._service.end, FLUSH_S)
-            await killed
-            await deregistered
-            await traced
+            await asyncio.gather(ending, asyncio.to_thread(self._service.end, FLUSH_S))
             logger.error("replica exits: %s", death)
             sys.stderr.write(f"quartet: the group ended ({death}); this replica exits, Serve starts a new one\n")
             sys.stderr.flush()
         finally:
             os._exit(1)
 
-    def _deregister(self, cause: str | None) -> Callable[[], None]:
-        """What tells discovery that this replica is gone; it blocks for half a second at most."""
-        return (lambda: None) if self._heartbeats is None else partial(self._heartbeats.deregister, cause)
+    async def _deregister(self, cause: str | None) -> None:
+        """Tell discovery that this replica is gone; takes half a second at most."""
+        if self._heartbeats is not None:
+            await asyncio.to_thread(self._heartbeats.deregister, cause)
 
     async def __del__(self) -> None:
         """Serve's orderly end: open answers are done, or their time is up."""
@@ -245,23 +248,20 @@ class Quartet:
         self._service.draining = True
         self._watcher.close()
         self._client.stop()
-        await asyncio.get_running_loop().run_in_executor(None, self._group.close)
-        await asyncio.get_running_loop().run_in_executor(None, self._deregister(None))
+        await asyncio.to_thread(self._group.close)
+        await self._deregister(None)
         await self._client.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._service.end, TRACES_S)
+        await asyncio.to_thread(self._service.end, TRACES_S)
         self._exporter.close()
 
 
 def _warn_about_ray_settings() -> None:
     """Once a replica: settings that a plain `ray start` leaves at costly defaults."""
-    if environment.niceness() > 0:
-        logger.warning(
-            "this replica runs at niceness %d, and so do its ranks: start Ray with RAY_worker_niceness=0", environment.niceness()
-        )
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
-        logger.warning("Ray's Python proxy carries the streams (several times the CPU): start Ray with RAY_SERVE_ENABLE_HA_PROXY=1")
-    if os.environ.get("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD") != "0":
-        logger.warning("slow readers' text piles up in Serve: start Ray with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0")
+    if (niceness := os.nice(0)) > 0:
+        logger.warning("this replica runs at niceness %d, and so do its ranks: start Ray with RAY_worker_niceness=0", niceness)
+    for name, cost in _COSTLY_DEFAULTS.items():
+        if os.environ.get(name) != environment.RAY[name]:
+            logger.warning("%s: start Ray with %s=%s", cost, name, environment.RAY[name])
     if not os.environ.get("RAY_AUTH_MODE"):
         logger.warning("RAY_AUTH_MODE is not set: its default differs between ray.init and ray start; set it to token or disabled")
 

@@ -15,27 +15,24 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
-# variable -> (value, why)
-RAY: dict[str, tuple[str, str]] = {
-    "RAY_worker_niceness": ("0", "Ray runs workers at nice 15, which ranks would inherit"),
-    "RAY_worker_oom_score_adjustment": ("0", "Ray offers workers to the kernel's OOM killer first"),
-    "RAY_AUTH_MODE": ("token", "loopback is open to every user of the machine, and Ray runs whatever code it is given"),
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": ("0", "one machine: puts Ray's processes on loopback"),
-    "RAY_USAGE_STATS_ENABLED": ("0", "no calls home"),
-    "RAY_SERVE_ENABLE_HA_PROXY": ("1", "HAProxy in front of the replicas: a tenth of the CPU per streamed token"),
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": ("1", "the default of 30 s delays every restart and every end"),
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": ("1", "a dead proxy is replaced in seconds"),
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": ("2", "the same"),
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": ("1", "a stopped replica cannot drain"),
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": ("deploy.serve_guard:outermost", "guards replicas and Serve's own proxy"),
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": (
-        "0",
-        "between its threads Serve has a queue without a bound: what a slow reader does not take would pile up there, unseen",
-    ),
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": ("3600", "the default cuts streams that are open 120 s after HAProxy was reloaded"),
-    "RAY_SERVE_LOG_TO_STDERR": ("0", "a line a request belongs into Serve's log files, not on the terminal"),
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": ("5000", "ten times a second by default, for figures scraped every few seconds"),
-    "GLOO_SOCKET_IFNAME": ("lo", "ranks of a group talk inside the node"),
+RAY: dict[str, str] = {
+    "RAY_worker_niceness": "0",  # Ray runs workers at nice 15, which ranks would inherit
+    "RAY_worker_oom_score_adjustment": "0",  # Ray offers workers to the kernel's OOM killer first
+    "RAY_AUTH_MODE": "token",  # loopback is open to every user of the machine, and Ray runs whatever code it is given
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine: puts Ray's processes on loopback
+    "RAY_USAGE_STATS_ENABLED": "0",  # no calls home
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # HAProxy in front of the replicas: a tenth of the CPU per streamed token
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # the default of 30 s delays every restart and every end
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a dead proxy is replaced in seconds
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",  # the same
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a stopped replica cannot drain
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.serve_guard:outermost",  # guards replicas and Serve's own proxy
+    # between its threads Serve has a queue without a bound: what a slow reader does not take would pile up there, unseen
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # the default cuts streams that are open 120 s after HAProxy was reloaded
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # a line a request belongs into Serve's log files, not on the terminal
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",  # ten times a second by default, for figures scraped every few seconds
+    "GLOO_SOCKET_IFNAME": "lo",  # ranks of a group talk inside the node
 }
 CORES_PER_HAPROXY_THREAD = 8  # a thread carries some 40 000 tokens a second; fewer threads wake up less often for each
 MAX_HAPROXY_THREADS = 4  # Serve's default
@@ -52,12 +49,12 @@ HAPROXY_FILES = {
 
 def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
     """Set what Ray must find. `private`: a folder for Ray's token, and for HAProxy's files, whose default is one folder in /tmp."""
-    for name, (value, _) in RAY.items():
+    for name, value in RAY.items():
         environ.setdefault(name, value)
     environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(haproxy_threads(len(os.sched_getaffinity(0)))))
     environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
     for name, file in HAPROXY_FILES.items():
-        environ.setdefault(name, str(private / file) if file else str(private))
+        environ.setdefault(name, str(private / file))
     if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
         environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(private / "ray-token"))
     for name, port in ports.items():
@@ -94,11 +91,6 @@ def _new_token(path: Path) -> Path:
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secrets.token_hex(32))
     return path
-
-
-def niceness() -> int:
-    """This process's."""
-    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def refuse_kernels_distribution() -> None:

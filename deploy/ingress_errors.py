@@ -8,9 +8,8 @@
 from http import HTTPStatus
 from pathlib import Path
 
-from deploy.edge.error_response import plain_error, response_of
+from deploy.edge.error_response import OPENAI_ERROR, plain_error, response_of
 from deploy.edge.http_errors import DeadlineExceeded
-from deploy.edge.openai.openai_error import OPENAI_ERROR
 from engine.errors import EngineDead, QuartetError
 
 _LOST = EngineDead("the replica is gone")

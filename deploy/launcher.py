@@ -94,11 +94,10 @@ class Launch:
 
     def _check_here(self) -> None:
         """Before Ray is up: the keys can be read, and it can only count what is in this machine."""
+        gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         for settings in self.settings:
             if settings.keys.needed:
                 parse(read(settings.keys))
-        gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        for settings in self.settings:
             check_nodes(settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
 
     def _init_ray(self) -> None:

@@ -34,13 +34,11 @@ def _reap_orphans() -> None:
 
 def descendants(ancestor: int) -> list[int]:
     """Process ids below `ancestor`."""
-    parents = {pid: parent for pid, parent in map(_parent, _pids()) if parent}
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
     below = {ancestor}
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in below} - below
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-        grown = bool(more)
     return sorted(below - {ancestor})
 
 
@@ -51,22 +49,15 @@ def is_ray_server(command: bytes) -> bool:
 
 def lives(pid: int) -> bool:
     """Neither gone nor a zombie."""
+    return _stat(pid)[:1] not in ([], ["Z"])
+
+
+def _stat(pid: int) -> list[str]:
+    """Its state, its parent and so on: the fields of /proc/PID/stat behind its name; empty when it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-
-
-def _parent(pid: int) -> tuple[int, int]:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return pid, 0  # it has just ended
-    return pid, int(fields[1])
+        return []
 
 
 def command_line(pid: int) -> bytes:

@@ -7,6 +7,7 @@ register everybody again within a second, and its counters begin at zero, as a r
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -53,12 +54,12 @@ class Discovery:
         self._registry.deregister(target, cause, counts)
 
 
+@dataclass
 class RayRegistryClient:
     """The actor of this cluster, which is started where there is none. Every call may raise RayError, within its timeout."""
 
-    def __init__(self, settings: DiscoverySettings) -> None:
-        self._settings = settings
-        self._actor: Any = None
+    settings: DiscoverySettings
+    _actor: Any = None
 
     def url(self) -> str:
         """Its address; raises RayError when it cannot be started."""
@@ -83,7 +84,7 @@ class RayRegistryClient:
         if self._actor is None:
             options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
             made = ray.remote(Discovery).options(num_cpus=0, resources=_HEAD, **options)
-            self._actor = made.remote(self._settings.host, self._settings.port)
+            self._actor = made.remote(self.settings.host, self.settings.port)
         return self._actor
 
 

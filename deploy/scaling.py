@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
@@ -31,6 +31,7 @@ _WORST = 0.9  # of the recent TTFTs, in order: the one at this place
 logger = logging.getLogger("ray.serve")
 
 
+@dataclass
 class Demand:
     """What one replica has on its hands. Called on the front's loop, as its `figures` are.
 
@@ -38,24 +39,23 @@ class Demand:
     objective_s  what a first token may take
     """
 
-    def __init__(self, slots: int, objective_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._slots = slots
-        self._objective_s = objective_s
-        self._clock = clock
-        self._open = 0
-        self._tokenless: dict[int, float] = {}  # in the order of their coming
-        self._ttfts: deque[tuple[float, float]] = deque()
-        self._load: Load | None = None
+    slots: int
+    objective_s: float
+    clock: Callable[[], float] = time.monotonic
+    _open: int = 0
+    _tokenless: dict[int, float] = field(default_factory=dict)  # in the order of their coming
+    _ttfts: deque[tuple[float, float]] = field(default_factory=deque)
+    _load: Load | None = None
 
     def __call__(self, event: Event) -> None:
         """Fold one event in."""
         match event:
             case RequestStarted():
                 self._open += 1
-                self._tokenless[event.request] = self._clock()
+                self._tokenless[event.request] = self.clock()
             case FirstToken():
                 self._tokenless.pop(event.request, None)
-                self._ttfts.append((self._clock(), event.ttft_s))
+                self._ttfts.append((self.clock(), event.ttft_s))
                 self._forget()  # here, too: without autoscaling nobody asks for figures
             case RequestFinished():
                 self._open -= 1
@@ -69,14 +69,14 @@ class Demand:
         late: the worst of the recent TTFTs (the slowest tenth left out) and of the waits that still last, over the objective.
         """
         return {
-            "slots": self._open / self._slots,
+            "slots": self._open / self.slots,
             "kv": self._load.kv_usage if self._load else 0.0,
             "waiting_tokens": float(self._load.waiting_tokens) if self._load else 0.0,
-            "late": max(self._slow_ttft(), self._longest_wait()) / self._objective_s,
+            "late": max(self._slow_ttft(), self._longest_wait()) / self.objective_s,
         }
 
     def _forget(self) -> None:
-        since = self._clock() - TTFT_WINDOW_S
+        since = self.clock() - TTFT_WINDOW_S
         while self._ttfts and self._ttfts[0][0] < since:
             self._ttfts.popleft()
 
@@ -87,7 +87,7 @@ class Demand:
 
     def _longest_wait(self) -> float:
         oldest = next(iter(self._tokenless.values()), None)
-        return 0.0 if oldest is None else self._clock() - oldest
+        return 0.0 if oldest is None else self.clock() - oldest
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,15 @@ class Scaling:
 
     def __post_init__(self) -> None:
         for target in fields(self):
-            value, most = getattr(self, target.name), math.inf if target.name == "waiting_tokens" else 1.0
+            value = getattr(self, target.name)
+            most = math.inf if target.name == "waiting_tokens" else 1.0
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
                 raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {most:g}]")
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """(replicas, state), as Serve asks every tick."""
-        told, now = context.aggregated_metrics or {}, context.target_num_replicas
+        told = context.aggregated_metrics or {}
+        now = context.target_num_replicas
         sums = {name: sum(told.get(name, {}).values()) for name in SUMMED_FIGURES}
         late = max(told.get("late", {}).values(), default=0.0)
         settled = self._settled(context)

@@ -1,34 +1,32 @@
 """A config held against Ray Serve's own schema, strictly: Serve drops a key that it does not know without a word."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from ray.serve.schema import ServeDeploySchema
 
 from engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 
 def check_schema(config: dict[str, Any], source: str) -> None:
     """ConfigError names the keys that Serve itself would refuse."""
-    import pydantic
-    from ray.serve.schema import ServeDeploySchema
-
     try:
         ServeDeploySchema.model_validate(config)
-    except pydantic.ValidationError as error:
+    except ValidationError as error:
         errors = (f"{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
         raise ConfigError(f"{source}: {'; '.join(errors)}") from error
     if unknown := list(unknown_keys(ServeDeploySchema, config, "")):
         raise ConfigError(f"{source}: {'; '.join(f'{key}: unknown key, which Serve would ignore' for key in unknown)}")
 
 
-def unknown_keys(schema: type["BaseModel"], value: Any, path: str) -> Iterator[str]:
+def unknown_keys(schema: type[BaseModel], value: Any, path: str) -> Iterator[str]:
     """Dotted paths in `value` that `schema` and the models inside it have no field for: Serve drops them without a word."""
     if not isinstance(value, dict) or schema.model_config.get("extra") == "allow":
         return
     for key, inner in value.items():
-        field, here = schema.model_fields.get(key), f"{path}{key}"
+        field = schema.model_fields.get(key)
+        here = f"{path}{key}"
         if field is None:
             yield here
             continue
@@ -37,10 +35,8 @@ def unknown_keys(schema: type["BaseModel"], value: Any, path: str) -> Iterator[s
                 yield from unknown_keys(model, entry, f"{here}." if place is None else f"{here}.{place}.")
 
 
-def _models(annotation: Any) -> list[type["BaseModel"]]:
+def _models(annotation: Any) -> list[type[BaseModel]]:
     """The one model that an annotation holds, as itself, optional or in a list; none where it holds several, or other things."""
-    from pydantic import BaseModel
-
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     models = [model for inner in get_args(annotation) for model in _models(inner)]

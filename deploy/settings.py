@@ -34,79 +34,67 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 class DiscoverySettings(msgspec.Struct, frozen=True):
     """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides."""
 
-    enabled: Annotated[bool, Meta(description="list the replicas' exporters for Prometheus")] = True
-    host: Annotated[str, Meta(description="address of the list")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="port of the list; if it is taken, a free one")] = 9464
+    enabled: bool = True
+    """list the replicas' exporters for Prometheus"""
+    host: str = "127.0.0.1"
+    """address of the list"""
+    port: Port = 9464
+    """port of the list; if it is taken, a free one"""
 
 
 class MetricsSettings(msgspec.Struct, frozen=True):
     """Where the exporter of each replica listens, and by what it judges."""
 
-    host: Annotated[str, Meta(description="address of each replica's exporter")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="port of the exporter; 0: a free one, written to the log and to /health/ready")] = 0
-    aliases: Annotated[bool, Meta(description="vLLM's metric names too")] = True
-    ttft_objective_s: Annotated[
-        Seconds, Meta(description="longest time to the first token that counts as good in quartet_slo_requests_total")
-    ] = 1.0
-    tpot_objective_s: Annotated[
-        Seconds, Meta(description="longest mean time to a later token that counts as good in quartet_slo_requests_total")
-    ] = 0.05
+    host: str = "127.0.0.1"
+    """address of each replica's exporter"""
+    port: Port = 0
+    """port of the exporter; 0: a free one, written to the log and to /health/ready"""
+    aliases: bool = True
+    """vLLM's metric names too"""
+    ttft_objective_s: Seconds = 1.0
+    """longest time to the first token that counts as good in quartet_slo_requests_total"""
+    tpot_objective_s: Seconds = 0.05
+    """longest mean time to a later token that counts as good in quartet_slo_requests_total"""
     discovery: DiscoverySettings = DiscoverySettings()
 
 
 class Settings(EngineSettings, frozen=True, kw_only=True):
     """One deployment of one model: these keys, and those of EngineSettings."""
 
-    model: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b) or "
-            "dummy:<member> (a public shape with random weights)",
-        ),
-    ]
-    revision: Annotated[str | None, Meta(description="revision of a hub id")] = None
-    served_model_name: Annotated[Name | None, Meta(description="what clients call it; none: the model's own name")] = None
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where NVML shows a GPU to this replica")
-    ] = "auto"
-    load_format: Annotated[LoadFormat | None, Meta(description="dummy: random weights; none: as `model` says")] = None
-    max_queue: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(description="choices that may wait beyond max_seqs; none: 256, or four times max_seqs"),
-    ] = None
-    max_queue_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"),
-    ] = None
-    max_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="default of a chat completion; none: what fits")
-    ] = None
-    tool_grammar: Annotated[
-        ToolGrammar,
-        Meta(
-            description="what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that "
-            "cannot be kept, names); names; or off: nothing. A tool_choice, and a tool's own strict: true, are always kept"
-        ),
-    ] = "strict"
-    chat_template: Annotated[
-        AbsolutePath | None, Meta(description="a chat template, on every node with replicas; none: the checkpoint's")
-    ] = None
-    thinking: Annotated[
-        Thinking, Meta(description="whether the model thinks where a request does not say; auto: as the chat template has it")
-    ] = "auto"
+    model: Annotated[str, Meta(min_length=1)]
+    """a local folder, a Hugging Face hub id, nano:<member> (trained, beside the code: e2b, 26b-a4b, 31b) or dummy:<member> (a
+    public shape with random weights)"""
+    revision: str | None = None
+    """revision of a hub id"""
+    served_model_name: Name | None = None
+    """what clients call it; none: the model's own name"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where NVML shows a GPU to this replica"""
+    load_format: LoadFormat | None = None
+    """dummy: random weights; none: as `model` says"""
+    max_queue: Annotated[int, Meta(ge=0)] | None = None
+    """choices that may wait beyond max_seqs; none: 256, or four times max_seqs"""
+    max_queue_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """default of a chat completion; none: what fits"""
+    tool_grammar: ToolGrammar = "strict"
+    """what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that cannot be kept,
+    names); names; or off: nothing. A tool_choice, and a tool's own strict: true, are always kept"""
+    chat_template: AbsolutePath | None = None
+    """a chat template, on every node with replicas; none: the checkpoint's"""
+    thinking: Thinking = "auto"
+    """whether the model thinks where a request does not say; auto: as the chat template has it"""
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitSettings = LimitSettings()
     media: MediaSettings = MediaSettings()
     keys: KeySettings = KeySettings()
     logs: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
-    wait_for_nodes: Annotated[
-        bool, Meta(description="do not refuse when no node can hold a group now: the cluster starts GPU nodes on demand")
-    ] = False
-    build: Annotated[
-        str, Meta(description="any string; a change makes Serve replace the replicas (it compares no code)")
-    ] = ""
+    wait_for_nodes: bool = False
+    """do not refuse when no node can hold a group now: the cluster starts GPU nodes on demand"""
+    build: str = ""
+    """any string; a change makes Serve replace the replicas (it compares no code)"""
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -151,7 +139,8 @@ def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct
     if not isinstance(given, Mapping):
         wrong.append(f"{path}: expected a mapping, not {given!r:.80}")
         return None
-    before, values = len(wrong), {}
+    before = len(wrong)
+    values = {}
     for field in msgspec.structs.fields(kind):
         key = f"{path}.{field.name}" if path else field.name
         inner = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type

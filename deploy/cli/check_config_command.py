@@ -8,15 +8,17 @@ import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from deploy.cli.output import OK, Part, Subparsers, command, emit
+from deploy.edge.keys.key_file import parse, read
+from deploy.scaling import check_policies
+from deploy.settings import DEPLOYMENT, IMPORT_PATH, Settings, read_config, read_settings
 from engine.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from deploy.settings import Settings
+from engine.geometry import read_geometry
+from engine.weight_formats import weight_format
 
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
@@ -38,35 +40,40 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints each application's settings as they will be; ConfigError names what is wrong."""
-    from deploy.scaling import check_policies
     from deploy.serve_schema import check_schema
-    from deploy.settings import IMPORT_PATH, read_config, read_settings
 
     config = read_config(args.config)
     applications = read_settings(config, str(args.config))
     check_schema(config, str(args.config))
     check_policies(config, str(args.config))
     ours = [app for app in config["applications"] if app.get("import_path") == IMPORT_PATH]
-    entries, lines = [], []
+    entries: list[dict[str, Any]] = []
+    lines: list[Part] = []
     for app, settings in zip(ours, applications, strict=True):
-        notes = [*deployment_notes(app, settings, str(args.config)), *model_notes(settings, str(args.config))]
-        notes += template_notes(settings, str(args.config))
-        notes += key_notes(config.get("http_options") or {}, settings, str(args.config))
-        notes += time_notes(app, config.get("http_options") or {}, settings)
+        try:
+            notes = list(all_notes(app, config.get("http_options") or {}, settings))
+        except (ConfigError, CheckpointError) as error:
+            raise ConfigError(f"{args.config}: {error}") from error
         entries.append({"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes})
         lines += [f"{args.config}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
-    parts: list[Part] = list(lines)
-    emit({"config": str(args.config), "applications": entries}, parts, as_json=args.json)
+    emit({"config": str(args.config), "applications": entries}, lines, as_json=args.json)
     return OK
 
 
-def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> Iterator[str]:
-    """What in `deployments:` would not do what it says. ConfigError: a deployment that we do not have."""
-    from deploy.settings import DEPLOYMENT
+def all_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
+    """What the operator should know of an application. ConfigError, CheckpointError: it cannot be deployed."""
+    yield from deployment_notes(app, settings)
+    yield from model_notes(settings)
+    yield from template_notes(settings)
+    yield from key_notes(http, settings)
+    yield from time_notes(app, http, settings)
 
+
+def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
+    """What in `deployments:` would not do what it says. ConfigError: a deployment that we do not have."""
     for options in app.get("deployments") or ():
         if options.get("name") != DEPLOYMENT:
-            raise ConfigError(f"{source}: deployments: {options.get('name')!r} is not {DEPLOYMENT!r}, the one deployment there is")
+            raise ConfigError(f"deployments: {options.get('name')!r} is not {DEPLOYMENT!r}, the one deployment there is")
         gpus = (options.get("ray_actor_options") or {}).get("num_gpus")
         for name in ("max_ongoing_requests", "max_queued_requests"):
             if isinstance(most := options.get(name), int) and 0 <= most < settings.limits.requests:
@@ -75,7 +82,7 @@ def deployment_notes(app: dict[str, Any], settings: "Settings", source: str) -> 
             yield f"num_gpus is {gpus}, but tp needs {settings.tp}: Ray would place replicas where they cannot run"
 
 
-def template_notes(settings: "Settings", source: str) -> Iterator[str]:
+def template_notes(settings: Settings) -> Iterator[str]:
     """Whether the chat template that is named can be used. ConfigError: it does not compile."""
     from engine.front.template import ChatTemplate
     from engine.front.text import template_source
@@ -89,13 +96,11 @@ def template_notes(settings: "Settings", source: str) -> Iterator[str]:
     try:
         ChatTemplate(template_source(path.parent, path) or "", {}, ())
     except CheckpointError as error:
-        raise ConfigError(f"{source}: chat_template: {error}") from error
+        raise ConfigError(f"chat_template: {error}") from error
 
 
-def key_notes(http: dict[str, Any], settings: "Settings", source: str) -> Iterator[str]:
+def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
     """How many may ask, and whether anybody may. ConfigError: the file of keys is not as it should be."""
-    from deploy.edge.keys.key_file import parse, read
-
     if not settings.keys.needed:
         if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
             yield f"no keys, and http_options.host is {host}: anybody who reaches the port may use it"
@@ -103,18 +108,16 @@ def key_notes(http: dict[str, Any], settings: "Settings", source: str) -> Iterat
     if settings.keys.variable is not None and settings.keys.variable not in os.environ:
         yield f"keys.variable: {settings.keys.variable} is not set here: the keys were not checked"
         return
-    try:
-        keys = parse(read(settings.keys))
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+    keys = parse(read(settings.keys))
     expired = sum(key.has_expired(datetime.now(UTC)) for key in keys)
     yield f"keys: {len(keys)} of {len({key.name for key in keys})} holders, {expired} of them expired"
 
 
-def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") -> Iterator[str]:
+def time_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
     """Where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
     deployments = app.get("deployments") or ()
-    bound, own = http.get("request_timeout_s"), settings.limits.request_timeout_s
+    bound = http.get("request_timeout_s")
+    own = settings.limits.request_timeout_s
     for drain in filter(None, (options.get("graceful_shutdown_timeout_s") for options in deployments)):
         if drain < own:
             below = f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}"
@@ -125,30 +128,24 @@ def time_notes(app: dict[str, Any], http: dict[str, Any], settings: "Settings") 
         yield f"request_timeout_s {bound:g} in http_options cuts answers off before limits' own, {own:g}, ends them properly"
 
 
-def model_notes(settings: "Settings", source: str) -> list[str]:
-    """Checks what the model's shape forbids. What could not be checked is a note; ConfigError names the key."""
+def model_notes(settings: Settings) -> Iterator[str]:
+    """Checks what the model's shape forbids. What could not be checked is a note; ConfigError, CheckpointError name the key."""
     from deploy.cli.sizing import configured, known_folder
 
-    with known_folder(settings) as folder:
-        if folder is None:
-            return [f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"]
-        try:
-            configured(settings, folder)
-            if any(folder.glob("*.safetensors")):
-                _check_checkpoint(folder)
-        except (ConfigError, CheckpointError) as error:
-            raise ConfigError(f"{source}: {error}") from error
-    return []
+    if (folder := known_folder(settings)) is None:
+        yield f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"
+        return
+    configured(settings, folder)
+    if any(folder.glob("*.safetensors")):
+        _check_checkpoint(folder)
 
 
 def _check_checkpoint(folder: Path) -> None:
     """CheckpointError: a replica would refuse it."""
     from engine.front.text import TextProcessor
-    from engine.geometry import read_geometry
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked
     from engine.rank.models.gemma4_weights import TENSORS
-    from engine.weight_formats import weight_format
 
     geometry = read_geometry(folder)
     checked(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)

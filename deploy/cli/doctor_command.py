@@ -5,8 +5,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster.capability import probe
 from deploy.cli.finding import Finding, emit_findings
 from deploy.cli.output import NO, OK, Subparsers, command
+from deploy.launcher import ROOT
+from deploy.settings import read_config
 
 HELP = """\
 Looks, and changes nothing; Ray is not started, and torch is loaded for --kernels alone. `ok` is as it should be, `warn` works with
@@ -54,9 +57,7 @@ def look(config: Path | None, asked: tuple[int, int] | None = None, *, kernels: 
 
     asked: another GPU's compute capability, for attention
     """
-    from cluster.capability import probe
     from deploy.cli import machine_checks as checks
-    from deploy.launcher import ROOT
 
     capability = probe()
     yield from checks.software()
@@ -76,7 +77,5 @@ def look(config: Path | None, asked: tuple[int, int] | None = None, *, kernels: 
 
 
 def _port(config: Path | None) -> int:
-    from deploy.settings import read_config
-
     options = (read_config(config) if config else {}).get("http_options") or {}
     return int(options.get("port", 8000))

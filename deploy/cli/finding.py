@@ -28,4 +28,4 @@ def emit_findings(findings: Sequence[Finding], about: dict[str, Any], summary: s
     """A row each and the summary; as JSON the findings beside what `about` says."""
     rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
     value = {**about, "findings": [asdict(finding) for finding in findings]}
-    emit(value, [Table("", ("", "", ""), rows), summary], as_json=as_json)
+    emit(value, [Table(("", "", ""), rows), summary], as_json=as_json)

@@ -1,10 +1,13 @@
 """`quartet key new`: makes an API key, shows it once, and gives the line that a file of keys has of it."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from deploy.cli.output import OK, Part, Subparsers, command, emit
+from deploy.edge.edge_settings import KeySettings
+from deploy.edge.keys.key_file import digest_of, new_key, parse, read
 from engine.errors import ConfigError
 
 HELP = """\
@@ -34,8 +37,6 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the key and its line. ConfigError: an option is wrong, or does not go with what the file has."""
-    from deploy.edge.keys.key_file import digest_of, new_key, parse
-
     given = {name: getattr(args, name) for name in ("rights", "requests", "tokens", "concurrent", "expires")}
     options = (f"{name}={value}" for name, value in given.items() if value is not None)
     key = new_key()
@@ -50,11 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _append(path: Path, line: str) -> None:
     """Whoever reads the file meanwhile has it as it was, or with the line."""
-    import os
-
-    from deploy.edge.edge_settings import KeySettings
-    from deploy.edge.keys.key_file import parse, read
-
     before = read(KeySettings(file=str(path.absolute()))) if path.exists() else ""
     text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
     parse(text)

@@ -13,16 +13,17 @@ import tomllib
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, Gpu
 from deploy import environment
 from deploy.cli.finding import Finding, State, checked
+from deploy.cli.sizing import folder_here
 from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
+from deploy.nodes import check_nodes
 from deploy.ports import HAPROXY_PORTS, check_port
-from deploy.settings import Settings
+from deploy.settings import Settings, read_config, read_settings
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import Platform
 from engine.attention.flashinfer_files import FlashInferFiles, installed
@@ -44,14 +45,17 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     described = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-    python, supported = platform.python_version(), described["requires-python"]
+    python = platform.python_version()
+    supported = described["requires-python"]
     good = SpecifierSet(supported).contains(python)
     yield checked("python", good, f"{python} (supported: {supported})", "make PYTHON=python3.12 ...", "fail")
     needed: list[tuple[str, State]] = [(text, "fail") for text in described["dependencies"]]
     needed += [(text, "warn") for text in described["optional-dependencies"]["gpu"]]
     for text, bad in needed:
         requirement = Requirement(text)
-        name, supported, version = requirement.name, requirement.specifier, installed(requirement.name)
+        name = requirement.name
+        supported = requirement.specifier
+        version = installed(requirement.name)
         good = version is not None and supported.contains(version, prereleases=True)
         if name in NAMED or not good:
             state = f"{version or 'not installed'} (supported: {supported})"
@@ -79,8 +83,6 @@ def devices(node: Capability) -> Iterator[Finding]:
 
 def attention(node: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
     """Which attention backend runs here, or on a GPU of compute capability `asked`, and why; with the settings of config `path`."""
-    from deploy.settings import read_config, read_settings
-
     architecture = asked or node.architecture
     settings = read_settings(read_config(path), str(path)) if path else [Settings(model="any")]
     for application in settings:
@@ -123,36 +125,34 @@ def links(indices: list[int]) -> Finding:
     """How NVML's devices `indices` reach each other, which decides whether sums may go over symmetric memory."""
     import pynvml
 
-    if len(indices) < 2:
+    pairs = list(combinations(indices, 2))
+    if not pairs:
         return Finding("nvlink", "ok", "one GPU: nothing to link")
+
+    def apart(way: int) -> str:
+        """The first pairs that do not reach each other that way."""
+        status = {pair: pynvml.nvmlDeviceGetP2PStatus(*(handles[index] for index in pair), way) for pair in pairs}
+        return ", ".join([f"{first}-{second}" for first, second in pairs if status[first, second] != pynvml.NVML_P2P_STATUS_OK][:4])
+
     pynvml.nvmlInit()
     try:
         handles = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
-        pairs = list(combinations(indices, 2))
-        apart = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)]
-        without_p2p = [pair for pair in pairs if not _peers(handles, pair, pynvml.NVML_P2P_CAPS_INDEX_READ)]
+        unlinked = apart(pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        unreadable = apart(pynvml.NVML_P2P_CAPS_INDEX_READ)
     finally:
         pynvml.nvmlShutdown()
-    if not apart:
-        return Finding("nvlink", "ok", f"all {len(pairs)} pairs are linked: symmetric memory can carry the sums")
-    named = ", ".join(f"{first}-{second}" for first, second in (without_p2p or apart)[:4])
-    if not without_p2p:
-        return Finding("nvlink", "warn", f"no NVLink between {named}", "sums go over PCIe: correct, and slow")
-    return Finding("nvlink", "fail", f"no peer access between {named}", "symmetric memory needs it: choose others")
-
-
-def _peers(handles: dict[int, Any], pair: tuple[int, int], way: int) -> bool:
-    import pynvml
-
-    status = pynvml.nvmlDeviceGetP2PStatus(handles[pair[0]], handles[pair[1]], way)
-    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+    if unreadable:
+        return Finding("nvlink", "fail", f"no peer access between {unreadable}", "symmetric memory needs it: choose others")
+    all_linked = f"all {len(pairs)} pairs are linked: symmetric memory can carry the sums"
+    found = f"no NVLink between {unlinked}" if unlinked else all_linked
+    return checked("nvlink", not unlinked, found, "sums go over PCIe: correct, and slow")
 
 
 def machine() -> Iterator[Finding]:
     """Cores, priority, memory and limits."""
     cores = len(os.sched_getaffinity(0))
     yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
-    nice = environment.niceness()
+    nice = os.nice(0)
     yield checked("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
     yield _room("memory", _available_memory(), _MEMORY, "Ray and an engine on CPU need about that")
     yield _room(SHARED, _free(Path(SHARED)), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
@@ -205,7 +205,7 @@ def ingress() -> Finding:
 
 def ray_environment() -> Finding:
     """Variables that are set already: the launcher leaves them as they are."""
-    odd = [f"{name}={os.environ[name]}" for name, (value, _) in environment.RAY.items() if os.environ.get(name, value) != value]
+    odd = [f"{name}={os.environ[name]}" for name, value in environment.RAY.items() if os.environ.get(name, value) != value]
     verdict = ", ".join(odd) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
     return checked("ray settings", not odd, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
@@ -214,35 +214,27 @@ def hub() -> Iterator[Finding]:
     """Where checkpoints come from and go to. The token itself is not shown."""
     from huggingface_hub import constants, get_token
 
-    from deploy.models.resolve import cache_folder
-
     offline = constants.HF_HUB_OFFLINE
     token = "a token is set" if get_token() else "no token"
     yield Finding("hub", "ok", f"{'offline: only what is in the cache' if offline else 'downloads allowed'}, {token}")
-    for name, folder in (("hub cache", Path(constants.HF_HUB_CACHE)), ("quartet cache", cache_folder())):
-        yield _cache(name, folder)
-
-
-def _cache(name: str, folder: Path) -> Finding:
+    folder = Path(constants.HF_HUB_CACHE)
     if not os.access(_existing(folder), os.W_OK):
-        return Finding(name, "fail", f"{folder} cannot be written", "HF_HOME and QUARTET_CACHE choose other folders")
+        yield Finding("hub cache", "fail", f"{folder} cannot be written", "HF_HOME chooses another folder")
+        return
     free = _free(folder)
-    advice = "a 31B checkpoint takes 63 GB: HF_HOME and QUARTET_CACHE choose other folders"
-    return checked(name, free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
+    advice = "a 31B checkpoint takes 63 GB: HF_HOME chooses another folder"
+    yield checked("hub cache", free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
 
 
 def templates(path: Path) -> Iterator[Finding]:
     """Which chat template each application of the config would use, where it is on this machine."""
-    from deploy.cli.sizing import known_folder
-    from deploy.settings import read_config, read_settings
-
     for settings in read_settings(read_config(path), str(path)):
-        name, instead = f"template of {settings.name}", Path(settings.chat_template) if settings.chat_template else None
-        with known_folder(settings) as folder:
-            if instead is not None and not instead.is_file():
-                yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
-            elif folder is not None and (source := template_source(folder, instead)) is not None:
-                yield template(name, source)
+        name = f"template of {settings.name}"
+        instead = Path(settings.chat_template) if settings.chat_template else None
+        if instead is not None and not instead.is_file():
+            yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
+        elif (folder := folder_here(settings)) is not None and (source := template_source(folder, instead)) is not None:
+            yield template(name, source)
 
 
 def template(name: str, source: str) -> Finding:
@@ -255,9 +247,6 @@ def template(name: str, source: str) -> Finding:
 
 def config(path: Path, gpus: int, *, asked: bool) -> Finding:
     """Whether this machine alone could hold what `path` asks for. `asked`: it was named, so a no is a failure."""
-    from deploy.nodes import check_nodes
-    from deploy.settings import read_config, read_settings
-
     try:
         for settings in read_settings(read_config(path), str(path)):
             check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])

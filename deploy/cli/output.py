@@ -14,7 +14,6 @@ OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; 
 class Table:
     """Rows of text under `columns`; a column that begins with `>` is set flush right."""
 
-    title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
@@ -52,8 +51,6 @@ def plain(parts: Iterable[Part]) -> Iterator[str]:
 
 
 def _columns(table: Table) -> Iterator[str]:
-    if table.title:
-        yield table.title
     heads = tuple(name.removeprefix(">") for name in table.columns)
     rows = [heads, *table.rows] if any(heads) else list(table.rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

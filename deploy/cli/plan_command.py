@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import msgspec
 
+from cluster.capability import probe
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
+from deploy.settings import Settings, read_config, read_settings
 from engine.config import EngineSettings
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import read_geometry
 
 if TYPE_CHECKING:
     from deploy.cli.sizing import Sizing
-    from deploy.settings import Settings
 
 # What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
@@ -76,10 +77,8 @@ def run(args: argparse.Namespace) -> int:
     return OK if all(plan["fits"] for plan in reports) else NO
 
 
-def asked_settings(args: argparse.Namespace) -> list["Settings"]:
+def asked_settings(args: argparse.Namespace) -> list[Settings]:
     """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
-    from deploy.settings import Settings, read_config, read_settings
-
     names = ("model", "device", *sizes())
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is None:
@@ -90,29 +89,29 @@ def asked_settings(args: argparse.Namespace) -> list["Settings"]:
     return [Settings.read({**msgspec.to_builtins(settings), **given}) for settings in applications]
 
 
-def report(settings: "Settings", args: argparse.Namespace) -> dict[str, Any]:
+def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     """Everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
     from deploy.cli import sizing
 
     reserve = sizing.RESERVE if args.reserve is None else args.reserve
-    with sizing.known_folder(settings) as folder:
-        if folder is None:
-            raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
-        if args.config is None and args.max_len is None:
-            settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
-        engine = sizing.configured(settings, folder)
-        memory = 0 if engine.device == "cpu" else gpu_memory(args)
-        weights, parameters = sizing.weight_bytes_and_count(engine)
-        given = {name: getattr(engine, name) for name in sizes()}
-        measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
-        asked = {"model": settings.model, "device": engine.device, **given, **measured}
-        try:
-            return {**asked, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
-        except ConfigError as error:
-            return {**asked, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
+    folder = sizing.known_folder(settings)
+    if folder is None:
+        raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
+    if args.config is None and args.max_len is None:
+        settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
+    engine = sizing.configured(settings, folder)
+    memory = 0 if engine.device == "cpu" else gpu_memory(args)
+    weights, parameters = sizing.weight_bytes_and_count(engine)
+    given = {name: getattr(engine, name) for name in sizes()}
+    measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
+    asked = {"model": settings.model, "device": engine.device, **given, **measured}
+    try:
+        return {**asked, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
+    except ConfigError as error:
+        return {**asked, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
 
 
-def fits_at(settings: "Settings", folder: Path, memory: int, reserve: int) -> int | None:
+def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:
     """The smallest usual group that would hold it; None where none does."""
     from deploy.cli import sizing
 
@@ -153,8 +152,6 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
 
 def gpu_memory(args: argparse.Namespace) -> int:
     """Bytes of one GPU: as asked, else this machine's smallest. ConfigError where neither says."""
-    from cluster.capability import probe
-
     if args.gpu_memory is not None:
         return int(args.gpu_memory)
     if args.gpu is not None:
@@ -180,7 +177,7 @@ def parts(report: dict[str, Any]) -> Iterator[Part]:
 
 def _pools(rows: list[dict[str, Any]]) -> Table:
     columns = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
-    return Table("", columns, [
+    return Table(columns, [
         (row["name"], str(row["layers"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "all"),
          f"{row['pages']:,}", f"{row['page_bytes'] / 1024:g} KiB", gib(row["bytes"]), f"{row['tokens']:,}")
         for row in rows
@@ -189,4 +186,4 @@ def _pools(rows: list[dict[str, Any]]) -> Table:
 
 def _sequences(report: dict[str, Any]) -> Table:
     rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
-    return Table("", (">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)
+    return Table((">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)

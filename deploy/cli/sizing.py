@@ -7,29 +7,24 @@ So there is no formula here that could differ from what an engine allocates. Wha
 weights only a device can tell: `reserve` is what an H200 showed at TP=4 (`python -m tests.gpu.memory`).
 """
 
-import json
 import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.models.dummy import public_shape
-from deploy.models.public_shapes import PUBLIC, ModelShape, config
-from deploy.models.resolve import resolve
+from deploy.models.resolve import PUBLIC, resolve
+from deploy.placement import configure
+from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
-from engine.memory import INBOX_BYTES, kv_budget, longest_sequence
+from engine.memory import INBOX_BYTES, kv_budget, longest_sequence, pages_of
 
 if TYPE_CHECKING:
-    from deploy.settings import Settings
     from engine.rank.builder import Rank
 
 RESERVE = 3 << 29  # 1.5 GiB
-_PUBLISHED = re.compile(r"(?:.*/)?gemma-4-(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
+_PUBLISHED = re.compile(r"(?:(?:.*/)?gemma-4-)?(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -70,37 +65,17 @@ class Sizing:
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
 
 
-def shape_of(model: str) -> ModelShape | None:
-    """The public shape that a name stands for: `31b`, `dummy:31b`, `<owner>/gemma-4-31B-it`; None for any other name.
-
-    ConfigError for an unknown member behind `dummy:`.
-    """
-    if model.startswith("dummy:"):
-        return public_shape(model.removeprefix("dummy:"))
-    match = _PUBLISHED.fullmatch(model)
-    return PUBLIC.get(match[1].lower() if match else model.lower())
+def known_folder(settings: Settings) -> Path | None:
+    """A folder with the model's config.json and no promise of anything else: its own, the hub cache's, or that of the public shape
+    that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
+    match = _PUBLISHED.fullmatch(settings.model)
+    return folder_here(settings) or (PUBLIC[match[1].lower()] if match else None)
 
 
-@contextmanager
-def known_folder(settings: "Settings") -> Iterator[Path | None]:
-    """A folder with the model's config.json and no promise of anything else: its own, the hub cache's, or one written from the
-    shape that the name stands for. None when this machine does not know the model. Nothing is downloaded."""
-    if (folder := _folder_here(settings)) is not None:
-        yield folder
-        return
-    shape = shape_of(settings.model)
-    if shape is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="quartet-shape-") as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config(shape, "bfloat16")), encoding="utf-8")
-        yield folder
-
-
-def _folder_here(settings: "Settings") -> Path | None:
+def folder_here(settings: Settings) -> Path | None:
+    """The model's own folder, as far as it is on this machine. Nothing is downloaded."""
     own = Path(settings.model).expanduser()
-    if settings.model.startswith("nano:") or (own / "config.json").is_file():
+    if settings.model.startswith(("nano:", "dummy:")) or (own / "config.json").is_file():
         return resolve(settings.model)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", settings.model):
         return None
@@ -110,10 +85,8 @@ def _folder_here(settings: "Settings") -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def configured(settings: "Settings", folder: Path) -> EngineConfig:
+def configured(settings: Settings, folder: Path) -> EngineConfig:
     """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
-    from deploy.placement import configure
-
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
     return configure(settings, folder, device, settings.load_format or "safetensors")
 
@@ -123,8 +96,6 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
     ConfigError when it does not fit, with the numbers.
     """
-    from engine.memory import pages_of
-
     inboxes = INBOX_BYTES if engine.tp > 1 and engine.widest > 1 else 0  # those of one row a sequence are in the reserve
     budget = kv_budget(engine, memory, weights + reserve + inboxes)
     if budget <= 0:

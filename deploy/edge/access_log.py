@@ -9,6 +9,7 @@ A stream's chunks are sent past this and past Starlette's wrappers, who only loo
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,35 +24,35 @@ logger = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
+@dataclass
 class AccessLog:
     """Wraps the whole app. `echo`: put the id on replies; under Ray Serve it is Serve that does."""
 
-    def __init__(self, app: ASGIApp, service: Service, *, echo: bool = True) -> None:
-        self._app = app
-        self._service = service
-        self._echo = echo
+    app: ASGIApp
+    service: Service
+    echo: bool = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open a record, serve, close it."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began = scope.get(BEGAN, time.monotonic())
-        deadline = began + self._service.settings.limits.request_timeout_s
+        deadline = began + self.service.settings.limits.request_timeout_s
         endpoint = endpoint_of(scope["path"].removeprefix(scope.get("root_path", "")))
         route, operation = (endpoint.path, endpoint.operation) if endpoint else ("unknown", None)  # never the client's own path
         record = RequestRecord(request_id(scope["headers"]), method_of(scope), route, send, began, deadline, operation)
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
-            await self._app({**scope, RECORD: record}, receive, self._stamped(record))
+            await self.app({**scope, RECORD: record}, receive, self._stamped(record))
         except (ClientDisconnect, asyncio.CancelledError):
             record.gone = True
             raise
         finally:
             if record.ticket is not None:
                 record.ticket.leave()
-            self._service.settle(record)
+            self.service.settle(record)
             record.ended = time.monotonic()
             self._close(record)
             REQUEST_ID.reset(known)
@@ -60,17 +61,17 @@ class AccessLog:
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                if self._echo:
+                if self.echo:
                     message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", record.id.encode())]}
             await record.send(message)
 
         return send
 
     def _close(self, record: RequestRecord) -> None:
-        if self._service.tracer is not None and record.operation is not None:
-            record.trace_id = self._service.tracer.trace(record)
+        if self.service.tracer is not None and record.operation is not None:
+            record.trace_id = self.service.tracer.trace(record)
         level = _level(record)
-        logs = self._service.settings.logs
+        logs = self.service.settings.logs
         if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
             detail = "".join(f" {name}={value}" for name, value in fields.items()) if logs.format == "text" else ""

@@ -93,7 +93,8 @@ class AdmissionControl:
         return next((ticket for ticket in reversed(waiting) if ticket.client == greediest and ticket.may_give_way), None)
 
     def _refusal(self, choices: int, tokens: int, media: int) -> str | None:
-        waiting, held = self.waiting_tokens, self.waiting_bytes
+        waiting = self.waiting_tokens
+        held = self.waiting_bytes
         if waiting and waiting + tokens > self.tokens:
             return f"{waiting} tokens of prompts are waiting already; please try again shortly."
         if media and held and held + media > self.bytes:
@@ -106,10 +107,7 @@ class AdmissionControl:
         self._reserved += choices
         self._open_answers += answers
 
-    def _queue(self, ticket: "AdmissionTicket", tokens: int, media: int, choices: int, answers: int) -> None:
-        if refusal := self._refusal(choices, tokens, media):
-            raise Overloaded(refusal)
-        self._claim(choices, answers)
+    def _queue(self, ticket: "AdmissionTicket") -> None:
         ticket.turn = self._next_turn(ticket.client)
         self._turn = max(self._turn, ticket.turn)
         self._waiting.append(ticket)
@@ -125,17 +123,21 @@ class AdmissionControl:
         self._open_answers -= answers
 
 
+@dataclass(eq=False)
 class AdmissionTicket:
     """One request's. `turn`: lower ones go first."""
 
-    def __init__(self, admission: AdmissionControl, client: str) -> None:
-        self.client = client
-        self.tokens = self.bytes = self.choices = self.turn = 0
-        self._admission = admission
-        self._reserved, self._answers = 0, 1
-        self._clocks: Sequence[Clock | None] = ()
-        self._refuse: Callable[[], None] | None = None
-        self._left = False
+    admission: AdmissionControl
+    client: str
+    tokens: int = 0
+    bytes: int = 0
+    choices: int = 0
+    turn: int = 0
+    _reserved: int = 0
+    _answers: int = 1
+    _clocks: Sequence[Clock | None] = ()
+    _refuse: Callable[[], None] | None = None
+    _left: bool = False
 
     @property
     def waits(self) -> bool:
@@ -153,24 +155,30 @@ class AdmissionTicket:
         """What it costs, once: `tokens` of prompts and bytes of `media`, all choices together. Overloaded: it does not fit, and
         nothing is taken."""
         assert not self._reserved, "it has been settled"
-        self._admission._queue(self, tokens, media, choices, choices - self._answers)
+        if refusal := self.admission._refusal(choices, tokens, media):
+            raise Overloaded(refusal)
+        self.admission._claim(choices, choices - self._answers)
         self._reserved = self._answers = self.choices = choices
-        self.tokens, self.bytes = tokens, media
+        self.tokens = tokens
+        self.bytes = media
+        self.admission._queue(self)
 
     def submitted(self, clocks: Sequence[Clock | None], refuse: Callable[[], None]) -> None:
         """The engine has its choices now, and counts them. `refuse` has it give way."""
-        self._clocks, self._refuse = clocks, refuse
-        self._admission._give_back(self._reserved, 0)
+        self._clocks = clocks
+        self._refuse = refuse
+        self.admission._give_back(self._reserved, 0)
         self._reserved = 0
 
     def give_way(self) -> None:
         """To another client's."""
         assert self._refuse is not None
-        refuse, self._refuse = self._refuse, None
+        refuse = self._refuse
+        self._refuse = None
         refuse()
 
     def leave(self) -> None:
         """It has ended, whichever way. Idempotent."""
         if not self._left:
             self._left = True
-            self._admission._give_back(self._reserved, self._answers)
+            self.admission._give_back(self._reserved, self._answers)

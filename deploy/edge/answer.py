@@ -72,14 +72,18 @@ class CompletionResponse(Response):
     def _note(self, record: RequestRecord) -> None:
         """What is known before the first token, and what it may cost its API key's holder. QuotaExceeded."""
         self._record = record
-        record.model, record.answer, record.stream = self._service.settings.name, self._format.id, self._streams
-        record.choices, record.max_tokens = len(self._job.params), self._job.params[0].max_tokens
+        record.model = self._service.settings.name
+        record.answer = self._format.id
+        record.stream = self._streams
+        record.choices = len(self._job.params)
+        record.max_tokens = self._job.params[0].max_tokens
         record.prompt_tokens = self._job.prompt_tokens
         if record.grant is not None:
             record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
 
     async def _serve(self, send: Send) -> None:
-        limits, loop = self._service.settings.limits, asyncio.get_running_loop()
+        limits = self._service.settings.limits
+        loop = asyncio.get_running_loop()
         timers = [
             loop.call_at(self._record.deadline, self._abort, AbortReason.deadline),
             loop.call_later(limits.queue_timeout_s, self._refuse, f"has waited {limits.queue_timeout_s:g} s for its turn"),

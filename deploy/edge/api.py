@@ -40,9 +40,6 @@ class GenerationApi(HttpEndpoint):
     parts: tuple[type[Struct], ...] = ()
 
 
-TokenAnswer = Callable[[], Any]  # takes a while
-
-
 @dataclass(frozen=True, kw_only=True)
 class TokenApi(HttpEndpoint):
     """A route that answers from the tokenizer alone. `read` takes a body, and `answer` what it gave, for what goes out as JSON.
@@ -53,5 +50,5 @@ class TokenApi(HttpEndpoint):
     right: Right = "tokenize"
     body: type[Struct]
     read: Callable[[bytes], Any]
-    answer: Callable[[Service, Any], Awaitable[TokenAnswer]]
+    answer: Callable[[Service, Any], Awaitable[Any]]
     parts: tuple[type[Struct], ...] = ()

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
-from deploy.edge.error_response import ErrorShape
+from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
 from deploy.edge.http_endpoint import HttpEndpoint, Right
 from deploy.edge.native.generate_api import GENERATE
 from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
-from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.responses_api import RESPONSES
 from deploy.edge.openai.transcriptions import TRANSCRIPTIONS
 
@@ -22,7 +21,7 @@ _OTHERS: Mapping[Right, tuple[str, ...]] = {
     "models": ("/v1/models", _MODEL),
     "docs": ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
 }
-_OTHER = [HttpEndpoint(path=path, right=right, error=OPENAI_ERROR) for right, paths in _OTHERS.items() for path in paths]
+_OTHER = [HttpEndpoint(path=path, right=right) for right, paths in _OTHERS.items() for path in paths]
 ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in (*GENERATION_APIS, *TOKEN_APIS, *_OTHER)}
 
 

@@ -155,7 +155,6 @@ class KeyNames:
     prompt: str = "messages"
     stop: str = "stop"
     min_tokens: str = "min_tokens"
-    logprobs: str = "logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,18 @@ class BlockFormat(abc.ABC):
             if not isinstance(part, ToolCallStart):
                 yield self.grown(block, part.text)
         if delta.finish is not None:
-            self.choice.finish, self.choice.stop = delta.finish, delta.stop
+            self.choice.finish = delta.finish
+            self.choice.stop = delta.stop
             yield from map(self.closed, blocks[-1:])
+
+
+def is_json(text: str) -> bool:
+    """Whether a call's arguments are whole: what is cut off an object's text is never JSON."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def event(kind: str, **fields: object) -> bytes:

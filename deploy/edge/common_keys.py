@@ -6,8 +6,8 @@ from typing import Any
 from msgspec import Struct, UnsetType
 
 from deploy.edge.ask import Media, Part, Text
-from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, not_null, read_text
-from engine.errors import InvalidRequest
+from deploy.edge.key_types import OBJECT, array
+from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_text
 from engine.front.template import MAX_VALUES
 from engine.protocol import MediaKind
 
@@ -15,6 +15,7 @@ MESSAGES = 4096
 PARTS = 1024
 TOOLS = 128
 STOPS = 64
+TOOLS_SCHEMA = array(OBJECT, maxItems=TOOLS)
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "auto": None, None: None}  # to an image's soft tokens
 
@@ -37,9 +38,9 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
     """InvalidRequest: JSON of tools, `what` of `key`, is together too large, or has too many brackets to be decoded."""
     texts = [bytes(value) for value in values if not isinstance(value, UnsetType)]
     if (size := sum(map(len, texts))) > TOOL_BYTES:
-        raise InvalidRequest(f"{key}: {what} have {size} bytes, more than {TOOL_BYTES}", param=key)
+        raise invalid(key, f"{what} have {size} bytes, more than {TOOL_BYTES}")
     if sum(text.count(b"[") + text.count(b"{") for text in texts) > MAX_VALUES:
-        raise InvalidRequest(f"{key}: {what} have more than {MAX_VALUES} brackets", param=key)
+        raise invalid(key, f"{what} have more than {MAX_VALUES} brackets")
 
 
 def read_stops(raw: Json, key: str) -> tuple[str, ...]:
@@ -52,18 +53,18 @@ def read_stops(raw: Json, key: str) -> tuple[str, ...]:
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
     """Of a content part. InvalidRequest: it is of no kind that is text, or has none."""
     if kind not in kinds:
-        raise _wrong(where, f"parts of type {kind!r} are not supported here, only 'text'")
+        raise invalid(where, f"parts of type {kind!r} are not supported here, only 'text'")
     if text is None:
-        raise _wrong(where, "a text part has a text")
+        raise invalid(where, "a text part has a text")
     return Text(text)
 
 
 def media_part(kind: MediaKind, url: str | None, where: str, detail: str | None = None) -> Media:
     """Of a content part. InvalidRequest: it has no URL that can be read, or an unknown `detail`."""
     if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
-        raise _wrong(where, f"the {kind} needs a URL: data:, http: or https:")
+        raise invalid(where, f"the {kind} needs a URL: data:, http: or https:")
     if detail not in DETAILS:
-        raise _wrong(where, f"detail: not one of {', '.join(filter(None, DETAILS))}")
+        raise invalid(where, f"detail: not one of {', '.join(filter(None, DETAILS))}")
     return Media(kind, url, DETAILS[detail])
 
 
@@ -71,10 +72,6 @@ def content_of(parts: list[Part]) -> str | list[Part]:
     """The parts, as one text where they are nothing else."""
     texts = [part.text for part in parts if isinstance(part, Text)]
     return "".join(texts) if len(texts) == len(parts) else parts
-
-
-def _wrong(where: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {why}", param=where.partition("[")[0].partition(".")[0])
 
 
 def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> dict[str, Any]:

@@ -13,44 +13,40 @@ AbsolutePath = Annotated[str, Meta(pattern="^/")]
 class LimitSettings(msgspec.Struct, frozen=True):
     """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work."""
 
-    hosts: Annotated[
-        tuple[str, ...] | None,
-        Meta(
-            description="names in the Host header that are answered to, without ports; none: loopback's and that of http_options "
-            "where the launcher starts Serve, there are no API keys and the address is no wildcard, any elsewhere"
-        ),
-    ] = None
-    cors_origins: Annotated[tuple[str, ...], Meta(description='origins of web pages that may use the API; "*": all')] = ()
-    body_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's body; more get 413")] = 32 << 20
-    header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's headers; more get 431")] = 32 << 10
-    body_timeout_s: Annotated[Seconds, Meta(description="a body that is not complete by then gets 408")] = 30.0
-    stop_strings: Annotated[int, Meta(ge=0, le=64, description="stop strings of a request")] = 4
-    stop_bytes: Annotated[int, Meta(ge=1, le=4096, description="bytes of a stop string")] = 256
-    stop_token_ids: Annotated[int, Meta(ge=0, le=1024, description="stop token ids of a request")] = 128
-    top_logprobs: Annotated[int, Meta(ge=0, le=20, description="alternatives per token whose logprobs may be asked for")] = 20
-    n: Annotated[int, Meta(ge=1, le=64, description="choices of a request")] = 8
-    min_priority: Annotated[
-        int, Meta(description="most urgent `priority` of a request; lower numbers are served first")
-    ] = 0
-    isolate_cache: Annotated[
-        bool | None,
-        Meta(
-            description="requests share cached prefixes only with those of the same API key's holder, or without keys of the same "
-            "Authorization header; none: where there are API keys"
-        ),
-    ] = None
-    request_timeout_s: Annotated[Seconds, Meta(description="deadline of one request, from its head to its last byte")] = 600.0
-    queue_timeout_s: Annotated[Seconds, Meta(description="a request that has not begun by then is refused with 429")] = 60.0
-    requests: Annotated[
-        int, Meta(ge=16, description="requests of any kind that a replica may have at once; more get 429")
-    ] = 4096
-    uploads: Annotated[
-        int, Meta(ge=1, description="bodies that may be on their way at once; beyond, the oldest is refused with 408")
-    ] = 512
-    upload_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="bytes held of bodies that are on their way, or not yet read")
-    ] = 256 << 20
-    write_timeout_s: Annotated[Seconds, Meta(description="a client that takes no byte for so long is dropped")] = 30.0
+    hosts: tuple[str, ...] | None = None
+    """names in the Host header that are answered to, without ports; none: loopback's and that of http_options where the launcher
+    starts Serve, there are no API keys and the address is no wildcard, any elsewhere"""
+    cors_origins: tuple[str, ...] = ()
+    """origins of web pages that may use the API; "*": all"""
+    body_bytes: Annotated[int, Meta(ge=1024)] = 32 << 20
+    """bytes of a request's body; more get 413"""
+    header_bytes: Annotated[int, Meta(ge=1024)] = 32 << 10
+    """bytes of a request's headers; more get 431"""
+    body_timeout_s: Seconds = 30.0
+    """a body that is not complete by then gets 408"""
+    stop_strings: Annotated[int, Meta(ge=0, le=64)] = 4
+    """stop strings of a request"""
+    stop_bytes: Annotated[int, Meta(ge=1, le=4096)] = 256
+    """bytes of a stop string"""
+    n: Annotated[int, Meta(ge=1, le=64)] = 8
+    """choices of a request"""
+    min_priority: int = 0
+    """most urgent `priority` of a request; lower numbers are served first"""
+    isolate_cache: bool | None = None
+    """requests share cached prefixes only with those of the same API key's holder, or without keys of the same Authorization
+    header; none: where there are API keys"""
+    request_timeout_s: Seconds = 600.0
+    """deadline of one request, from its head to its last byte"""
+    queue_timeout_s: Seconds = 60.0
+    """a request that has not begun by then is refused with 429"""
+    requests: Annotated[int, Meta(ge=16)] = 4096
+    """requests of any kind that a replica may have at once; more get 429"""
+    uploads: Annotated[int, Meta(ge=1)] = 512
+    """bodies that may be on their way at once; beyond, the oldest is refused with 408"""
+    upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
+    """bytes held of bodies that are on their way, or not yet read"""
+    write_timeout_s: Seconds = 30.0
+    """a client that takes no byte for so long is dropped"""
 
 
 class MediaSettings(msgspec.Struct, frozen=True):
@@ -79,13 +75,10 @@ class MediaSettings(msgspec.Struct, frozen=True):
 class KeySettings(msgspec.Struct, frozen=True):
     """Where the API keys are listed: `quartet key new` makes a line of them. With neither set, no request needs a key."""
 
-    file: Annotated[
-        AbsolutePath | None, Meta(description="a file of keys' hashes, on every node with replicas; read again when it changes")
-    ] = None
-    variable: Annotated[
-        Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] | None,
-        Meta(description="the environment variable of the replicas that has its lines"),
-    ] = None
+    file: AbsolutePath | None = None
+    """a file of keys' hashes, on every node with replicas; read again when it changes"""
+    variable: Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """the environment variable of the replicas that has its lines"""
 
     def __post_init__(self) -> None:
         if self.file is not None and self.variable is not None:
@@ -125,36 +118,26 @@ class LogSettings(msgspec.Struct, frozen=True):
     Serve's own `logging_config` in the YAML stays in force while format is text and no folder is set.
     """
 
-    format: Annotated[
-        Literal["text", "json"],
-        Meta(
-            description="text: as Serve's default; json: one object a line, with Serve's fields and ours, and our access line only"
-        ),
-    ] = "text"
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Meta(description="least severe lines that are written: ours and, with format json, Serve's"),
-    ] = "info"
-    access: Annotated[
-        bool, Meta(description="one line a request at its end; false: only of those that failed by our fault")
-    ] = True
-    folder: Annotated[
-        Annotated[str, Meta(min_length=1)] | None, Meta(description="where the files go; none: Ray's session")
-    ] = None
+    format: Literal["text", "json"] = "text"
+    """text: as Serve's default; json: one object a line, with Serve's fields and ours, and our access line only"""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """least severe lines that are written: ours and, with format json, Serve's"""
+    access: bool = True
+    """one line a request at its end; false: only of those that failed by our fault"""
+    folder: Annotated[str, Meta(min_length=1)] | None = None
+    """where the files go; none: Ray's session"""
 
 
 class TracingSettings(msgspec.Struct, frozen=True):
     """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs."""
 
-    endpoint: Annotated[
-        Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None,
-        Meta(description="OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here"),
-    ] = None
-    sample_ratio: Annotated[
-        float, Meta(ge=0, le=1, description="share of the requests that are traced, where no caller has decided by traceparent")
-    ] = 1.0
-    service_name: Annotated[str, Meta(min_length=1, max_length=256, description="the spans' service.name")] = "quartet"
-    queue: Annotated[
-        int, Meta(ge=1, le=1 << 20, description="spans that may wait for the collector; beyond, the oldest are dropped")
-    ] = 8192
-    timeout_s: Annotated[Seconds, Meta(description="time to hand a batch to the collector, retries included")] = 10.0
+    endpoint: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = None
+    """OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here"""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """share of the requests that are traced, where no caller has decided by traceparent"""
+    service_name: Annotated[str, Meta(min_length=1, max_length=256)] = "quartet"
+    """the spans' service.name"""
+    queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 8192
+    """spans that may wait for the collector; beyond, the oldest are dropped"""
+    timeout_s: Seconds = 10.0
+    """time to hand a batch to the collector, retries included"""

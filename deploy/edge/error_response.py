@@ -28,9 +28,15 @@ class ErrorFields:
 
     status: int
     message: str
-    type: str
     param: str | None = None
     code: str | None = None
+
+    @property
+    def type(self) -> str:
+        """In OpenAI's words."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,15 @@ class ErrorShape:
 
     def body(self, error: QuartetError) -> dict[str, Any]:
         """The error, as a reply's body or as a stream's last event."""
-        param, status = error.param if isinstance(error, InvalidRequest) else None, status_of(error)
-        return self.write(ErrorFields(status.status, message_of(error), status.type, param, code_of(error)))
+        param = error.param if isinstance(error, InvalidRequest) else None
+        return self.write(ErrorFields(status_of(error).status, message_of(error), param, code_of(error)))
+
+
+def _openai_body(error: ErrorFields) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+OPENAI_ERROR = ErrorShape("Error", ("message", "type", "param", "code"), _openai_body)
 
 
 def response_of(error: QuartetError, shape: ErrorShape) -> Response:
@@ -87,9 +100,8 @@ def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
     headers = {**(headers or {}), **(dict(NO_RETRY) if status >= 500 else {})}
-    return json_response(shape.write(ErrorFields(status, _cut(message), kind, code=code)), status, headers)
+    return json_response(shape.write(ErrorFields(status, _cut(message), code=code)), status, headers)
 
 
 def message_of(error: QuartetError) -> str:

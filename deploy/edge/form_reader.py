@@ -2,10 +2,10 @@
 
 import base64
 import re
-from typing import Generic, TypeVar
+from collections.abc import Collection
+from typing import TypeVar
 
 import msgspec
-from msgspec import Struct
 
 from deploy.edge.body_reader import unsupported
 from deploy.edge.raw_json import decode
@@ -17,25 +17,21 @@ _TEXT_BYTES = 64 << 10
 _BOUNDARY = re.compile(rb"--[^\r\n]{1,70}(?=\r\n)")
 _NAME = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name="([^"\r\n]{1,64})"', re.IGNORECASE)
 
-R = TypeVar("R", bound=Struct)
+R = TypeVar("R")
 
 
-class FormReader(Generic[R]):
-    """Of `kind`, whose key `file` is the file; `absent` keys are known elsewhere and have no function here."""
+def read_form(body: bytes, decoder: msgspec.json.Decoder[R], absent: Collection[str]) -> R:
+    """What a form says, whose key `file` is the file; `absent` keys are known elsewhere and have no function here.
 
-    def __init__(self, kind: type[R], file: str, absent: tuple[str, ...]) -> None:
-        self._file, self._absent = file, absent
-        self._decoder = msgspec.json.Decoder(kind, strict=False)
-
-    def read(self, body: bytes) -> R:
-        """What it says. InvalidRequest names the first key that is wrong."""
-        said = {}
-        for name, value in _fields(body).items():
-            if name in self._absent:
-                raise unsupported(name)
-            said[name] = base64.b64encode(value).decode() if name == self._file else _text(name, value)
-        request: R = decode(msgspec.json.encode(said), "", self._decoder)
-        return request
+    InvalidRequest names the first key that is wrong.
+    """
+    said = {}
+    for name, value in _fields(body).items():
+        if name in absent:
+            raise unsupported(name)
+        said[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
+    request: R = decode(msgspec.json.encode(said), "", decoder)
+    return request
 
 
 def _fields(body: bytes) -> dict[str, bytes]:

@@ -3,21 +3,22 @@
 uvicorn would send chunks over httptools nevertheless; over h11 it does not.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
+@dataclass
 class Unchunked:
     """Wraps the outermost app, whose `send` is a method of uvicorn's request."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As the app does it, without chunks."""
         is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
-        await self._app(scope, receive, _until_close(send) if is_old else send)
+        await self.app(scope, receive, _until_close(send) if is_old else send)
 
 
 def _until_close(send: Send) -> Send:
@@ -31,7 +32,8 @@ def _until_close(send: Send) -> Send:
         if message["type"] == "http.response.start":
             has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
         if not has_length:
-            cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
     return unchunked

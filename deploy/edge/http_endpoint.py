@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from deploy.edge.error_response import ErrorShape
+from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
 
 Right = Literal["open", "generate", "tokenize", "models", "docs"]  # "open": no key is needed
 
@@ -17,5 +17,5 @@ class HttpEndpoint:
 
     path: str
     right: Right
-    error: ErrorShape
+    error: ErrorShape = OPENAI_ERROR
     operation: str | None = None

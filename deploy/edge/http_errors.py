@@ -66,7 +66,6 @@ class HttpStatus:
     """How one class of the tree looks from outside."""
 
     status: int
-    type: str
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
@@ -75,22 +74,22 @@ NO_RETRY = (("x-should-retry", "false"),)
 
 # The most derived class that is listed counts.
 _TABLE: dict[type[QuartetError], HttpStatus] = {
-    TooLarge: HttpStatus(413, "invalid_request_error", "request_too_large"),
-    HeadersTooLarge: HttpStatus(431, "invalid_request_error", "headers_too_large"),
-    TooSlow: HttpStatus(408, "invalid_request_error", "request_timeout", NO_RETRY),
-    Unauthenticated: HttpStatus(401, "invalid_request_error", "invalid_api_key", (("www-authenticate", "Bearer"),)),
-    Forbidden: HttpStatus(403, "invalid_request_error", "insufficient_permissions"),
-    QuotaExceeded: HttpStatus(429, "rate_limit_error", "rate_limit_exceeded"),
-    WrongMediaType: HttpStatus(415, "invalid_request_error", "unsupported_media_type"),
-    ForeignHost: HttpStatus(403, "invalid_request_error", "host_not_allowed"),
-    ModelNotFound: HttpStatus(404, "invalid_request_error", "model_not_found"),
-    InvalidRequest: HttpStatus(400, "invalid_request_error"),
-    Overloaded: HttpStatus(429, "rate_limit_error", "overloaded"),
-    EngineDead: HttpStatus(503, "server_error", "engine_restarting", (("retry-after", str(RESTART_S)),)),
-    SlowReader: HttpStatus(408, "invalid_request_error", "slow_reader", NO_RETRY),
-    DeadlineExceeded: HttpStatus(504, "server_error", "deadline_exceeded", NO_RETRY),
-    GenerationFailed: HttpStatus(500, "server_error", "generation_failed", NO_RETRY),
-    QuartetError: HttpStatus(500, "server_error", "internal_error", NO_RETRY),
+    TooLarge: HttpStatus(413, "request_too_large"),
+    HeadersTooLarge: HttpStatus(431, "headers_too_large"),
+    TooSlow: HttpStatus(408, "request_timeout", NO_RETRY),
+    Unauthenticated: HttpStatus(401, "invalid_api_key", (("www-authenticate", "Bearer"),)),
+    Forbidden: HttpStatus(403, "insufficient_permissions"),
+    QuotaExceeded: HttpStatus(429, "rate_limit_exceeded"),
+    WrongMediaType: HttpStatus(415, "unsupported_media_type"),
+    ForeignHost: HttpStatus(403, "host_not_allowed"),
+    ModelNotFound: HttpStatus(404, "model_not_found"),
+    InvalidRequest: HttpStatus(400),
+    Overloaded: HttpStatus(429, "overloaded"),
+    EngineDead: HttpStatus(503, "engine_restarting", (("retry-after", str(RESTART_S)),)),
+    SlowReader: HttpStatus(408, "slow_reader", NO_RETRY),
+    DeadlineExceeded: HttpStatus(504, "deadline_exceeded", NO_RETRY),
+    GenerationFailed: HttpStatus(500, "generation_failed", NO_RETRY),
+    QuartetError: HttpStatus(500, "internal_error", NO_RETRY),
 }
 
 

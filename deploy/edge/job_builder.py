@@ -5,7 +5,7 @@ import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.media.media_reader import media_items, read_media
 from deploy.edge.media.side_pool import SidePool
 from deploy.edge.media.tasks import Prepared
+from deploy.edge.raw_json import invalid
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
 from engine.errors import InvalidRequest, ModelNotFound, Overloaded
@@ -28,7 +29,7 @@ from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.logit_adjustments import LogitAdjustments
-from engine.protocol import MAX_ALTERNATIVES, Grammar, SamplingParams
+from engine.protocol import Grammar, SamplingParams
 
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
@@ -42,15 +43,17 @@ _SEED_BITS = 63
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
 
+@dataclass
 class JobBuilder:
     """Makes jobs for one served model; `pool`: does what takes a while."""
 
-    def __init__(self, settings: ServiceSettings, text: TextProcessor, pool: TextPool, grammars: GrammarCheck) -> None:
-        self.settings = settings
-        self._text = text
-        self._pool = pool
-        self._grammars = grammars
-        self.side_pool = SidePool()
+    settings: ServiceSettings
+    text: TextProcessor
+    pool: TextPool
+    grammars: GrammarCheck
+    side_pool: SidePool = field(default_factory=SidePool)
+
+    def __post_init__(self) -> None:
         self._decoding = {remote: asyncio.Semaphore(DECODED_AT_ONCE) for remote in (False, True)}  # who waits for servers, apart
 
     def check_model(self, name: str | None) -> None:
@@ -64,41 +67,36 @@ class JobBuilder:
         return await (self._chat_job(ask, ask.prompt) if isinstance(ask.prompt, ChatPrompt) else self._raw_job(ask, ask.prompt))
 
     def _adjustments(self, ask: Ask) -> LogitAdjustments | None:
-        encode = partial(self._text.encode, add_bos=False)
+        encode = partial(self.text.encode, add_bos=False)
         adjustments = logit_adjustments(ask.sampling, self.settings.vocab, encode)
         if not isinstance(ask.prompt, ChatPrompt) or ask.prompt.choice.mode != "none" or not ask.prompt.tools:
             return adjustments
-        known = map(self._text.control_id, CALL_TOKENS)
+        known = map(self.text.control_id, CALL_TOKENS)
         return forbid(adjustments, [number for number in known if number is not None])
 
     async def prompt(self, chat: ChatPrompt) -> list[int]:
         """The token ids that a chat begins with. InvalidRequest."""
         media = await self._media(chat, "messages")
-        return await self._pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
+        return await self.pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a raw prompt; takes a while. InvalidRequest: it is much longer than any that fits."""
         self._check_size(len(text), "prompt")
-        return self._text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.settings.max_len)
+        return self.text.encode(text, add_bos=add_special_tokens, most=COUNTED_CONTEXTS * self.settings.max_len)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
         _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.settings.max_len, "ids")
-        return self._text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
-
-    @property
-    def thinks(self) -> bool:
-        """Whether the model thinks where a request does not say."""
-        return self._text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
+        return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
         media = await self._media(chat, ask.keys.prompt)
-        job, tools, form = await self._pool.run(lambda: self._rendered(ask, chat, media))
+        job, tools, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
         rules = form.rules if form else None
         wants = Constraints(tools, chat.choice, rules, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
-        return _with(job, grammar=kept, thought=wants.thought_budget(self._text, prompt))
+        return _with(job, grammar=kept, thought=wants.thought_budget(self.text, prompt))
 
     async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
         with _naming(key):
@@ -114,19 +112,21 @@ class JobBuilder:
         if chat.choice.mode == "required":
             _check_end(ask, "a tool_choice that requires a call")
         job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len, scored=1)
-        items = media_items(prompt, media, self._text) if media else ()
+        items = media_items(prompt, media, self.text) if media else ()
         return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
 
     def _thinks(self, chat: ChatPrompt) -> bool:
-        return self.thinks if chat.thinks is None else chat.thinks
+        if chat.thinks is not None:
+            return chat.thinks
+        return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
         """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
-        reply_grammar = await self._pool.run(lambda: wants.grammar(Markers.of(self._text), prompt, thinking=thinking))
+        reply_grammar = await self.pool.run(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
         if reply_grammar is None:
             return None
         try:
-            await self._grammars.check(reply_grammar.text, param)
+            await self.grammars.check(reply_grammar.text, param)
         except Overloaded:
             if not wants.ours:
                 raise
@@ -138,16 +138,17 @@ class JobBuilder:
         return reply_grammar
 
     async def _raw_job(self, ask: Ask, raw: RawPrompts) -> Job:
-        job, form = await self._pool.run(lambda: self._tokenized(ask, raw))
+        job, form = await self.pool.run(lambda: self._tokenized(ask, raw))
         if form is None:
             return job
         rules = grammar(None, form.rules, Thought.none)
-        await self._grammars.check(rules, form.key)
+        await self.grammars.check(rules, form.key)
         return _with(job, grammar=Grammar(rules))
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
         """Without its grammar; takes a while."""
-        prompts, limit = [self._tokens(source, ask.keys.prompt) for source in raw.sources], ask.sampling.max_tokens
+        prompts = [self._tokens(source, ask.keys.prompt) for source in raw.sources]
+        limit = ask.sampling.max_tokens
         job = self._job(ask, prompts, COMPLETION_TOKENS if limit is None else max(1, limit), scored=None)
         if raw.echo:
             job = replace(job, echoes=self._texts(raw.sources, job), echo_only=limit == 0)
@@ -157,26 +158,26 @@ class JobBuilder:
         """`job`, whose first `choices` also give logprobs of their prompts' tokens. InvalidRequest: they are too many."""
         if alternatives is None:
             return job
-        _at_most("prompt_logprobs", alternatives, min(self.settings.limits.top_logprobs, MAX_ALTERNATIVES))
         count = sum(len(job.prompt(choice)) for choice in range(choices)) * (1 + alternatives)
         if count > MAX_PROMPT_LOGPROBS:
-            message = f"{count} logprobs of prompt tokens, alternatives counted, exceed the limit of {MAX_PROMPT_LOGPROBS}"
-            raise InvalidRequest(f"prompt_logprobs: {message} a request", param="prompt_logprobs")
+            counted = f"{count} logprobs of prompt tokens, alternatives counted,"
+            raise invalid("prompt_logprobs", f"{counted} exceed the limit of {MAX_PROMPT_LOGPROBS} a request")
         scored = (msgspec.structs.replace(params, prompt_logprobs=alternatives) for params in job.params[:choices])
         return replace(job, params=(*scored, *job.params[choices:]))
 
     def _texts(self, sources: Sequence[str | list[int]], job: Job) -> tuple[str, ...]:
         """Of prompts, as an echo shows them: a text as it came."""
         shown = job.skip_special_tokens
-        return tuple(text if isinstance(text, str) else self._text.decode(text, skip_special_tokens=shown) for text in sources)
+        return tuple(text if isinstance(text, str) else self.text.decode(text, skip_special_tokens=shown) for text in sources)
 
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
         """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
-        messages, tools = [message.plain() for message in chat.messages], Tools(chat.tools)
+        messages = [message.plain() for message in chat.messages]
+        tools = Tools(chat.tools)
         _check_choice(chat.choice, tools)
         with _naming(key):
             self._check_size(characters([messages, chat.tools]), "messages")
-            prompt = self._text.render_chat(
+            prompt = self.text.render_chat(
                 messages,
                 tools=chat.tools or None,
                 enable_thinking=self._thinks(chat),
@@ -191,7 +192,7 @@ class JobBuilder:
         if not isinstance(source, str):
             return self._in_vocab(source, key)
         self._check_size(len(source), key)
-        return self._text.encode(source, add_bos=True, most=self.settings.max_len)
+        return self.text.encode(source, add_bos=True, most=self.settings.max_len)
 
     def _check_size(self, characters: int, param: str) -> None:
         """What fits has fewer characters a token: more are not even rendered."""
@@ -201,10 +202,12 @@ class JobBuilder:
     def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int | None) -> Job:
         """`scored` choices also give logprobs of their prompts, where they are asked for; None: all of them."""
         self._check_limits(ask, len(prompts))
-        sampling, adjustments = ask.sampling, self._adjustments(ask)
+        sampling = ask.sampling
+        adjustments = self._adjustments(ask)
         choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit))
         packed = tuple(array("i", prompt) for prompt in prompts)
-        clip, shown = sampling.max_tokens is None, sampling.skip_special_tokens
+        clip = sampling.max_tokens is None
+        shown = sampling.skip_special_tokens
         job = _with(Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=shown), adjustments=adjustments)
         return self._scored(job, ask.prompt_logprobs, len(choices) if scored is None else scored)
 
@@ -213,17 +216,18 @@ class JobBuilder:
         if len(prompt) + 1 > self.settings.max_len:
             raise too_long(f"{len(prompt)} tokens", self.settings.max_len, ask.keys.prompt)
         if not prompt:
-            raise InvalidRequest(f"{ask.keys.prompt}: must not be empty", param=ask.keys.prompt)
+            raise invalid(ask.keys.prompt, "must not be empty")
         limit = min(limit, self.settings.max_len - len(prompt))
         if (least := ask.sampling.min_tokens) > limit:
             key = ask.keys.min_tokens
-            raise InvalidRequest(f"{key}: {least} exceeds the {limit} tokens to generate", param=key)
+            raise invalid(key, f"{least} exceeds the {limit} tokens to generate")
         params = self._params(ask, limit)
         return [msgspec.structs.replace(params, seed=seed) for seed in _seeds(ask.sampling.seed, ask.sampling.n)]
 
     def _params(self, ask: Ask, limit: int) -> SamplingParams:
-        sampling, defaults = ask.sampling, self.settings.defaults
-        eos = () if sampling.ignore_eos else self._text.eos_ids
+        sampling = ask.sampling
+        defaults = self.settings.defaults
+        eos = () if sampling.ignore_eos else self.text.eos_ids
         return SamplingParams(
             max_tokens=limit,
             temperature=_given(sampling.temperature, defaults.temperature),
@@ -237,18 +241,19 @@ class JobBuilder:
         )
 
     def _check_limits(self, ask: Ask, prompts: int) -> None:
-        limits, sampling, stop = self.settings.limits, ask.sampling, ask.keys.stop
+        limits = self.settings.limits
+        sampling = ask.sampling
+        stop = ask.keys.stop
         _at_most("n", sampling.n, limits.n)
         _at_most(stop, len(sampling.stops), limits.stop_strings, "strings")
         for text in sampling.stops:
             _at_most(stop, len(text.encode("utf-8", "replace")), limits.stop_bytes, "bytes")
-        _at_most("stop_token_ids", len(sampling.stop_ids), limits.stop_token_ids, "ids")
-        _at_most(ask.keys.logprobs, ask.logprobs or 0, limits.top_logprobs)
         if "" in sampling.stops:
-            raise InvalidRequest(f"{stop}: a stop string must not be empty", param=stop)
-        most, key = min(MAX_CHOICES, self.settings.capacity), "n" if sampling.n > 1 else ask.keys.prompt
+            raise invalid(stop, "a stop string must not be empty")
+        most = min(MAX_CHOICES, self.settings.capacity)
+        key = "n" if sampling.n > 1 else ask.keys.prompt
         if prompts * sampling.n > most:
-            raise InvalidRequest(f"{key}: {prompts} prompts of {sampling.n} choices each exceed the limit of {most}", param=key)
+            raise invalid(key, f"{prompts} prompts of {sampling.n} choices each exceed the limit of {most}")
 
     def _in_vocab(self, ids: Ids, param: str) -> Ids:
         check_ids(ids, self.settings.vocab, param)
@@ -266,18 +271,18 @@ def _check_end(ask: Ask, what: str) -> None:
     """With it an answer ends when it is complete, and not later."""
     for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.keys.min_tokens, ask.sampling.min_tokens)):
         if given:
-            raise InvalidRequest(f"{key}: not with {what}", param=key)
+            raise invalid(key, f"not with {what}")
 
 
 def _check_choice(choice: ToolChoice, tools: Tools) -> None:
     """A choice of tools is one of those that are declared."""
     for name in choice.names or ():
         if not tools.declares(name):
-            raise InvalidRequest(f"tool_choice: {name[:100]!r} is not declared in tools", param="tool_choice")
+            raise invalid("tool_choice", f"{name[:100]!r} is not declared in tools")
     if choice.mode == "required" and not tools:
-        raise InvalidRequest("tool_choice: 'required' needs tools", param="tool_choice")
+        raise invalid("tool_choice", "'required' needs tools")
     if choice.names == ():
-        raise InvalidRequest("tool_choice: allowed_tools names no tool", param="tool_choice")
+        raise invalid("tool_choice", "allowed_tools names no tool")
 
 
 def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
@@ -301,7 +306,7 @@ def _given(value: Any, default: Any) -> Any:
 
 def _at_most(param: str, value: int, limit: int, what: str = "") -> None:
     if value > limit:
-        raise InvalidRequest(f"{param}: {value}{what and ' ' + what} exceeds the limit of {limit}", param=param)
+        raise invalid(param, f"{value}{what and ' ' + what} exceeds the limit of {limit}")
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:

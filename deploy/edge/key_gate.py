@@ -5,6 +5,7 @@ scope's, which is what the router will go by; what it does not know is refused t
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from starlette.types import Scope
 
@@ -16,11 +17,11 @@ from deploy.edge.observe.record import record_of
 from engine.errors import QuartetError
 
 
+@dataclass(frozen=True)
 class KeyGate:
     """In front of an application, and in front of whatever reads bodies for it."""
 
-    def __init__(self, ring: KeyRing) -> None:
-        self._ring = ring
+    ring: KeyRing
 
     async def check(self, scope: Scope) -> bool:
         """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
@@ -29,14 +30,14 @@ class KeyGate:
         record.key = key.name if key is not None else None
         if key is not None and not _is_open(scope):
             check_right(key, scope["path"])
-            record.grant = self._ring.open(key)
+            record.grant = self.ring.open(key)
         return True
 
     async def may_send(self, scope: Scope) -> bool:
         """Whether the request's body is worth reading: `check` will not refuse it for its key."""
         try:
             key = await self._identify(scope)
-            if key is not None and not _is_open(scope):
+            if key is not None:
                 check_right(key, scope["path"])
         except QuartetError:  # the application says it, with an access line
             return False
@@ -44,9 +45,9 @@ class KeyGate:
 
     async def _identify(self, scope: Scope) -> ApiKey | None:
         """Whose request it is; None: nobody's, on an open path. Unauthenticated."""
-        await self._ring.refresh()
+        await self.ring.refresh()
         given = credentials(scope["headers"])
-        key = self._ring.find(given[0]) if len(given) == 1 and given[0] else None
+        key = self.ring.find(given[0]) if len(given) == 1 and given[0] else None
         if key is None and not _is_open(scope):
             raise Unauthenticated(_what_is_wrong(given))
         return key
@@ -69,7 +70,7 @@ def check_right(key: ApiKey, path: str) -> None:
     if (endpoint := endpoint_of(path)) is None:
         if not key.rights.issuperset(RIGHTS):
             raise Forbidden("This path needs an API key with all rights.")
-    elif endpoint.right not in key.rights:
+    elif endpoint.right not in {"open", *key.rights}:
         raise Forbidden(f"This API key lacks the right `{endpoint.right}`.")
 
 

@@ -4,10 +4,24 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw, UnsetType
 
+from engine.protocol import MAX_ALTERNATIVES
+
+
+def array(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
+    """The schema of an array; `bounds`: minItems, maxItems."""
+    return {"type": "array", "items": items, **bounds}
+
+
+def component(kind: str) -> dict[str, Any]:
+    """A reference to the schema of that type."""
+    return {"$ref": f"#/components/schemas/{kind}"}
+
+
 STRING = {"type": "string"}
-STRINGS = {"type": "array", "items": STRING}
+STRINGS = array(STRING)
 OBJECT = {"type": "object"}
-IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+ID = {"type": "integer", "minimum": 0}
+IDS = array(ID)
 
 Kind = Annotated[str, Meta(max_length=64)]
 Name = Annotated[str, Meta(max_length=256)]
@@ -15,6 +29,7 @@ ModelName = Annotated[str, Meta(max_length=1024)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Priority = Annotated[int, Meta(ge=-(2**31 - 1), le=2**31 - 1)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
@@ -24,6 +39,11 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 def shown_as(*shapes: dict[str, Any]) -> Meta:
     """How a key that stays raw JSON shows in the API's document."""
     return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
+
+
+def one_of(*values: str) -> Meta:
+    """How a text shows that may only be one of `values`, which is checked where it is used."""
+    return Meta(max_length=64, extra_json_schema={"enum": values})
 
 
 RawNull = Annotated[Raw, shown_as()] | UnsetType

@@ -16,8 +16,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -34,13 +33,12 @@ from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooS
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery
-from deploy.edge.scope import BEGAN
+from deploy.edge.scope import BEGAN, REQUEST_ID_FORM
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
 STRIPPED_HEADERS = frozenset(
     {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"}
 )
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 Headers = list[tuple[bytes, bytes]]
@@ -57,10 +55,12 @@ class Upload:
 
     def taken(self) -> Message:
         """All of it, as a message; from now on it is the app's."""
-        body, self.body = bytes(self.body), bytearray()
+        body = bytes(self.body)
+        self.body = bytearray()
         return {"type": "http.request", "body": body, "more_body": False}
 
 
+@dataclass
 class Limits:
     """Wraps an ASGI app.
 
@@ -68,57 +68,47 @@ class Limits:
     bounds_writes  a client that takes nothing for write_timeout_s is given up here, whatever the app thinks of it
     """
 
-    def __init__(
-        self, app: ASGIApp, limits: LimitSettings, check_key: CheckKey | None = None, *, bounds_writes: bool = False
-    ) -> None:
-        self._app = app
-        self._limits = limits
-        self._check_key = check_key
-        self._bounds_writes = bounds_writes
-        self._uploads = Uploads(limits)
-        self._open = 0
+    app: ASGIApp
+    limits: LimitSettings
+    check_key: CheckKey | None = None
+    bounds_writes: bool = False
+    _open: int = 0
+
+    def __post_init__(self) -> None:
+        self._uploads = Uploads(self.limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check an HTTP request's head, read its body, pass both on."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began = scope.get(BEGAN, time.monotonic())
         self._open += 1
         upload = Upload()
         try:
-            await self._take_in(scope, receive, upload)
-            took = self._bounded(send) if self._bounds_writes else send
+            try:
+                await self._take_in(scope, receive, upload)
+            except QuartetError as error:  # the app's own are its own business
+                await response_of(error, error_shape_of(scope["path"]))(scope, receive, send)
+                return
+            took = self._bounded(send) if self.bounds_writes else send
             body = self._uploads.replayed(upload, receive)
-            await self._app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, took)
-        except _Refused as refused:
-            await response_of(refused.error, error_shape_of(scope["path"]))(scope, receive, send)
+            await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, took)
         finally:
             self._uploads.release(upload)
             self._open -= 1
 
     def _bounded(self, send: Send) -> Send:
         """TimeoutError where a write takes too long: Serve's own proxy would wait for ever, and pile up what comes."""
-        return lambda message: bounded(send(message), self._limits.write_timeout_s)
+        return lambda message: bounded(send(message), self.limits.write_timeout_s)
 
     async def _take_in(self, scope: Scope, receive: Receive, upload: Upload) -> None:
-        try:
-            if self._open > self._limits.requests:
-                raise Overloaded("Too many requests at once; please try again shortly.")
-            check_head(scope, self._limits)
-            known = self._check_key is None or await self._check_key(scope)
-            if known and _has_body(scope):
-                await self._uploads.read(upload, receive)
-        except QuartetError as error:
-            raise _Refused(error) from error
-
-
-class _Refused(Exception):
-    """By us, and not by the app inside."""
-
-    def __init__(self, error: QuartetError) -> None:
-        super().__init__(str(error))
-        self.error = error
+        if self._open > self.limits.requests:
+            raise Overloaded("Too many requests at once; please try again shortly.")
+        check_head(scope, self.limits)
+        known = self.check_key is None or await self.check_key(scope)
+        if known and _has_body(scope):
+            await self._uploads.read(upload, receive)
 
 
 class Uploads:
@@ -134,7 +124,21 @@ class Uploads:
 
     async def read(self, upload: Upload, receive: Receive) -> None:
         """The whole body. TooLarge, TooSlow, Overloaded; ClientDisconnect when the client leaves before its end."""
-        async with self._on_its_way(upload):
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._limits.body_timeout_s
+        try:
+            async with asyncio.timeout_at(ends) as upload.timeout:
+                await self._receive(upload, receive)
+        except TimeoutError as error:
+            gave_way = loop.time() < ends
+            why = "gave way to newer ones" if gave_way else f"did not arrive within {self._limits.body_timeout_s:g} s"
+            raise TooSlow(f"the body {why}") from error
+
+    async def _receive(self, upload: Upload, receive: Receive) -> None:
+        self._coming[upload] = None
+        if len(self._coming) > self._limits.uploads:
+            self._end_oldest()
+        try:
             more = True
             while more:
                 message = await receive()
@@ -143,6 +147,8 @@ class Uploads:
                 upload.body += message.get("body", b"")
                 more = message.get("more_body", False)
                 self._count(upload)
+        finally:
+            del self._coming[upload]
 
     def release(self, upload: Upload) -> None:
         """Nobody here holds it any more. Idempotent."""
@@ -166,24 +172,6 @@ class Uploads:
             return message
 
         return again
-
-    @asynccontextmanager
-    async def _on_its_way(self, upload: Upload) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        ends = loop.time() + self._limits.body_timeout_s
-        try:
-            async with asyncio.timeout_at(ends) as upload.timeout:
-                self._coming[upload] = None
-                if len(self._coming) > self._limits.uploads:
-                    self._end_oldest()
-                try:
-                    yield
-                finally:
-                    del self._coming[upload]
-        except TimeoutError as error:
-            gave_way = loop.time() < ends
-            why = "gave way to newer ones" if gave_way else f"did not arrive within {self._limits.body_timeout_s:g} s"
-            raise TooSlow(f"the body {why}") from error
 
     def _count(self, upload: Upload) -> None:
         self._bytes += len(upload.body) - upload.held
@@ -232,7 +220,7 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
 
 
 def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
-    if name == b"x-request-id" and not _REQUEST_ID.fullmatch(value):
+    if name == b"x-request-id" and not REQUEST_ID_FORM.fullmatch(value):
         raise InvalidRequest("x-request-id: 1 to 128 of A-Z a-z 0-9 . _ -", param="x-request-id")
     if name == b"content-encoding" and value.strip().lower() != b"identity":
         raise WrongMediaType("the body must not be compressed: leave the header Content-Encoding out")
@@ -246,7 +234,8 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
 
 def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:
     """Around Serve's servers, the outermost last; the launcher has put its settings into the environment. `routes`: of Recovery."""
-    given, keys = os.environ.get(LIMITS_VARIABLE), os.environ.get(KEYS_VARIABLE)
+    given = os.environ.get(LIMITS_VARIABLE)
+    keys = os.environ.get(KEYS_VARIABLE)
     limits = msgspec.json.decode(given, type=LimitSettings) if given else LimitSettings()
     gate = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))) if keys else None
     guard = Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None, bounds_writes=True)

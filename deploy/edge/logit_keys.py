@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from deploy.edge.ask import Sampling
-from engine.errors import InvalidRequest
+from deploy.edge.raw_json import invalid
 from engine.logit_adjustments import LogitAdjustments
 
 BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
@@ -13,13 +13,14 @@ BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 
 def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], list[int]]) -> LogitAdjustments | None:
     """Of a request to a model of `vocab` ids; None: it asks for nothing. `encode`: a text's ids. InvalidRequest names the key."""
-    biases, allowed = sampling.biases, sampling.allowed_ids
+    biases = sampling.biases
+    allowed = sampling.allowed_ids
     check_ids(biases, vocab, "logit_bias")
     check_ids(allowed or [], vocab, "allowed_token_ids")
     if allowed is not None and not allowed:
-        raise InvalidRequest("allowed_token_ids: must name at least one id", param="allowed_token_ids")
+        raise invalid("allowed_token_ids", "must name at least one id")
     if allowed and all(biases.get(token) == BAN for token in allowed):
-        raise InvalidRequest("allowed_token_ids: logit_bias forbids all of them", param="allowed_token_ids")
+        raise invalid("allowed_token_ids", "logit_bias forbids all of them")
     adjusted = LogitAdjustments(
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
@@ -29,7 +30,7 @@ def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], li
         bad_words=_spellings(sampling.bad_words, encode),
     )
     if (excess := adjusted.excess()) is not None:
-        raise InvalidRequest(f"bad_words: {excess}", param="bad_words")  # lists of ids are bounded where they are read
+        raise invalid("bad_words", excess)  # lists of ids are bounded where they are read
     return adjusted if adjusted != LogitAdjustments() else None
 
 
@@ -39,14 +40,14 @@ def forbid(adjustments: LogitAdjustments | None, ids: Sequence[int]) -> LogitAdj
     bias = {**dict(adjusted.bias), **dict.fromkeys(ids, -float("inf"))}
     adjusted = msgspec.structs.replace(adjusted, bias=tuple(bias.items()))
     if (excess := adjusted.excess()) is not None:
-        raise InvalidRequest(f"logit_bias: {excess}, those that tool_choice none forbids among them", param="logit_bias")
+        raise invalid("logit_bias", f"{excess}, those that tool_choice none forbids among them")
     return adjusted
 
 
 def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
     """The ids of each word as it begins a text, and as it follows a space."""
     if not all(word.strip() for word in words):
-        raise InvalidRequest("bad_words: a word must not be empty", param="bad_words")
+        raise invalid("bad_words", "a word must not be empty")
     texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     return tuple(dict.fromkeys(tuple(encode(text)) for text in texts))
 
@@ -54,4 +55,4 @@ def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tupl
 def check_ids(ids: Iterable[int], vocab: int, param: str) -> None:
     """InvalidRequest: one of them is outside the vocabulary."""
     if (largest := max(ids, default=0)) >= vocab:
-        raise InvalidRequest(f"{param}: token id {largest} is outside the vocabulary of {vocab}", param=param)
+        raise invalid(param, f"token id {largest} is outside the vocabulary of {vocab}")

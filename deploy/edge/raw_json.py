@@ -5,10 +5,10 @@ scan of it. Every finding is an InvalidRequest that names the key.
 """
 
 import re
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from deploy.edge.key_types import Natural
 from engine.errors import InvalidRequest
@@ -24,13 +24,17 @@ _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
-T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
 Json = Raw | UnsetType  # a field that stays raw JSON
 
 ANYTHING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _TEXT = msgspec.json.Decoder(str)
 _ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Natural])
+
+
+def invalid(path: str, why: str, code: str | None = None) -> InvalidRequest:
+    """What is wrong at `path`, which begins with a key of the request."""
+    return InvalidRequest(f"{path}: {why}", re.split(r"[.\[]", path)[0], code)
 
 
 def at_most(element: Any, most: int) -> Any:
@@ -92,7 +96,7 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
 def check_commas(raw: Raw, key: str, most: int) -> None:
     """In what may only hold numbers, a comma ends each but the last."""
     if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
-        raise InvalidRequest(f"{key}: more than {most} token ids", param=key)
+        raise invalid(key, f"more than {most} token ids")
 
 
 def check_strings(body: bytes) -> None:
@@ -111,19 +115,27 @@ def check_large(body: bytes) -> None:
 
 
 class ListReader:
-    """Reads arrays of at most `most` elements of a type; one that is absent, or null, is empty."""
+    """Reads arrays of at most `most` elements; one that is absent, or null, is empty.
+
+    In ON_LOOP_BYTES there is nothing that would need a bound while it is decoded. An element's own list needs none where each of
+    its elements has a string: `check_strings` bounds those.
+    """
 
     def __init__(self, element: Any, most: int) -> None:
-        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(element, most))
+        self._most = most
+        self._small: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
+        self._large: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(element, most))
 
     def read(self, raw: Json, key: str) -> list[Any]:
-        """InvalidRequest: they are none, or too many."""
-        given = not_null(raw)
-        return [] if given is None else _set(decode(given, key, self._decoder))
-
-
-def _set(array: Struct) -> list[Any]:
-    return [value for value in msgspec.structs.astuple(array) if value is not UNSET]
+        """The elements. InvalidRequest: they are none, or too many."""
+        if (given := not_null(raw)) is None:
+            return []
+        if size(raw) > ON_LOOP_BYTES:
+            return [value for value in msgspec.structs.astuple(decode(given, key, self._large)) if value is not UNSET]
+        values: list[Any] = decode(given, key, self._small)
+        if len(values) > self._most:
+            raise invalid(key, f"more than {self._most} elements")
+        return values
 
 
 def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int) -> V | None:
@@ -131,7 +143,7 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
     if (given := not_null(raw)) is None:
         return None
     if len(memoryview(given)) > most:
-        raise InvalidRequest(f"{key}: more than {most} bytes", param=key)
+        raise invalid(key, f"more than {most} bytes")
     value: V = decode(given, key, decoder)
     return value
 
@@ -139,35 +151,6 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
 def read_text(raw: Raw, key: str) -> str | None:
     """None: it is no string, but a list of what may stand for one."""
     return decode(raw, key, _TEXT) if first_characters(raw)[:1] == b'"' else None
-
-
-class BoundedList(Generic[T]):
-    """Reads arrays of at most `most` of `kind`, a Struct whose `field` may itself be an array: of at most `parts` of `part`.
-
-    It may be a string instead, or null. In ON_LOOP_BYTES there is nothing that would need a bound.
-    """
-
-    def __init__(self, kind: type[T], most: int, field: str, part: type[Struct], parts: int) -> None:
-        self._most, self._field = most, field
-        self._small = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
-        self._parts = at_most(part, parts)
-        large = msgspec.defstruct(kind.__name__, [(field, str | self._parts | None, None)], bases=(kind,), frozen=True)
-        self._large = ListReader(large, most)
-
-    def read(self, raw: Raw, key: str) -> list[T]:
-        """The elements; their `field`, where it was an array, is a list. InvalidRequest: they are none, or too many."""
-        if size(raw) > ON_LOOP_BYTES:
-            return [self._with_list(element) for element in self._large.read(raw, key)]
-        read: list[T] = decode(raw, key, self._small)
-        if len(read) > self._most:
-            raise InvalidRequest(f"{key}: more than {self._most} elements", param=key)
-        return read
-
-    def _with_list(self, element: T) -> T:
-        value = getattr(element, self._field)
-        if not isinstance(value, self._parts):
-            return element
-        return msgspec.structs.replace(element, **{self._field: _set(value)})
 
 
 def _why_malformed(error: Exception) -> str:
@@ -185,10 +168,12 @@ def _complaint(error: Exception, key: str) -> InvalidRequest:
         return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=key or None, code="invalid_json")
     said = _WHERE.fullmatch(str(error))
     assert said is not None, error
-    what, path = said["what"], said["path"] or ""
+    what = said["what"]
+    path = said["path"] or ""
     if missing := _MISSING.match(what):
-        path, what = f"{path}.{missing[1]}".lstrip("."), "is required"
+        path = f"{path}.{missing[1]}".lstrip(".")
+        what = "is required"
     path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")
     if not path:
         return InvalidRequest(f"The body must be a JSON object: {what}", code="invalid_json")
-    return InvalidRequest(f"{path[:200]}: {what[:300]}", param=re.split(r"[.\[]", path)[0])
+    return invalid(path[:200], what[:300])

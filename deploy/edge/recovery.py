@@ -6,6 +6,7 @@ the first request after none. deploy/serve_guard.py tells the difference.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,20 +17,20 @@ from engine.errors import EngineDead
 PERIOD_S = 0.5  # between two looks at a request that waits, and at what Serve says of the deployments
 
 
+@dataclass
 class Recovery:
     """Wraps Serve's proxy. `routes`: of each application its prefix, and whether it has lost its replicas, as far as is known; it
     may block."""
 
-    def __init__(self, app: ASGIApp, routes: Callable[[], dict[str, bool]]) -> None:
-        self._app = app
-        self._routes = routes
-        self._asked = 0.0
-        self._said: asyncio.Future[dict[str, bool]] | None = None
+    app: ASGIApp
+    routes: Callable[[], dict[str, bool]]
+    _asked: float = 0.0
+    _said: asyncio.Future[dict[str, bool]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is answered, or waits for a replica that is to come."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         begun = refused = False
 
@@ -39,7 +40,7 @@ class Recovery:
             if not refused:
                 await send(message)
 
-        work = asyncio.ensure_future(self._app(scope, receive, noted))
+        work = asyncio.ensure_future(self.app(scope, receive, noted))
         try:
             while not (begun or work.done()):
                 await asyncio.wait({work}, timeout=PERIOD_S)
@@ -58,7 +59,8 @@ class Recovery:
         """As Serve said it, at most PERIOD_S ago; False where it does not say."""
         now = asyncio.get_running_loop().time()
         if self._said is None or (self._said.done() and now - self._asked >= PERIOD_S):
-            self._asked, self._said = now, asyncio.ensure_future(asyncio.to_thread(self._routes))
+            self._asked = now
+            self._said = asyncio.ensure_future(asyncio.to_thread(self.routes))
         said = self._said
         await asyncio.wait({said}, timeout=PERIOD_S)
         routes = said.result() if said.done() else {}

@@ -25,14 +25,13 @@ from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
-from deploy.edge.error_response import ErrorShape, json_response, plain_error, response_of
+from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, json_response, plain_error, response_of
 from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.limits import Limits
 from deploy.edge.observe.record import record_of
-from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.scope import client_address, is_from_loopback
-from deploy.edge.service import Client, Service
+from deploy.edge.service import Service
 from engine.errors import QuartetError
 from engine.front.generation import Job
 
@@ -114,7 +113,7 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
         async with _admitted(service, request):
             asked = await service.pool.read(api.read, await _body_of(request))
             answer = await api.answer(service, asked)
-            return json_response(Raw(await service.pool.run(lambda: msgspec.json.encode(answer()))))
+            return json_response(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
 
 
 @asynccontextmanager
@@ -142,7 +141,8 @@ def _check_media_type(request: Request, media_type: str, origins: Sequence[str])
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != media_type:
         raise WrongMediaType(f"the body must be {media_type}: so must the header Content-Type", code="unsupported_media_type")
-    origin, own = request.headers.get("origin", ""), request.headers.get("host")
+    origin = request.headers.get("origin", "")
+    own = request.headers.get("host")
     if media_type != JSON and origin and origin.partition("://")[2] != own and not {"*", origin} & set(origins):
         raise ForeignHost("limits.cors_origins does not name the web page's Origin", code="origin_not_allowed")
 
@@ -150,9 +150,12 @@ def _check_media_type(request: Request, media_type: str, origins: Sequence[str])
 async def _answer(
     service: Service, request: Request, parsed: ParsedRequest, job: Job, ticket: AdmissionTicket
 ) -> CompletionResponse:
-    client = Client(record_of(request.scope).key, request.headers.get("authorization") or request.headers.get("x-api-key"))
-    job = service.with_priority(job, parsed.ask, client)
-    choices, tokens = len(job.params), job.choices_each * job.prompt_tokens
+    key = record_of(request.scope).key
+    header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
+    tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
+    job = service.with_priority(job, parsed.ask, tenant)
+    choices = len(job.params)
+    tokens = job.choices_each * job.prompt_tokens
     media = choices * sum(len(item.data) for item in job.media)
     await service.admission.make_room(ticket.client, choices, tokens, media)
     ticket.settle(choices, tokens, media)
@@ -177,7 +180,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health/live", response_model=None, responses=_errors())
     async def live() -> Response:
-        return json_response({"status": "live"} if service.engine.dead is None else {"status": "dead"}, _status(service))
+        return json_response({"status": "live"}) if service.engine.dead is None else json_response({"status": "dead"}, 503)
 
     @app.get("/health", response_model=None, responses=_errors())
     @app.get("/health/ready", response_model=None, responses=_errors())
@@ -193,10 +196,6 @@ def _add_health(app: FastAPI, service: Service) -> None:
 def _may_know_addresses(service: Service, request: Request) -> bool:
     """From this machine and, where there are API keys, with one."""
     return is_from_loopback(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
-
-
-def _status(service: Service) -> int:
-    return 200 if service.engine.dead is None else 503
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

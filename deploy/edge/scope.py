@@ -13,13 +13,13 @@ RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
 BEGAN = "quartet.began"  # and for when its head was read, by the monotonic clock
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
-_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+REQUEST_ID_FORM = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's id, where it sent exactly one and it is 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
     given = only(headers, b"x-request-id")
-    return given.decode() if given is not None and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+    return given.decode() if given is not None and REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
 
 
 def only(headers: Iterable[tuple[bytes, bytes]], lower_name: bytes) -> bytes | None:

@@ -14,10 +14,11 @@ from deploy.edge.job_builder import JobBuilder
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
+from deploy.edge.raw_json import invalid
 from deploy.edge.response_format import ServedModel
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
-from engine.errors import EngineDead, InvalidRequest, QuartetError
+from engine.errors import EngineDead
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.client import EngineClient
 from engine.front.generation import Generation, Job
@@ -25,24 +26,11 @@ from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 
 ANSWERS_PER_CHOICE = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
-_REFUSALS: dict[type[QuartetError], KeyVerdict] = {
+_REFUSALS: dict[type, KeyVerdict] = {
     Unauthenticated: "unauthenticated",
     Forbidden: "forbidden",
     QuotaExceeded: "rate_limited",
 }
-
-
-@dataclass(frozen=True)
-class Client:
-    """Who asks: the holder of an API key, or whoever sends such an Authorization header."""
-
-    key: str | None
-    authorization: str | None
-
-    @property
-    def tenant(self) -> str:
-        """Whose cached prefixes these are; no holder is taken for a header."""
-        return f"header {self.authorization or ''}" if self.key is None else f"key {self.key}"
 
 
 @dataclass
@@ -69,7 +57,8 @@ class Service:
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
         self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars or GrammarCheck(lambda: vocabulary_of(self.text)))
-        most, answers = settings.media.waiting_bytes, ANSWERS_PER_CHOICE * settings.capacity
+        most = settings.media.waiting_bytes
+        answers = ANSWERS_PER_CHOICE * settings.capacity
         self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers, most)
         self.idle = asyncio.Event()
         self.idle.set()
@@ -99,22 +88,24 @@ class Service:
 
     def settle(self, record: RequestRecord) -> None:
         """A request has ended: its API key's holder gets back what it did not use, and what became of it is counted."""
-        refused = next((verdict for kind, verdict in _REFUSALS.items() if isinstance(record.error, kind)), None)
+        refused = _REFUSALS.get(type(record.error))
         if record.grant is not None or refused is not None:
             self.sink(KeyDecision(record.key or "", refused or "admitted"))
         if record.key is not None and record.grant is not None:
             record.grant.close(record.used_tokens)
             self.sink(KeyTokens(record.key, record.used_tokens))
 
-    def with_priority(self, job: Job, ask: Ask, client: Client) -> Job:
-        """`job` with its place in the queue, and with whom it shares cached prefixes. InvalidRequest: it is too urgent."""
+    def with_priority(self, job: Job, ask: Ask, tenant: str) -> Job:
+        """`job` with its place in the queue; where clients are kept apart, it shares cached prefixes with those of `tenant` alone.
+
+        InvalidRequest: it is too urgent.
+        """
         most = self.settings.limits.min_priority
         if ask.priority < most:
-            message = f"priority: {ask.priority} is more urgent than {most}, the most urgent allowed here"
-            raise InvalidRequest(message, param="priority")
+            raise invalid("priority", f"{ask.priority} is more urgent than {most}, the most urgent allowed here")
         isolated = self.keys is not None if self.settings.limits.isolate_cache is None else self.settings.limits.isolate_cache
-        tenant = sha256(client.tenant.encode()).hexdigest() if isolated else ""
-        return replace(job, priority=ask.priority, salt=f"{len(tenant)}:{tenant}{ask.salt}")
+        shared = sha256(tenant.encode()).hexdigest() if isolated else ""
+        return replace(job, priority=ask.priority, salt=f"{len(shared)}:{shared}{ask.salt}")
 
     def start(self, job: Job, choice: int) -> Generation:
         """Submit one choice of a job."""

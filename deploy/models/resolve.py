@@ -2,41 +2,33 @@
 
     a folder               itself
     nano:<member>          the trained nano checkpoint beside the code; nano:<member>-assistant: its drafter
-    dummy:<member>         a public shape without weights, into the cache
+    dummy:<member>         a public shape: its config.json as published, nano's tokenizer and template as stand-ins, no weights
     <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing that could be executed
 
-The cache is QUARTET_CACHE, else `quartet` under XDG_CACHE_HOME or ~/.cache. HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the hub
-library's own and hold.
+HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the hub library's own and hold.
 """
 
 import os
 import re
 from pathlib import Path
 
-from deploy.models import dummy
 from deploy.models.nano import TRAINED, trained
 from engine.checkpoint import generation_config
 from engine.errors import ConfigError
 
+PUBLIC = {name: Path(__file__).parent / "public" / name for name in ("e2b", "e4b", "12b", "26b-a4b", "31b")}
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def cache_folder() -> Path:
-    """Where built checkpoints live."""
-    own = os.environ.get("QUARTET_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quartet"
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
     """The local folder of `model`; ConfigError says what is absent and what would help."""
     kind, _, member = model.partition(":")
-    if kind == "nano":
-        return _nano(member)
-    if kind == "dummy":
-        return dummy.ensure(member, cache_folder())
+    if kind in ("nano", "dummy"):
+        folders = PUBLIC if kind == "dummy" else _nano()
+        if member not in folders:
+            raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in folders)}")
+        return folders[member]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _checked(folder)
@@ -45,12 +37,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
-def _nano(member: str) -> Path:
+def _nano() -> dict[str, Path]:
     folders = {name: TRAINED / name for name in trained()}
-    folders |= {f"{name}-assistant": folder / "assistant" for name, folder in folders.items()}
-    if member not in folders:
-        raise ConfigError(f"model: nano:{member} is not one of {', '.join(f'nano:{name}' for name in folders)}")
-    return _checked(folders[member])
+    return folders | {f"{name}-assistant": folder / "assistant" for name, folder in folders.items()}
 
 
 def _checked(folder: Path) -> Path:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.audio_geometry import AudioGeometry, read_audio
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
@@ -25,6 +24,7 @@ from engine.rank.models.audio_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.stages.encode_stage import batches
 from tests.bench.encoders import seconds
+from tests.nano.model_shapes import PUBLIC, ModelShape, config
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.dummy_tensors import dummy_tensor
 

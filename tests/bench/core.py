@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from deploy.models.public_shapes import PUBLIC, config
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.core.loop import collect_rarely
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -23,6 +22,7 @@ from engine.geometry import kv_groups, parse_config
 from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message, pack_tokens
 from tests.bench.record import Row, append
+from tests.nano.model_shapes import PUBLIC, config
 from tests.support.engine.plans import encode_result, result_of
 
 BLOCKS = 10

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from engine.memory import ENCODER_ROWS
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
@@ -29,6 +28,7 @@ from engine.rank.models.vision_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.stages.encode_stage import batches
 from engine.vision_geometry import CELL, VisionGeometry, read_vision
+from tests.nano.model_shapes import PUBLIC, ModelShape, config
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.dummy_tensors import dummy_tensor
 from tests.support.judge.pictures import padded, pictures

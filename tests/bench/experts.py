@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deploy.models.public_shapes import PUBLIC
 from kernels.experts import experts
 from kernels.route import route, router_logits
 from tests.bench.timing import READ_RATE, Case, Made, precompile_all, try_case
+from tests.nano.model_shapes import PUBLIC
 
 SHAPE = PUBLIC["26b-a4b"]
 ROWS = [1, 2, 4, 8, 16, 32, 64, 100, 256]

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deploy.models.public_shapes import ModelShape as Model
 from kernels.launch import INTERPRET, launch, trigger, wait
 from kernels.tiles import GemmShape, Tile, choose
 from tests.bench.gemms import GemmCase, candidates, describe, multiply
 from tests.bench.timing import READ_RATE, seconds
+from tests.nano.model_shapes import ModelShape as Model
 from tests.support.engine.products import layer_products
 
 Tiles = dict[tuple[str, GemmShape], Tile | None]

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import triton
 
-from deploy.models.public_shapes import PUBLIC
-from deploy.models.public_shapes import ModelShape as Model
 from kernels.launch import INTERPRET
 from tests.bench.gemms import committed, sweep
 from tests.bench.gemv_chain import Chain, StandIns, chain_cases, chain_rows, chain_sweep, stand_in_us
 from tests.bench.timing import Case, precompile_all, try_case
+from tests.nano.model_shapes import PUBLIC
+from tests.nano.model_shapes import ModelShape as Model
 from tests.support.engine.products import Product, products
 
 Row = dict[str, Any]

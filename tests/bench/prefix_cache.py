@@ -16,7 +16,6 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from deploy.models.public_shapes import PUBLIC, config
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache, extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -25,6 +24,7 @@ from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, SamplingParams, decode_front_message, encode_message, pack_tokens
 from tests.bench.core import Rings
 from tests.bench.record import Row, append
+from tests.nano.model_shapes import PUBLIC, config
 from tests.support.engine.conversations import GROUPS, PAGE, TAIL, Trace, optimum, portions, serve, unlimited
 
 WORKING_SETS = (0.25, 0.5, 0.9, 1.25, 1.5)

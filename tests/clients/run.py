@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.models.resolve import cache_folder
+from tests.nano.random_models import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL_S = 900

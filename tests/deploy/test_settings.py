@@ -1,6 +1,7 @@
 """Settings, model references, public shapes, capacity and Ray's environment."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import yaml
 
 from deploy import environment
-from deploy.models import public_shapes as shapes
 from deploy.models.resolve import resolve
 from deploy.nodes import check_nodes
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
@@ -18,6 +18,8 @@ from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
 from engine.errors import ConfigError
 from engine.geometry import Geometry, read_geometry
+from tests.nano import model_shapes as shapes
+from tests.nano.random_models import write_texts
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -142,6 +144,17 @@ def test_a_public_shape_counts_what_was_published(member: str, tmp_path: Path, m
     odd = dataclasses.replace(geometry, layers=(*geometry.layers[:-1], layer))
     assert parameters(odd) - parameters(geometry) >= 512 * geometry.hidden
     engine_config(model=str(resolve(f"dummy:{member}")), tp=4, device="cuda", dtype="bfloat16", load_format="dummy")
+
+
+@pytest.mark.parametrize("member", shapes.PUBLIC)
+def test_a_published_config_is_that_of_the_shape(member: str, tmp_path: Path) -> None:
+    """So are the files that stand in beside it; of another shape the config is not."""
+    folder = resolve(f"dummy:{member}")
+    published = json.loads((folder / "config.json").read_text())
+    assert [name for name, shape in shapes.PUBLIC.items() if shapes.config(shape, "bfloat16") == published] == [member]
+    write_texts(published, tmp_path)
+    files, written = ({path.name: path.read_bytes() for path in place.iterdir()} for place in (folder, tmp_path))
+    assert files == written
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import Gemma4Config, Gemma4TextConfig, Gemma4UnifiedConfig, Gemma4UnifiedTextConfig, PreTrainedConfig
 
-from deploy.models.public_shapes import config
 from engine.errors import CheckpointError
 from engine.geometry import IMPLEMENTED, parse_config, read_geometry
+from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
 
 pytestmark = pytest.mark.cpu

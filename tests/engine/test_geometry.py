@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.models.public_shapes import config
 from engine.errors import CheckpointError
 from engine.geometry import KVGroup, check_tp, kv_groups, parse_config, read_geometry, shard_kv_heads, shard_vocab, vocab_share
+from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
 
 pytestmark = pytest.mark.pure

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deploy.models.public_shapes import PUBLIC
 from kernels.experts import experts
 from kernels.route import route, router_logits
+from tests.nano.model_shapes import PUBLIC
 
 pytestmark = pytest.mark.gpu
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deploy.models.public_shapes import PUBLIC
 from kernels.launch import compilations, record
 from kernels.linear import linear, linear_geglu
 from kernels.tiles import choose
+from tests.nano.model_shapes import PUBLIC
 from tests.support.engine.products import Product, products
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from deploy.models.public_shapes import PUBLIC
 from kernels.tiles import LARGE_SHARED, fit
 from tests.bench.gemms import candidates
 from tests.bench.kernels import best_tiles, step_rows
+from tests.nano.model_shapes import PUBLIC
 from tests.support.engine.products import products
 
 pytestmark = pytest.mark.cpu

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
+from tests.nano.model_shapes import AudioShape, ModelShape, VisionShape
 from tests.nano.nano_tokenizer import MEDIA_IDS, VOCAB_SIZE
 
 MAX_POSITIONS = 4096

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deploy.models.public_shapes import ModelShape
+from tests.nano.model_shapes import ModelShape
 from tests.nano.nano_shapes import Kind, Tensor, tensors
 from tests.nano.nano_tokenizer import never_emitted_ids
 

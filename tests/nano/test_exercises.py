@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.models.dummy import chat_template
 from deploy.models.nano import TRAINED, trained
-from deploy.models.public_shapes import config
 from engine.front.text import TextProcessor
 from tests.nano import learn_tokenizer
 from tests.nano.exercise_form import END, Draw
 from tests.nano.exercises import SKILLS, drawing, exam, right, skills, training
+from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
+from tests.nano.random_models import chat_template
 
 pytestmark = pytest.mark.pure
 
@@ -96,7 +96,7 @@ def test_a_trained_checkpoint_is_its_shape(member: str, tmp_path: Path) -> None:
     learn_tokenizer.write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (folder / path.name).read_bytes()
-    assert (folder / "chat_template.jinja").read_text() == chat_template(SHAPES[member])
+    assert (folder / "chat_template.jinja").read_text() == chat_template(config(SHAPES[member], "bfloat16"))
     report = json.loads((folder / "training.json").read_text())
     assert report["of the exam seen in training"] == 0
     assert min(report["accuracy"].values()) >= 0.95

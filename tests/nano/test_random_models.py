@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from deploy.models import dummy, public_shapes
-from deploy.models.public_shapes import ModelShape
 from engine.errors import ConfigError
 from engine.front.text import TextProcessor
+from tests.nano import nano_shapes
+from tests.nano.model_shapes import ModelShape
 from tests.nano.nano_shapes import SHAPES, tensors
 from tests.nano.nano_tokenizer import SPECIAL_IDS, VOCAB_SIZE
 from tests.nano.random_models import build, ensure
@@ -310,14 +310,13 @@ def test_ensure_builds_once(tmp_path: Path) -> None:
 
 
 def test_a_changed_builder_serves_no_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder without weights is written once, and anew beside the old one when the shapes' file has changed."""
-    (first,) = {dummy.ensure("31b", tmp_path) for _ in range(2)}
-    changed = tmp_path / "public_shapes.py"
+    """A folder is written once, and anew beside the old one when the shapes' file has changed."""
+    (first,) = {ensure("31b", tmp_path) for _ in range(2)}
+    changed = tmp_path / "nano_shapes.py"
     changed.write_text("# another")
-    monkeypatch.setattr(public_shapes, "__file__", str(changed))
-    assert dummy.ensure("31b", tmp_path) != first
-    assert contents(dummy.ensure("31b", tmp_path)) == contents(first)
-    assert not list(first.glob("*.safetensors"))
+    monkeypatch.setattr(nano_shapes, "__file__", str(changed))
+    assert ensure("31b", tmp_path) != first
+    assert contents(ensure("31b", tmp_path)) == contents(first)
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

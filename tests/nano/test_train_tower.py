@@ -13,8 +13,8 @@ import transformers
 
 from deploy.edge.media.rasters import resized, target_size
 from deploy.models.nano import TRAINED
-from deploy.models.public_shapes import config
 from tests.nano import pictures, train_tower
+from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder
 

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from deploy.models.public_shapes import ModelShape, config
 from engine.front.text import TextProcessor
 from tests.nano import nano_shapes, random_models, random_weights
 from tests.nano.exercise_form import Draw, Exercise
 from tests.nano.exercises import SKILLS, drawing, exam, training
+from tests.nano.model_shapes import ModelShape, config
 from tests.nano.nano_shapes import SHAPES, tensors
 
 if TYPE_CHECKING:

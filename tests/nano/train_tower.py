@@ -29,8 +29,8 @@ from transformers import AutoConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
 
 from deploy.models.nano import TRAINED
-from deploy.models.public_shapes import ModelShape, config
 from tests.nano import pictures, random_weights
+from tests.nano.model_shapes import ModelShape, config
 from tests.nano.nano_shapes import SHAPES, tensors
 from tests.nano.pictures import COLOURS, THINGS, Picture
 from tests.nano.train import ExampleBuilder, training_parser

@@ -1,11 +1,16 @@
 """The reference of settings, from their declarations: `python -m tests.support.settings_reference` writes docs/settings.md."""
 
+import ast
+import inspect
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
+from deploy import settings as deployment
+from deploy.edge import edge_settings
 from deploy.settings import Settings
 from engine.config import EngineSettings
 from tests.support.repo_rules import ROOT
@@ -23,6 +28,22 @@ in bytes.
 """
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 _LENGTHS = {"minLength": "at least", "maxLength": "at most"}
+
+
+def field_docs() -> dict[tuple[str, str], str]:
+    """The docstring under each field of the deployment's settings, by class and field."""
+    sources = (inspect.getsource(module) for module in (edge_settings, deployment))
+    classes = (node for source in sources for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    docs = {}
+    for kind in classes:
+        for field, text in pairwise(kind.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(value))):
+                    docs[kind.name, name] = " ".join(value.split())
+    return docs
+
+
+DOCS = field_docs()
 
 
 def reference(settings: type[Settings] = Settings) -> str:
@@ -47,7 +68,7 @@ def _rows(schemas: dict[str, Any], kind: str, prefix: str) -> Iterator[tuple[str
             yield from _rows(schemas, schema["$ref"], f"{prefix}{name}.")
         else:
             default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "required"
-            yield prefix + name, default, _values(schema), schema["description"]
+            yield prefix + name, default, _values(schema), schema.get("description") or DOCS[kind, name]
 
 
 def _values(schema: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
-from deploy.edge.blocks import BlockFormat, encode, event
+from deploy.edge.blocks import BlockFormat, encode, event, is_json
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
@@ -92,14 +92,10 @@ def _counts(usage: Usage) -> dict[str, Any]:
 
 
 def _whole(block: ReplyBlock) -> dict[str, Any] | None:
-    """None: a call that was not completed. (What is cut off an object's text is never an object.)"""
+    """None: a call that was not completed."""
     if block.kind != "call":
         return _shown(block, block.text, {})
-    try:
-        msgspec.json.decode(block.text, type=msgspec.Raw)
-    except msgspec.DecodeError:
-        return None
-    return _shown(block, "", msgspec.Raw(block.text.encode()))
+    return _shown(block, "", msgspec.Raw(block.text.encode())) if is_json(block.text) else None
 
 
 def _shown(block: ReplyBlock, text: str, arguments: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling, Text
 from deploy.edge.body_reader import AbsentKeys, BodyReader
@@ -27,22 +28,13 @@ from deploy.edge.common_keys import (
     read_stops,
     text_part,
 )
-from deploy.edge.key_types import STRING, Count, Fraction, Kind, ModelName, Name, RawObject, RawTexts, TopK, shown_as
-from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
-from engine.errors import InvalidRequest
+from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
 from engine.front.constraints import ToolChoice
 
 _ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": ()}
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
-_BLOCKS_SCHEMA = {"type": "array", "items": {"type": "object"}}
-_TURNS_SCHEMA = {
-    "type": "array",
-    "items": {"$ref": "#/components/schemas/Turn"},
-    "minItems": 1,
-    "maxItems": MESSAGES,
-}
-_TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/ClientTool"}, "maxItems": TOOLS}
+_ROLES = ("user", "assistant", "system")
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 P = TypeVar("P", bound=Part)
 _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
@@ -51,8 +43,8 @@ _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {"auto": "auto", "
 class MediaSource(Struct, frozen=True):
     """All of an image, in base64, or where it is."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": ["base64", "url"]})]
-    media_type: Kind | None = None
+    type: Annotated[str, kt.one_of("base64", "url")]
+    media_type: kt.Kind | None = None
     data: str | None = None
     url: str | None = None
 
@@ -65,66 +57,66 @@ class MediaSource(Struct, frozen=True):
 class ContentBlock(Struct, frozen=True):
     """A block of any type; which fields it has follows from that."""
 
-    type: Kind
+    type: kt.Kind
     text: str | None = None
     thinking: str | None = None
-    id: Name | None = None
-    name: Name | None = None
-    input: RawObject = UNSET
-    tool_use_id: Name | None = None
-    content: Annotated[Raw, shown_as(STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
+    id: kt.Name | None = None
+    name: kt.Name | None = None
+    input: kt.RawObject = UNSET
+    tool_use_id: kt.Name | None = None
+    content: Annotated[Raw, kt.shown_as(kt.STRING, kt.array(kt.OBJECT))] | UnsetType = UNSET
     source: MediaSource | None = None
 
 
 class Turn(Struct, frozen=True):
     """A message."""
 
-    role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": ["user", "assistant", "system"]})]
+    role: Annotated[str, kt.one_of(*_ROLES)]
     content: str | Annotated[list[ContentBlock], Meta(max_length=PARTS)] | None = None
 
 
 class ClientTool(Struct, frozen=True):
     """A tool that the client runs."""
 
-    name: Name
-    input_schema: RawObject = UNSET
+    name: kt.Name
+    input_schema: kt.RawObject = UNSET
     description: str | None = None
-    type: Kind | None = None
+    type: kt.Kind | None = None
     strict: bool | None = None
 
 
 class ToolUseChoice(Struct, frozen=True):
     """Whether, and which, tools are to be used."""
 
-    type: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": [*_CHOICES, "tool"]})]
-    name: Name | None = None
+    type: Annotated[str, kt.one_of(*_CHOICES, "tool")]
+    name: kt.Name | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(Struct, frozen=True):
     """Whether the model thinks first, and of how many tokens its thoughts may be together."""
 
-    type: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": [*_THINKS]})]
-    budget_tokens: Count | None = None
+    type: Annotated[str, kt.one_of(*_THINKS)]
+    budget_tokens: kt.Count | None = None
 
 
 class OutputConfig(Struct, frozen=True):
     """`format`: of the text."""
 
-    format: RawObject = UNSET
+    format: kt.RawObject = UNSET
 
 
 class CountRequest(Struct, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens"""
 
-    model: ModelName
-    messages: Annotated[Raw, Meta(extra_json_schema=_TURNS_SCHEMA)]
-    system: Annotated[Raw, shown_as(STRING, _BLOCKS_SCHEMA)] | UnsetType = UNSET
-    tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
+    model: kt.ModelName
+    messages: Annotated[Raw, Meta(extra_json_schema=kt.array(kt.component("Turn"), minItems=1, maxItems=MESSAGES))]
+    system: Annotated[Raw, kt.shown_as(kt.STRING, kt.array(kt.OBJECT))] | UnsetType = UNSET
+    tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("ClientTool"), maxItems=TOOLS))] | UnsetType = UNSET
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: RawObject = UNSET
+    output_format: kt.RawObject = UNSET
 
     def chat(self) -> ChatPrompt:
         """InvalidRequest names what cannot be done."""
@@ -144,7 +136,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     def _turns(self) -> list[ChatMessage]:
         turns = _TURNS.read(self.messages, "messages")
         if not turns:
-            raise InvalidRequest("messages: must not be empty", param="messages")
+            raise invalid("messages", "must not be empty")
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
         check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
         return [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
@@ -153,18 +145,18 @@ class CountRequest(Struct, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """POST /v1/messages"""
 
-    max_tokens: Count
+    max_tokens: kt.Count
     stream: bool | None = None
-    stop_sequences: RawTexts = UNSET
+    stop_sequences: kt.RawTexts = UNSET
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Fraction | None = None
-    top_k: TopK | None = None
+    top_p: kt.Fraction | None = None
+    top_k: kt.TopK | None = None
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
         chat = self.chat()
         if chat.messages[-1].role == "assistant":
-            raise InvalidRequest("messages: the last one is the assistant's; going on with it is not supported", param="messages")
+            raise invalid("messages", "the last one is the assistant's; going on with it is not supported")
         form = response_form(self.output_config.format, "output_config.format") if self.output_config else None
         return Ask(
             model=self.model,
@@ -184,7 +176,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
 MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
-_TURNS = BoundedList(Turn, MESSAGES, "content", ContentBlock, PARTS)
+_TURNS = ListReader(Turn, MESSAGES)
 _BLOCKS = ListReader(ContentBlock, PARTS)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)
 
@@ -196,7 +188,7 @@ def _tools(raw: Json) -> list[dict[str, Any]]:
 
 def _declaration(tool: ClientTool, index: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise InvalidRequest(f"tools[{index}].type: {tool.type!r} runs on a server; only 'custom' is supported", param="tools")
+        raise invalid(f"tools[{index}].type", f"{tool.type!r} runs on a server; only 'custom' is supported")
     return declared_function(tool.name, tool.description, tool.input_schema, strict=tool.strict)
 
 
@@ -206,7 +198,7 @@ def _choice(choice: ToolUseChoice | None) -> ToolChoice:
     if choice.type == "tool" and choice.name is not None:
         return ToolChoice("required", (choice.name,), one=True)
     if choice.type not in _CHOICES:
-        raise InvalidRequest(f"tool_choice.type: not one of {', '.join(_CHOICES)}, or 'tool' with a name", param="tool_choice")
+        raise invalid("tool_choice.type", f"not one of {', '.join(_CHOICES)}, or 'tool' with a name")
     return ToolChoice(_CHOICES[choice.type], one=bool(choice.disable_parallel_tool_use))
 
 
@@ -214,7 +206,7 @@ def _thinks(config: ThinkingConfig | None) -> bool | None:
     if config is None:
         return None
     if config.type not in _THINKS:
-        raise InvalidRequest(f"thinking.type: not one of {', '.join(_THINKS)}", param="thinking")
+        raise invalid("thinking.type", f"not one of {', '.join(_THINKS)}")
     return _THINKS[config.type]
 
 
@@ -240,8 +232,8 @@ def _parts(raw: Json, where: str, part: Callable[[ContentBlock, str], P]) -> lis
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
     """One turn as messages of a chat."""
-    if turn.role not in ("user", "assistant", "system"):
-        raise InvalidRequest(f"{where}.role: {turn.role!r} is not one of user, assistant, system", param="messages")
+    if turn.role not in _ROLES:
+        raise invalid(f"{where}.role", f"{turn.role!r} is not one of {', '.join(_ROLES)}")
     if not isinstance(turn.content, list):
         return [ChatMessage(turn.role, turn.content or "")]
     if turn.role == "assistant":
@@ -251,7 +243,9 @@ def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
 
 def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
     """What the model has said. A thought that nobody can read is left out."""
-    texts, thoughts, calls = [], [], []
+    texts = []
+    thoughts = []
+    calls = []
     for index, block in enumerate(blocks):
         match block.type:
             case "thinking":
@@ -268,12 +262,12 @@ def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
 def _call(block: ContentBlock, where: str) -> PastCall:
     """Its input stays the text that it is: numbers are rendered as they were written."""
     if block.id is None or block.name is None:
-        raise InvalidRequest(f"{where}: a tool_use block has an id and a name", param="messages")
+        raise invalid(where, "a tool_use block has an id and a name")
     given = not_null(block.input)
     try:
         return PastCall(block.name, None if given is None else bytes(given).decode(), block.id)
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{where}.input: it is not UTF-8", param="messages") from None
+        raise invalid(f"{where}.input", "it is not UTF-8") from None
 
 
 def _asked(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessage]:
@@ -290,5 +284,5 @@ def _asked(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessag
 
 def _result(block: ContentBlock, where: str) -> ChatMessage:
     if block.tool_use_id is None:
-        raise InvalidRequest(f"{where}: a tool_result block has a tool_use_id", param="messages")
+        raise invalid(where, "a tool_result block has a tool_use_id")
     return ChatMessage("tool", content_of(_parts(block.content, f"{where}.content", _part)), call_id=block.tool_use_id)

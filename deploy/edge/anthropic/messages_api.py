@@ -3,7 +3,7 @@
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER, ClientTool, CountRequest, MessagesRequest, Turn
-from deploy.edge.api import GenerationApi, ParsedRequest, TokenAnswer, TokenApi
+from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.service import Service
 
 
@@ -11,10 +11,10 @@ def _read(body: bytes) -> ParsedRequest:
     return ParsedRequest(MESSAGES_READER.read(body).ask(), MessageFormat)
 
 
-async def _count(service: Service, request: CountRequest) -> TokenAnswer:
+async def _count(service: Service, request: CountRequest) -> dict[str, int]:
     service.jobs.check_model(request.model)
     tokens = await service.jobs.prompt(await service.pool.run(request.chat))
-    return lambda: {"input_tokens": len(tokens)}
+    return {"input_tokens": len(tokens)}
 
 
 MESSAGES_API = GenerationApi(

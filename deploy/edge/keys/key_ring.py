@@ -38,7 +38,8 @@ class KeyRing:
     def _install(self, keys: tuple[ApiKey, ...]) -> None:
         """Who is still there keeps what has been used."""
         self._keys = keys
-        before, self._allowances = self._allowances, {}
+        before = self._allowances
+        self._allowances = {}
         for key in keys:
             if known := before.get(key.name):
                 known.change(key.quota)
@@ -71,7 +72,9 @@ class KeyRing:
 
     def find(self, presented: bytes) -> ApiKey | None:
         """The key in force that was presented. Compares all of them, whatever it finds: its time tells nothing of any."""
-        digest, now, match = digest_of(presented), datetime.now(UTC), None
+        digest = digest_of(presented)
+        now = datetime.now(UTC)
+        match = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 match = key

@@ -10,6 +10,7 @@ request may come to. Each replica counts for itself.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from deploy.edge.http_errors import QuotaExceeded
 from deploy.edge.keys.key_file import Quota
@@ -35,9 +36,9 @@ class Bucket:
     def take(self, amount: float, now: float) -> None:
         self._level = self.level(now) - amount
 
-    def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until the level is `amount`."""
-        return max(0.0, amount - self.level(now)) * MINUTE / self.per_minute
+    def wait_s(self, now: float) -> float:
+        """Seconds until one may be taken."""
+        return max(0.0, 1 - self.level(now)) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int, now: float) -> None:
         """From now on it is another quota; a debt stays one."""
@@ -87,9 +88,9 @@ class Allowance:
     def _reached(self, now: float, *, begins: bool) -> Iterator[tuple[float, str]]:
         """Each limit that is, and in how many seconds it will not be; 0: when an open request ends, which may be any moment."""
         if self._tokens is not None and self._tokens.level(now) - self._held < 1 - _ROUNDING:
-            yield self._tokens.wait_s(1, now), f"{self._quota.tokens} tokens a minute"
+            yield self._tokens.wait_s(now), f"{self._quota.tokens} tokens a minute"
         if begins and self._requests is not None and self._requests.level(now) < 1 - _ROUNDING:
-            yield self._requests.wait_s(1, now), f"{self._quota.requests} requests a minute"
+            yield self._requests.wait_s(now), f"{self._quota.requests} requests a minute"
         if begins and self._quota.concurrent is not None and self._open >= self._quota.concurrent:
             yield 0.0, f"{self._quota.concurrent} requests at once"
 
@@ -104,23 +105,23 @@ class Allowance:
             self._tokens.take(used, self._clock())
 
 
+@dataclass
 class QuotaGrant:
     """One request's share of its holder's allowance."""
 
-    def __init__(self, allowance: Allowance) -> None:
-        self._allowance = allowance
-        self._held = 0
-        self._closed = False
+    allowance: Allowance
+    _held: int = 0
+    _closed: bool = False
 
     def reserve(self, tokens: int) -> None:
         """What it may come to, prompt and answers, once. QuotaExceeded: nothing is left, and nothing is held."""
         assert not self._held, "it has been reserved"
-        self._allowance._hold(tokens)
+        self.allowance._hold(tokens)
         self._held = tokens
 
     def close(self, used: int) -> None:
         """It has ended, and has used so many tokens. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._allowance._close(self._held, used)
+            self.allowance._close(self._held, used)
 

@@ -6,7 +6,6 @@ What sampling_params says is a text completion's by the same names, or by SGLang
 """
 
 import secrets
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,10 @@ from deploy.edge.ask import Ask, KeyNames, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.key_types import Count, Name, Natural, Priority, RawIds, RawObject, Seed
 from deploy.edge.openai.absent_keys import COMMON
-from deploy.edge.openai.openai_error import OPENAI_ERROR
+from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
-from deploy.edge.raw_json import not_null, read_small, token_ids
+from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
 from deploy.edge.response_format import ServedModel, Usage
-from engine.errors import InvalidRequest, QuartetError
 from engine.front.generation import Choice, Delta
 
 _MAX_NEW_TOKENS = 128  # SGLang's default
@@ -66,12 +64,13 @@ class GenerateTextRequest(Struct, frozen=True, kw_only=True):
         )
         params = msgspec.structs.replace(params, **{name: value for name, value in own.items() if value is not None})
         limit = params.max_new_tokens or params.max_tokens or _MAX_NEW_TOKENS
-        return replace(params.asking(None, RawPrompts([self._prompt()]), limit, stream=self.stream), keys=keys)
+        return params.asking(RawPrompts([self._prompt()]), limit, stream=self.stream, keys=keys)
 
     def _prompt(self) -> str | list[int]:
-        text, ids = self.text, not_null(self.input_ids)
+        text = self.text
+        ids = not_null(self.input_ids)
         if (text is None) == (ids is None):
-            raise InvalidRequest("text: either a text or input_ids", param="text")
+            raise invalid("text", "either a text or input_ids")
         return token_ids(self.input_ids, "input_ids", PROMPT_IDS) if text is None else text
 
     def _params(self) -> GenerateParams:
@@ -83,7 +82,7 @@ _REQUEST = BodyReader(GenerateTextRequest, _ABSENT)
 _PARAMS = BodyReader(GenerateParams, COMMON)
 
 
-class GenerateFormat:
+class GenerateFormat(DataEvents):
     """The answer: a stream repeats all of the text in every event, as SGLang does."""
 
     def __init__(self, model: ServedModel, rid: str | None) -> None:  # noqa: ARG002 - it does not say what model it is
@@ -100,15 +99,11 @@ class GenerateFormat:
     def events(self, index: int, delta: Delta) -> bytes:
         """The text so far."""
         self.add(index, delta)
-        return b"data: " + msgspec.json.encode({"text": self._text, "meta_info": self._about()}) + b"\n\n"
+        return data_event({"text": self._text, "meta_info": self._about()})
 
     def end(self, usage: Usage) -> bytes:  # noqa: ARG002 - every event has the counts
         """No more of it."""
-        return b"data: [DONE]\n\n"
-
-    def failure(self, error: QuartetError) -> bytes:
-        """An error event, without an end."""
-        return b"data: " + msgspec.json.encode(OPENAI_ERROR.body(error)) + b"\n\n"
+        return DONE
 
     def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
         """One more."""
@@ -140,5 +135,5 @@ def _read(body: bytes) -> ParsedRequest:
 
 
 GENERATE = GenerationApi(
-    path="/generate", operation="text_completion", error=OPENAI_ERROR, body=GenerateTextRequest, read=_read
+    path="/generate", operation="text_completion", body=GenerateTextRequest, read=_read
 )

@@ -7,21 +7,16 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from deploy.edge.api import TokenAnswer, TokenApi
+from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import MESSAGES, TOOLS
-from deploy.edge.key_types import ModelName, RawObject, shown_as
-from deploy.edge.openai.chat_turns import Message, read_chat
-from deploy.edge.openai.openai_error import OPENAI_ERROR
+from deploy.edge.common_keys import TOOLS_SCHEMA
+from deploy.edge.key_types import ID, ModelName, RawObject, array, shown_as
+from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, Message, read_chat
 from deploy.edge.openai.schemas import PROMPT_IDS
-from deploy.edge.raw_json import not_null, token_ids
+from deploy.edge.raw_json import invalid, not_null, token_ids
 from deploy.edge.service import Service
-from engine.errors import InvalidRequest
 
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": PROMPT_IDS}
-_MESSAGES_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1, "maxItems": MESSAGES}
-_TOOLS_SCHEMA = {"type": "array", "items": {"type": "object"}, "maxItems": TOOLS}
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}
 
 
@@ -32,8 +27,8 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Annotated[Raw, shown_as(_MESSAGES_SCHEMA)] | UnsetType = UNSET
-    tools: Annotated[Raw, shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
+    messages: Annotated[Raw, shown_as(MESSAGES_SCHEMA)] | UnsetType = UNSET
+    tools: Annotated[Raw, shown_as(TOOLS_SCHEMA)] | UnsetType = UNSET
     chat_template_kwargs: RawObject = UNSET
     add_generation_prompt: bool | None = None
 
@@ -41,7 +36,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
         """The conversation; None: there is a text instead. InvalidRequest: both, or neither."""
         messages = not_null(self.messages)
         if (messages is None) == (self.prompt is None):
-            raise InvalidRequest("prompt: either a prompt or messages", param="prompt")
+            raise invalid("prompt", "either a prompt or messages")
         if messages is None:
             return None
         if self.add_special_tokens:
@@ -52,32 +47,29 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     """POST /detokenize"""
 
-    tokens: Annotated[Raw, Meta(extra_json_schema=_IDS_SCHEMA)]
+    tokens: Annotated[Raw, Meta(extra_json_schema=array(ID, maxItems=PROMPT_IDS))]
     model: ModelName | None = None
 
 
-async def _tokenized(service: Service, request: TokenizeRequest) -> TokenAnswer:
+async def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     service.jobs.check_model(request.model)
     if (chat := await service.pool.run(request.chat)) is not None:
         tokens = await service.jobs.prompt(chat)
-        return lambda: _about(service, request, tokens)
-    with_bos = request.add_special_tokens is not False
-    return lambda: _about(service, request, service.jobs.encode(request.prompt or "", add_special_tokens=with_bos))
-
-
-def _about(service: Service, request: TokenizeRequest, tokens: list[int]) -> dict[str, Any]:
-    texts = [service.model.text_of(token) for token in tokens] if request.return_token_strs else None
+    else:
+        with_bos = request.add_special_tokens is not False
+        tokens = await service.pool.run(lambda: service.jobs.encode(request.prompt or "", add_special_tokens=with_bos))
+    shown = request.return_token_strs
+    texts = await service.pool.run(lambda: list(map(service.model.text_of, tokens))) if shown else None
     return {"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts}
 
 
-async def _text_of(service: Service, request: DetokenizeRequest) -> TokenAnswer:
+async def _text_of(service: Service, request: DetokenizeRequest) -> dict[str, str]:
     service.jobs.check_model(request.model)
-    return lambda: {"prompt": service.jobs.decode(token_ids(request.tokens, "tokens", PROMPT_IDS))}
+    return {"prompt": await service.pool.run(lambda: service.jobs.decode(token_ids(request.tokens, "tokens", PROMPT_IDS)))}
 
 
 TOKENIZE = TokenApi(
     path="/tokenize",
-    error=OPENAI_ERROR,
     body=TokenizeRequest,
     read=BodyReader(TokenizeRequest, _ABSENT).read,
     answer=_tokenized,
@@ -85,7 +77,6 @@ TOKENIZE = TokenApi(
 )
 DETOKENIZE = TokenApi(
     path="/detokenize",
-    error=OPENAI_ERROR,
     body=DetokenizeRequest,
     read=BodyReader(DetokenizeRequest, {}).read,
     answer=_text_of,

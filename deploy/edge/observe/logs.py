@@ -50,7 +50,8 @@ class ForwardHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass it on."""
-        record.msg, record.args = one_line(record.getMessage()), None
+        record.msg = one_line(record.getMessage())
+        record.args = None
         known = REQUEST_ID.get()
         if known and not hasattr(record, "request_id"):
             record.request_id = known

@@ -1,5 +1,6 @@
 """A conversation as OpenAI's chat completions write it: messages, tools, and the chat template's switches."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -7,14 +8,15 @@ from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
-from deploy.edge.key_types import Kind, Name, RawNull, RawTextOrObject
-from deploy.edge.raw_json import ANYTHING, BoundedList, Json, ListReader, decode, not_null, read_small
-from engine.errors import InvalidRequest
+from deploy.edge.key_types import Kind, Name, RawNull, RawTextOrObject, array, component, one_of
+from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_small
 from engine.front.template import EXTRAS, ROLES
+from engine.protocol import MediaKind
 
 _SWITCHES_BYTES = 4096
+MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
 SWITCHES = ("enable_thinking", *sorted(EXTRAS))
-_PARTS = ["text", "image_url", "video_url", "audio_url", "input_audio"]
+_URL_PARTS: Mapping[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 _ONLY_NULL = ("function_call", "audio", "refusal")  # what clients send back unasked
 
 
@@ -28,7 +30,7 @@ class MediaUrl(Struct, frozen=True):
 class ContentPart(Struct, frozen=True):
     """A text, an image, a video or a clip."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": _PARTS})]
+    type: Annotated[str, one_of("text", *_URL_PARTS, "input_audio")]
     text: str | None = None
     image_url: MediaUrl | None = None
     video_url: MediaUrl | None = None
@@ -54,7 +56,7 @@ class ToolCall(Struct, frozen=True):
 class Message(Struct, frozen=True):
     """One turn."""
 
-    role: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": sorted(ROLES)})]
+    role: Annotated[str, one_of(*sorted(ROLES))]
     content: str | Annotated[list[ContentPart], Meta(max_length=PARTS)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
@@ -66,7 +68,7 @@ class Message(Struct, frozen=True):
     refusal: RawNull = UNSET
 
 
-_MESSAGES = BoundedList(Message, MESSAGES, "content", ContentPart, PARTS)
+_MESSAGES = ListReader(Message, MESSAGES)
 _TOOLS = ListReader(dict[str, Any], TOOLS)
 _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
 
@@ -86,7 +88,7 @@ def read_chat(messages: Raw, tools: Json, switches: Json, *, generation_prompt: 
 def _messages(raw: Raw) -> list[ChatMessage]:
     messages = _MESSAGES.read(raw, "messages")
     if not messages:
-        raise InvalidRequest("messages: must not be empty", param="messages")
+        raise invalid("messages", "must not be empty")
     calls = (call for message in messages for call in message.tool_calls or ())
     check_bounds((call.function.arguments for call in calls), "messages", "the arguments of all tool_calls")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -95,9 +97,9 @@ def _messages(raw: Raw) -> list[ChatMessage]:
 def _message(message: Message, where: str) -> ChatMessage:
     for name in _ONLY_NULL:
         if not_null(getattr(message, name)) is not None:
-            raise InvalidRequest(f"{where}.{name}: is not supported, only null", param="messages", code="unsupported_parameter")
+            raise invalid(f"{where}.{name}", "is not supported, only null", code="unsupported_parameter")
     if message.content is None and message.role == "user":
-        raise InvalidRequest(f"{where}.content: a user's message needs content, not null", param="messages")
+        raise invalid(f"{where}.content", "a user's message needs content, not null")
     return ChatMessage(
         message.role,
         [_part(part, f"{where}.content") for part in message.content] if isinstance(message.content, list) else message.content,
@@ -109,16 +111,11 @@ def _message(message: Message, where: str) -> ChatMessage:
 
 
 def _part(part: ContentPart, where: str) -> Part:
-    match part.type:
-        case "image_url":
-            given = part.image_url or MediaUrl()
-            return media_part("image", given.url, where, given.detail)
-        case "video_url":
-            return media_part("video", (part.video_url or MediaUrl()).url, where)
-        case "audio_url":
-            return media_part("audio", (part.audio_url or MediaUrl()).url, where)
-        case "input_audio":
-            return media_part("audio", (part.input_audio or InputAudio()).url, where)
+    if part.type == "input_audio":
+        return media_part("audio", (part.input_audio or InputAudio()).url, where)
+    if (kind := _URL_PARTS.get(part.type)) is not None:
+        given: MediaUrl = getattr(part, part.type) or MediaUrl()
+        return media_part(kind, given.url, where, given.detail if kind == "image" else None)
     return text_part(part.type, part.text, where)
 
 
@@ -137,5 +134,5 @@ def _switches(raw: Json) -> dict[str, bool]:
     switches = read_small(raw, key, _SWITCHES, _SWITCHES_BYTES) or {}
     for name in switches:
         if name not in SWITCHES:
-            raise InvalidRequest(f"{key}.{name}: not one of {', '.join(SWITCHES)}", param=key)
+            raise invalid(f"{key}.{name}", f"not one of {', '.join(SWITCHES)}")
     return switches

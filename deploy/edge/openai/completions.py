@@ -5,7 +5,6 @@ from functools import partial
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.openai.chat_turns import Message
 from deploy.edge.openai.forms import ChatFormat, TextFormat
-from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER, ChatRequest, CompletionRequest
 
 
@@ -22,8 +21,8 @@ def _read_completion(body: bytes) -> ParsedRequest:
 
 
 CHAT = GenerationApi(
-    path="/v1/chat/completions", operation="chat", error=OPENAI_ERROR, body=ChatRequest, read=_read_chat, parts=(Message,)
+    path="/v1/chat/completions", operation="chat", body=ChatRequest, read=_read_chat, parts=(Message,)
 )
 COMPLETIONS = GenerationApi(
-    path="/v1/completions", operation="text_completion", error=OPENAI_ERROR, body=CompletionRequest, read=_read_completion
+    path="/v1/completions", operation="text_completion", body=CompletionRequest, read=_read_completion
 )

@@ -15,18 +15,16 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from deploy.edge.openai.openai_error import OPENAI_ERROR
+from deploy.edge.openai.data_events import DONE, DataEvents
 from deploy.edge.response_format import ServedModel, Usage
-from engine.errors import QuartetError
 from engine.front.generation import Choice, Delta, ReplyBlock
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.protocol import Logprobs
 
-DONE = b"data: [DONE]\n\n"
 _FLOOR = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
 
 UsageChunks = Literal["none", "last", "each"]
@@ -63,33 +61,34 @@ class _ChoiceSoFar:
     offset: int = 0
 
 
-class _Base(abc.ABC):
-    """What both forms share: identity, the order of a stream's chunks, and the choices of a whole answer."""
+class _Base(DataEvents, abc.ABC):
+    """What both forms share: identity, the order of a stream's chunks, and the choices of a whole answer.
 
-    def __init__(
-        self, model: ServedModel, *, usage_chunks: UsageChunks, prompt_logprobs: int | None, prefix: str, chunks: str, whole: str
-    ) -> None:
-        """`prompt_logprobs`: alternatives of each token of a whole answer's prompt; `chunks` and `whole`: what `object` says."""
-        self.id = f"{prefix}-{secrets.token_hex(12)}"
-        self.model, self._usage_chunks, self._object = model, usage_chunks, whole
+    `PREFIX`: of ids; `CHUNK` and `WHOLE`: what `object` says; `FIRST`: what the chunk before the first token says, if there is one;
+    `EMPTY`: what a chunk without text says.
+    """
+
+    PREFIX: ClassVar[str]
+    CHUNK: ClassVar[str]
+    WHOLE: ClassVar[str]
+    FIRST: ClassVar[bytes]
+    EMPTY: ClassVar[bytes]
+
+    def __init__(self, model: ServedModel, *, usage_chunks: UsageChunks, prompt_logprobs: int | None = None) -> None:
+        """`prompt_logprobs`: alternatives of each token of a whole answer's prompt."""
+        self.id = f"{self.PREFIX}-{secrets.token_hex(12)}"
+        self.model = model
+        self._usage_chunks = usage_chunks
         self._prompt_logprobs = prompt_logprobs
         self._created = int(time.time())
-        self._head = b"data: " + encode(self._identity(chunks))[:-1] + b',"choices":['
+        self._head = b"data: " + encode(self._identity(self.CHUNK))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if usage_chunks == "none" else b'],"usage":null}\n\n'
         self._prompt_tokens = self._tokens = 0  # for the usage in each chunk
         self._choices: dict[int, _ChoiceSoFar] = {}
 
     @abc.abstractmethod
-    def _first(self, index: int) -> bytes:
-        """The first chunk of a choice."""
-
-    @abc.abstractmethod
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """What a delta adds to it."""
-
-    @abc.abstractmethod
-    def _last(self, index: int, delta: Delta) -> bytes:
-        """Its last chunk."""
 
     @abc.abstractmethod
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
@@ -112,19 +111,17 @@ class _Base(abc.ABC):
         events = b""
         if index not in self._choices:
             self._choices[index] = _ChoiceSoFar()
-            events = self._first(index)
+            events = self._event(index, self.FIRST) if self.FIRST else b""
         if delta.parts or delta.logprobs or delta.prompt:
             events += self._chunk(index, delta)
-        return events if delta.finish is None else events + self._last(index, delta)
+        if delta.finish is None:
+            return events
+        return events + self._event(index, self.EMPTY, ended=encode(_ended(delta))[1:-1])
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices, where it is wanted, and the end."""
         counts = self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n"
         return DONE if self._usage_chunks == "none" else counts + DONE
-
-    def failure(self, error: QuartetError) -> bytes:
-        """An error event, without an end."""
-        return b"data: " + encode(OPENAI_ERROR.body(error)) + b"\n\n"
 
     def add(self, index: int, delta: Delta) -> None:
         """One more of a choice."""
@@ -140,7 +137,7 @@ class _Base(abc.ABC):
     def full(self, usage: Usage) -> bytes:
         """The answer in one piece, its choices in order."""
         answers = [self._whole(index, choice) | _ended(choice.reply) for index, choice in sorted(self._choices.items())]
-        return encode(self._identity(self._object) | {"choices": answers, "usage": usage_json(usage)} | self._about_prompt())
+        return encode(self._identity(self.WHOLE) | {"choices": answers, "usage": usage_json(usage)} | self._about_prompt())
 
     def _about_prompt(self) -> dict[str, Any]:
         """What a whole answer says of its prompt."""
@@ -164,34 +161,27 @@ class _Base(abc.ABC):
         model = {"model": self.model.name, "system_fingerprint": self.model.fingerprint}
         return {"id": self.id, "object": kind, "created": self._created} | model
 
-    def _event(self, choice: bytes) -> bytes:
-        return self._head + choice + self._tail
+    def _event(self, index: int, said: bytes, logprobs: bytes = b"null", ended: bytes = b'"finish_reason":null') -> bytes:
+        return b'%b{"index":%d,%b,"logprobs":%b,%b}%b' % (self._head, index, said, logprobs, ended, self._tail)
 
 
 class ChatFormat(_Base):
     """chat.completion and chat.completion.chunk; a whole one with logprobs of the prompt's tokens, if so many are asked for."""
 
-    def __init__(self, model: ServedModel, *, usage_chunks: UsageChunks, prompt_logprobs: int | None = None) -> None:
-        kinds = {"prefix": "chatcmpl", "chunks": "chat.completion.chunk", "whole": "chat.completion"}
-        super().__init__(model, usage_chunks=usage_chunks, prompt_logprobs=prompt_logprobs, **kinds)
-
-    def _first(self, index: int) -> bytes:
-        delta = b'{"role":"assistant","content":"","refusal":null}'
-        return self._event(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
+    PREFIX = "chatcmpl"
+    CHUNK = "chat.completion.chunk"
+    WHOLE = "chat.completion"
+    FIRST = b'"delta":{"role":"assistant","content":"","refusal":null}'
+    EMPTY = b'"delta":{}'
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """A chunk a part; the first has the logprobs of all."""
         logprobs = encode(self._lists(self._logprobs(self._choices[index], delta)))
-        events = []
+        events = b""
         for part in delta.parts or (Content(""),):
-            events.append(
-                self._event(b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}' % (index, _delta(part), logprobs))
-            )
+            events += self._event(index, b'"delta":' + _delta(part), logprobs)
             logprobs = b"null"
-        return b"".join(events)
-
-    def _last(self, index: int, delta: Delta) -> bytes:
-        return self._event(b'{"index":%d,"delta":{},"logprobs":null,%b}' % (index, _end(delta)))
+        return events
 
     def _about_prompt(self) -> dict[str, Any]:
         """All choices have one prompt."""
@@ -207,7 +197,8 @@ class ChatFormat(_Base):
         return {"content": [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)]}
 
     def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
-        reply, calls = choice.reply, [_call(call) for call in choice.reply.calls]
+        reply = choice.reply
+        calls = [_call(call) for call in choice.reply.calls]
         message: dict[str, Any] = {"role": "assistant", "content": reply.content if reply.content or not calls else None}
         message |= {"refusal": None, "annotations": []}
         if reasoning := reply.reasoning:
@@ -227,28 +218,19 @@ class ChatFormat(_Base):
 class TextFormat(_Base):
     """text_completion, whole and in chunks. Alternatives of the prompt's tokens: in logprobs, where it is echoed, and apart."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        *,
-        usage_chunks: UsageChunks,
-        echoed_logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-    ) -> None:
-        self._echoed = echoed_logprobs
-        kinds = {"prefix": "cmpl", "chunks": "text_completion", "whole": "text_completion"}
-        super().__init__(model, usage_chunks=usage_chunks, prompt_logprobs=prompt_logprobs, **kinds)
+    PREFIX = "cmpl"
+    CHUNK = "text_completion"
+    WHOLE = "text_completion"
+    FIRST = b""
+    EMPTY = b'"text":""'
 
-    def _first(self, index: int) -> bytes:  # noqa: ARG002 - as chat has it
-        """Nothing comes before the text."""
-        return b""
+    def __init__(self, model: ServedModel, *, echoed_logprobs: int | None = None, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._echoed = echoed_logprobs
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
-        content, logprobs = encode(_text_of(delta)), encode(self._logprobs(self._choices[index], delta))
-        return self._event(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, content, logprobs))
-
-    def _last(self, index: int, delta: Delta) -> bytes:
-        return self._event(b'{"index":%d,"text":"","logprobs":null,%b}' % (index, _end(delta)))
+        logprobs = encode(self._logprobs(self._choices[index], delta))
+        return self._event(index, b'"text":' + encode(_text_of(delta)), logprobs)
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
         """Control tokens count no characters: the text is without them."""
@@ -286,12 +268,8 @@ class TextFormat(_Base):
         return None if entry is None else by_text
 
 
-def _end(delta: Delta) -> bytes:
-    """How a choice ended; `stop_reason` is vLLM's."""
-    return b'"finish_reason":%b,"stop_reason":%b' % (encode(delta.finish), encode(delta.stop))
-
-
-def _ended(choice: Choice) -> dict[str, str | int | None]:
+def _ended(choice: Choice | Delta) -> dict[str, str | int | None]:
+    """`stop_reason` is vLLM's."""
     return {"finish_reason": choice.finish, "stop_reason": choice.stop}
 
 

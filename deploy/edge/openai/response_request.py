@@ -29,6 +29,7 @@ from deploy.edge.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
+    TOOLS_SCHEMA,
     InputAudio,
     check_bounds,
     content_of,
@@ -38,14 +39,12 @@ from deploy.edge.common_keys import (
 )
 from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import BoundedList, Json, ListReader, not_null, read_text
-from engine.errors import InvalidRequest
+from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
 
 ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else
 _LOGPROBS = "message.output_text.logprobs"
-_ITEMS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/InputItem"}, "minItems": 1, "maxItems": MESSAGES}
-_TOOLS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/DeclaredTool"}, "maxItems": TOOLS}
+_ITEMS_SCHEMA = kt.array(kt.component("InputItem"), minItems=1, maxItems=MESSAGES)
 _INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
@@ -66,7 +65,7 @@ _ABSENT: AbsentKeys = {
 class InputPart(Struct, frozen=True):
     """Of a message's content, of a thought, or of what a call gave."""
 
-    type: Annotated[str, Meta(max_length=64, extra_json_schema={"enum": [*_TEXTS, "input_image", "input_audio"]})]
+    type: Annotated[str, kt.one_of(*_TEXTS, "input_image", "input_audio")]
     text: str | None = None
     image_url: str | None = None
     detail: kt.Kind | None = None
@@ -83,7 +82,7 @@ class InputItem(Struct, frozen=True):
     name: kt.Name | None = None
     namespace: kt.Name | None = None
     arguments: str | None = None
-    output: Annotated[Raw, kt.shown_as(kt.STRING, {"type": "array", "items": kt.OBJECT})] | UnsetType = UNSET
+    output: Annotated[Raw, kt.shown_as(kt.STRING, kt.array(kt.OBJECT))] | UnsetType = UNSET
     encrypted_content: str | None = None
 
 
@@ -95,7 +94,7 @@ class DeclaredTool(Struct, frozen=True):
     description: str | None = None
     parameters: kt.RawObject = UNSET
     strict: bool | None = None
-    tools: Annotated[Raw, kt.shown_as({"type": "array", "items": kt.OBJECT, "maxItems": TOOLS})] | UnsetType = UNSET
+    tools: Annotated[Raw, kt.shown_as(TOOLS_SCHEMA)] | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -137,12 +136,12 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     max_output_tokens: kt.Count | None = None
     temperature: kt.Temperature | None = None
     top_p: kt.Fraction | None = None
-    tools: Annotated[Raw, kt.shown_as(_TOOLS_SCHEMA)] | UnsetType = UNSET
+    tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("DeclaredTool"), maxItems=TOOLS))] | UnsetType = UNSET
     tool_choice: kt.RawToolChoice = UNSET
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    include: Annotated[Raw, kt.shown_as({"type": "array", "items": kt.STRING, "maxItems": _INCLUDES})] | UnsetType = UNSET
+    include: Annotated[Raw, kt.shown_as(kt.array(kt.STRING, maxItems=_INCLUDES))] | UnsetType = UNSET
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
@@ -168,7 +167,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
         included = _INCLUDE_LIST.read(self.include, "include")
         if _LOGPROBS in included:
-            raise InvalidRequest(f"include: {_LOGPROBS} is not supported here", param="include", code="unsupported_parameter")
+            raise invalid("include", f"{_LOGPROBS} is not supported here", code="unsupported_parameter")
         return ENCRYPTED in included
 
     def _messages(self) -> list[ChatMessage]:
@@ -176,7 +175,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
             return [ChatMessage("user", text)]
         items = _ITEMS.read(self.input, "input")
         if not items:
-            raise InvalidRequest("input: must not be empty", param="input")
+            raise invalid("input", "must not be empty")
         check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
         return _chat_messages(items)
 
@@ -187,7 +186,7 @@ def encrypted_content_of(thought: str) -> str:
 
 
 RESPONSES_READER = BodyReader(ResponsesRequest, _ABSENT)
-_ITEMS = BoundedList(InputItem, MESSAGES, "content", InputPart, PARTS)
+_ITEMS = ListReader(InputItem, MESSAGES)
 _PART_LIST = ListReader(InputPart, PARTS)
 _TOOL_LIST = ListReader(DeclaredTool, TOOLS)
 _INCLUDE_LIST = ListReader(str, _INCLUDES)
@@ -201,11 +200,11 @@ def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> 
                 yield OfferedFunction(tool, namespace)
             case "namespace" if namespace is None:
                 if not tool.name:
-                    raise InvalidRequest(f"{where}[{index}].name: is required", param="tools")
+                    raise invalid(f"{where}[{index}].name", "is required")
                 yield from _functions(tool.tools, f"{where}[{index}].tools", tool)
             case kind if not kind.startswith(_NOT_OFFERED):
-                message = f"{where}[{index}].type: {kind!r} is not supported, only 'function' and namespaces of functions"
-                raise InvalidRequest(message, param="tools")
+                why = f"{kind!r} is not supported, only 'function' and namespaces of functions"
+                raise invalid(f"{where}[{index}].type", why)
 
 
 def _full_name(namespace: str | None, name: str) -> str:
@@ -249,7 +248,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
         case "message" if item.role in ("assistant", "system", "developer"):
             return ChatMessage(item.role, _text(item.content, f"{where}.content"))
         case "message":
-            raise InvalidRequest(f"{where}.role: not one of user, assistant, system, developer", param="input")
+            raise invalid(f"{where}.role", "not one of user, assistant, system, developer")
         case "reasoning":
             return ChatMessage("assistant", "", thought=_thought(item, where) or None)
         case "function_call":
@@ -260,7 +259,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
             return ChatMessage("tool", _output(item, where), call_id=_required(item.call_id, f"{where}.call_id"))
         case kind:
             hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
-            raise InvalidRequest(f"{where}.type: items of type {kind!r} are not supported{hint}", param="input")
+            raise invalid(f"{where}.type", f"items of type {kind!r} are not supported{hint}")
 
 
 def _thought(item: InputItem, where: str) -> str:
@@ -273,12 +272,12 @@ def _thought(item: InputItem, where: str) -> str:
     try:
         return base64.b64decode(given.removeprefix(_OWN), validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{where}.encrypted_content: it is not as it was handed out", param="input") from error
+        raise invalid(f"{where}.encrypted_content", "it is not as it was handed out") from error
 
 
 def _output(item: InputItem, where: str) -> str | list[Part]:
     if (given := not_null(item.output)) is None:
-        raise InvalidRequest(f"{where}.output: is required", param="input")
+        raise invalid(f"{where}.output", "is required")
     text = read_text(given, "input")
     return _content(_PART_LIST.read(given, "input"), f"{where}.output") if text is None else text
 
@@ -306,5 +305,5 @@ def _text(content: str | list[InputPart] | None, where: str) -> str:
 
 def _required(value: str | None, where: str) -> str:
     if value is None:
-        raise InvalidRequest(f"{where}: is required", param="input")
+        raise invalid(where, "is required")
     return value

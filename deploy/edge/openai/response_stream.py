@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import UnsetType
 
-from deploy.edge.blocks import BlockFormat, encode, event
+from deploy.edge.blocks import BlockFormat, encode, event, is_json
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
 from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
@@ -75,7 +75,8 @@ class ResponseObject(BlockFormat):
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
         """More of it."""
-        number, self._sequence = self._sequence, self._sequence + 1
+        number = self._sequence
+        self._sequence = self._sequence + 1
         return self._delta % (number, encode(text))
 
     def closed(self, block: ReplyBlock) -> bytes:
@@ -91,7 +92,8 @@ class ResponseObject(BlockFormat):
         return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
 
     def _event(self, kind: str, **fields: object) -> bytes:
-        number, self._sequence = self._sequence, self._sequence + 1
+        number = self._sequence
+        self._sequence = self._sequence + 1
         return event(kind, sequence_number=number, **fields)
 
     def _delta_of(self, block: ReplyBlock) -> bytes:
@@ -105,17 +107,14 @@ class ResponseObject(BlockFormat):
 
     def _place(self, block: ReplyBlock) -> dict[str, Any]:
         """What all events of a block say of where they belong."""
+        return self._where(block) | ({"logprobs": []} if block.kind == "text" else {})
+
+    def _where(self, block: ReplyBlock) -> dict[str, Any]:
         item = {"item_id": self._item_id(block), "output_index": block.index}
-        match block.kind:
-            case "call":
-                return item
-            case "reasoning":
-                return item | {"content_index": 0}
-        return item | {"content_index": 0, "logprobs": []}
+        return item if block.kind == "call" else item | {"content_index": 0}
 
     def _part_event(self, what: str, block: ReplyBlock) -> bytes:
-        where = {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
-        return self._event(f"response.content_part.{what}", **where, part=_part(block))
+        return self._event(f"response.content_part.{what}", **self._where(block), part=_part(block))
 
     def _item_id(self, block: ReplyBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._number}{block.index:02x}"
@@ -145,7 +144,7 @@ class ResponseObject(BlockFormat):
         """Of an item that gets no more."""
         if self.choice.finish not in (None, "length") or block is not self.choice.blocks[-1]:
             return "completed"
-        return "completed" if block.kind == "call" and _is_json(block.text) else "incomplete"
+        return "completed" if block.kind == "call" and is_json(block.text) else "incomplete"
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         is_over = status != "in_progress"
@@ -209,12 +208,3 @@ def _part(block: ReplyBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def _is_json(text: str) -> bool:
-    """What is cut off an object's text is never JSON."""
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True

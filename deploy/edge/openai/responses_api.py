@@ -3,7 +3,6 @@
 from functools import partial
 
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.openai.openai_error import OPENAI_ERROR
 from deploy.edge.openai.response_request import RESPONSES_READER, DeclaredTool, InputItem, ResponsesRequest
 from deploy.edge.openai.response_stream import ResponseObject
 
@@ -17,7 +16,6 @@ def _read(body: bytes) -> ParsedRequest:
 RESPONSES = GenerationApi(
     path="/v1/responses",
     operation="chat",
-    error=OPENAI_ERROR,
     body=ResponsesRequest,
     read=_read,
     parts=(InputItem, DeclaredTool),

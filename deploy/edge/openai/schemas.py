@@ -10,7 +10,7 @@ absent_keys.py lists what is refused.
 """
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -19,26 +19,34 @@ from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts, Sampling
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import MESSAGES, TOOLS, read_stops
+from deploy.edge.common_keys import TOOLS_SCHEMA, read_stops
 from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai import absent_keys
-from deploy.edge.openai.chat_turns import SWITCHES, read_chat
+from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, SWITCHES, read_chat
 from deploy.edge.openai.effort import REASONING_EFFORTS, thinks_by_effort
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import Json, ListReader, check_commas, first_characters, not_null, read_small, read_text, token_ids
-from engine.errors import InvalidRequest
+from deploy.edge.raw_json import (
+    Json,
+    ListReader,
+    check_commas,
+    first_characters,
+    invalid,
+    not_null,
+    read_small,
+    read_text,
+    token_ids,
+)
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 
 PROMPTS = 32
 PROMPT_IDS = 1 << 20
-STOP_IDS = 1024
+STOP_IDS = 128
 WORD_CHARACTERS = 256
 _BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
 _BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _SWITCHES = {"type": "object", "additionalProperties": False, "properties": {name: {"type": "boolean"} for name in SWITCHES}}
-_MESSAGE = {"$ref": "#/components/schemas/Message"}
 _TEXTS = ListReader(str, PROMPTS)
 _WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WORDS // 2)  # two spellings each
 _BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
@@ -72,7 +80,7 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: kt.Priority | None = None
-    prompt_logprobs: kt.Natural | None = None
+    prompt_logprobs: kt.Alternatives | None = None
     response_format: kt.RawObject = UNSET
     structured_outputs: kt.RawObject = UNSET
     guided_json: kt.RawTextOrObject = UNSET
@@ -85,19 +93,18 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
     ebnf: kt.RawText = UNSET
     structural_tag: kt.RawTextOrObject = UNSET
 
-    def asking(self, model: str | None, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None) -> Ask:
-        """All but logprobs, which the APIs write differently. InvalidRequest: a list in it is none, or too long."""
+    def asking(self, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None, **about: Any) -> Ask:
+        """`about`: what the APIs write differently. InvalidRequest: a list in it is none, or too long."""
         if self.prompt_logprobs is not None and stream:
-            raise InvalidRequest("prompt_logprobs: not with stream: true", param="prompt_logprobs")
+            raise invalid("prompt_logprobs", "not with stream: true")
         return Ask(
-            model=model,
             prompt=prompt,
             sampling=self._sampling(max_tokens),
             stream=bool(stream),
             form=form_of(self),
-            prompt_logprobs=self.prompt_logprobs,
             salt=self.cache_salt or "",
             priority=self.priority or 0,
+            **{"prompt_logprobs": self.prompt_logprobs, **about},
         )
 
     def _sampling(self, max_tokens: int | None) -> Sampling:
@@ -134,9 +141,9 @@ class CompletionKeys(SamplingKeys, frozen=True, kw_only=True):
         if (options := self.stream_options) is None:
             return "none"
         if not self.stream:
-            raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
+            raise invalid("stream_options", "only with stream: true")
         if options.continuous_usage_stats and not options.include_usage:
-            raise InvalidRequest("stream_options.continuous_usage_stats: only with include_usage: true", param="stream_options")
+            raise invalid("stream_options.continuous_usage_stats", "only with include_usage: true")
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
 
 
@@ -148,31 +155,30 @@ class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
     def checked(self) -> int | None:
         """InvalidRequest: images have no such budget."""
         if self.max_soft_tokens not in (None, *BUDGETS):
-            message = f"mm_processor_kwargs.max_soft_tokens: not one of {', '.join(map(str, BUDGETS))}"
-            raise InvalidRequest(message, param="mm_processor_kwargs")
+            raise invalid("mm_processor_kwargs.max_soft_tokens", f"not one of {', '.join(map(str, BUDGETS))}")
         return self.max_soft_tokens
 
 
 class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MESSAGES})]
+    messages: Annotated[Raw, Meta(extra_json_schema=MESSAGES_SCHEMA)]
     max_completion_tokens: kt.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: kt.Natural | None = None
-    tools: Annotated[Raw, kt.shown_as({"type": "array", "items": {"type": "object"}, "maxItems": TOOLS})] | UnsetType = UNSET
+    top_logprobs: kt.Alternatives | None = None
+    tools: Annotated[Raw, kt.shown_as(TOOLS_SCHEMA)] | UnsetType = UNSET
     tool_choice: kt.RawToolChoice = UNSET
     chat_template_kwargs: Annotated[Raw, kt.shown_as(_SWITCHES)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
     thinking_token_budget: kt.Natural | None = None
-    reasoning_effort: Annotated[str, Meta(extra_json_schema={"enum": [*REASONING_EFFORTS]})] | None = None
+    reasoning_effort: Annotated[str, kt.one_of(*REASONING_EFFORTS)] | None = None
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def ask(self) -> Ask:
         """InvalidRequest names the key that is wrong."""
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
+            raise invalid("top_logprobs", "needs logprobs: true")
         chat = read_chat(self.messages, self.tools, self.chat_template_kwargs, generation_prompt=self.add_generation_prompt)
         effort = thinks_by_effort(self.reasoning_effort, "reasoning_effort")
         chat = replace(
@@ -182,16 +188,21 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
             thought_tokens=self.thinking_token_budget,
             max_soft_tokens=self.mm_processor_kwargs.checked() if self.mm_processor_kwargs else None,
         )
-        ask = self.asking(self.model, chat, self.max_completion_tokens or self.max_tokens, stream=self.stream)
-        return replace(ask, logprobs=(self.top_logprobs or 0) if self.logprobs else None, keys=KeyNames(logprobs="top_logprobs"))
+        return self.asking(
+            chat,
+            self.max_completion_tokens or self.max_tokens,
+            stream=self.stream,
+            model=self.model,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
 
 
 class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: Annotated[Raw, kt.shown_as(kt.STRING, kt.STRINGS, kt.IDS, {"type": "array", "items": kt.IDS})]
+    prompt: Annotated[Raw, kt.shown_as(kt.STRING, kt.STRINGS, kt.IDS, kt.array(kt.IDS))]
     max_tokens: kt.Natural | None = None
-    logprobs: kt.Natural | None = None
+    logprobs: kt.Alternatives | None = None
     echo: bool | None = None
     best_of: kt.Count | None = None
 
@@ -203,13 +214,20 @@ class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
     def ask(self) -> Ask:
         """InvalidRequest names the key that is wrong."""
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens: 0 only with echo: true", param="max_tokens")
+            raise invalid("max_tokens", "0 only with echo: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "the value of n")
         prompts = RawPrompts(_prompts(self.prompt), echo=bool(self.echo))
-        ask = self.asking(self.model, prompts, self.max_tokens, stream=self.stream)
         scored = [count for count in (self.prompt_logprobs, self.echoed_logprobs) if count is not None]
-        return replace(ask, logprobs=self.logprobs, prompt_logprobs=max(scored, default=None), keys=KeyNames(prompt="prompt"))
+        return self.asking(
+            prompts,
+            self.max_tokens,
+            stream=self.stream,
+            model=self.model,
+            logprobs=self.logprobs,
+            prompt_logprobs=max(scored, default=None),
+            keys=KeyNames(prompt="prompt"),
+        )
 
 
 CHAT_READER = BodyReader(ChatRequest, absent_keys.CHAT)
@@ -232,5 +250,5 @@ def _biases(raw: Json) -> dict[int, float]:
     """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
     biases = read_small(raw, "logit_bias", _BIAS, _BIAS_BYTES * MAX_BIAS_IDS) or {}
     if len(biases) > MAX_BIAS_IDS:
-        raise InvalidRequest(f"logit_bias: more than {MAX_BIAS_IDS} token ids", param="logit_bias")
+        raise invalid("logit_bias", f"more than {MAX_BIAS_IDS} token ids")
     return biases

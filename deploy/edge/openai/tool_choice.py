@@ -8,8 +8,7 @@ The Responses API writes what stands under `function` and `allowed_tools` one le
 
 from typing import Any
 
-from deploy.edge.raw_json import ANYTHING, Json, read_small
-from engine.errors import InvalidRequest
+from deploy.edge.raw_json import ANYTHING, Json, invalid, read_small
 from engine.front.constraints import ToolChoice
 
 _MAX_BYTES = 64 << 10
@@ -29,15 +28,12 @@ def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
             | {"type": "allowed_tools", "mode": ("auto" | "required") as mode, "tools": [*tools]}
         ):
             return ToolChoice(mode, tuple(dict.fromkeys(map(_name, tools))), one=not parallel)
-    raise _wrong("must be 'none', 'auto', 'required', a function by its name, or allowed_tools with a mode and tools")
+    known = "'none', 'auto', 'required', a function by its name, or allowed_tools with a mode and tools"
+    raise invalid("tool_choice", f"must be {known}")
 
 
 def _name(tool: Any) -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return name
-    raise _wrong("allowed_tools.tools: only functions by their names")
-
-
-def _wrong(why: str) -> InvalidRequest:
-    return InvalidRequest(f"tool_choice: {why}", param="tool_choice")
+    raise invalid("tool_choice", "allowed_tools.tools: only functions by their names")

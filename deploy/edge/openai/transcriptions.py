@@ -14,10 +14,9 @@ from msgspec import Meta, Struct
 from deploy.edge import key_types as kt
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Media, Part, Sampling, Text
-from deploy.edge.form_reader import MEDIA_TYPE, FormReader
-from deploy.edge.openai.openai_error import OPENAI_ERROR
+from deploy.edge.form_reader import MEDIA_TYPE, read_form
+from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.response_format import ServedModel, Usage
-from engine.errors import QuartetError
 from engine.front.generation import Delta
 from engine.front.parts import Content
 
@@ -55,34 +54,27 @@ class TranscriptionRequest(Struct, frozen=True, kw_only=True):
         )
 
 
-_FORM = FormReader(TranscriptionRequest, "file", _ABSENT)
+_FORM = msgspec.json.Decoder(TranscriptionRequest, strict=False)
 
 
-class TranscriptionFormat:
+class TranscriptionFormat(DataEvents):
     """The answer; `plain`: a whole one is nothing but its text."""
 
     def __init__(self, model: ServedModel, *, plain: bool) -> None:  # noqa: ARG002 - it does not say what model it is
         self.id = secrets.token_hex(16)
-        self._text, self._plain = "", plain
-
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - as others have it
-        """Nothing comes before the text."""
-        return b""
+        self._text = ""
+        self._plain = plain
 
     def events(self, index: int, delta: Delta) -> bytes:
         """What has been added."""
         before = len(self._text)
         self.add(index, delta)
         added = self._text[before:]
-        return _event({"type": "transcript.text.delta", "delta": added}) if added else b""
+        return data_event({"type": "transcript.text.delta", "delta": added}) if added else b""
 
     def end(self, usage: Usage) -> bytes:
         """All of it once more."""
-        return _event({"type": "transcript.text.done", "text": self._text, "usage": _counts(usage)}) + b"data: [DONE]\n\n"
-
-    def failure(self, error: QuartetError) -> bytes:
-        """An error event, without an end."""
-        return _event(OPENAI_ERROR.body(error))
+        return data_event({"type": "transcript.text.done", "text": self._text, "usage": _counts(usage)}) + DONE
 
     def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
         """One more."""
@@ -93,10 +85,6 @@ class TranscriptionFormat:
         return self._text.encode() if self._plain else msgspec.json.encode({"text": self._text, "usage": _counts(usage)})
 
 
-def _event(said: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(said) + b"\n\n"
-
-
 def _counts(usage: Usage) -> dict[str, Any]:
     details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}
     counts = {"input_tokens": usage.prompt, "output_tokens": usage.completion, "total_tokens": usage.prompt + usage.completion}
@@ -104,7 +92,7 @@ def _counts(usage: Usage) -> dict[str, Any]:
 
 
 def _read(body: bytes) -> ParsedRequest:
-    request = _FORM.read(body)
+    request = read_form(body, _FORM, _ABSENT)
     plain = request.response_format == "text"
     kind = "text/plain; charset=utf-8" if plain else "application/json"
     return ParsedRequest(request.ask(), partial(TranscriptionFormat, plain=plain), kind)
@@ -113,7 +101,6 @@ def _read(body: bytes) -> ParsedRequest:
 TRANSCRIPTIONS = GenerationApi(
     path="/v1/audio/transcriptions",
     operation="transcription",
-    error=OPENAI_ERROR,
     body=TranscriptionRequest,
     read=_read,
     media_type=MEDIA_TYPE,

@@ -15,7 +15,6 @@ from cluster import capability
 from deploy.cli import plan_command as plan
 from deploy.cli.main import main
 from deploy.cli.sizing import Sizing, configured, kv_budget, meta_rank, pools, size, weight_bytes_and_count
-from deploy.models.public_shapes import PUBLIC, ModelShape, config
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
@@ -25,6 +24,7 @@ from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank import worker
 from engine.rank.parallel import Single
 from tests.conftest import Nano
+from tests.nano.model_shapes import PUBLIC, ModelShape, config
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.ranks import Ranks, single

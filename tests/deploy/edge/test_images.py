@@ -176,7 +176,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("truncated", [image_url(saved(Image.new("RGB", (99, 99)), "JPEG")[:500])], "image 1: it cannot be decoded"),
     ("second", [image_url(BLUE), image_url(b"<svg/>")], "image 2: it is none of"),
     ("too many", [image_url(BLUE)] * 33, "at most 32"),
-    ("ten thousand", [image_url(BLUE[:20])] * 10_000, "at most length 1024"),
+    ("ten thousand", [image_url(BLUE[:20])] * 10_000, "length <= 1024"),
 ]
 
 

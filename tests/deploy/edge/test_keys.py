@@ -31,7 +31,6 @@ from deploy.edge.keys.key_file import ApiKey, digest_of
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.limits import outermost
 from deploy.edge.routes import create_app
-from deploy.edge.service import Client
 from engine.events import KeyDecision, KeyTokens
 from engine.front.generation import Job
 from tests.conftest import Nano
@@ -323,12 +322,12 @@ def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
     found = set()
     with edge.configured(limits=LimitSettings(isolate_cache=True)):
         words = ["", "a", "b", "/", "a/", "/b", "a/b", "1:a", "key a", "header a"]
-        names = [Client(word, None) for word in words[1:]] + [Client(None, word) for word in words]
-        tenants = [sha256(client.tenant.encode()).hexdigest() for client in names]
-        for client, word in product(names, [*words, *tenants, *(f"{tenant}/a" for tenant in tenants)]):
+        names = [f"key {word}" for word in words[1:]] + [f"header {word}" for word in words]
+        tenants = [sha256(name.encode()).hexdigest() for name in names]
+        for name, word in product(names, [*words, *tenants, *(f"{tenant}/a" for tenant in tenants)]):
             ask = Ask(prompt=RawPrompts([]), salt=word)
-            made = edge.service.with_priority(Job((), (), clip=False), ask, client)
-            found.add(joined(client.tenant, word) if joined else made.salt)
+            made = edge.service.with_priority(Job((), (), clip=False), ask, name)
+            found.add(joined(name, word) if joined else made.salt)
     return len(found) - len(names) * (len(words) + 2 * len(tenants))
 
 

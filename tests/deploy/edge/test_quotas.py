@@ -116,7 +116,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "nothing is taken": lambda patch: patch.setattr(Bucket, "take", lambda *_: None),
     "it holds more than a minute": lambda patch: patch.setattr(quotas, "min", lambda low, high: high, raising=False),
     "ends are not counted once": lambda patch: patch.setattr(
-        QuotaGrant, "close", lambda grant, used: grant._allowance._close(0, used)
+        QuotaGrant, "close", lambda grant, used: grant.allowance._close(0, used)
     ),
 }
 

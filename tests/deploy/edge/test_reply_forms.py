@@ -43,7 +43,7 @@ def asked(edge: Edge, body: dict[str, Any], path: str = CHAT) -> Grammar | None:
 def writes(edge: Edge, rules: Grammar | None, text: str) -> bool:
     """Whether a reply that says `text`, whole, is within the grammar."""
     assert rules is not None
-    matcher = edge.service.jobs._grammars._vocabulary.result(20).matcher(rules.text)
+    matcher = edge.service.jobs.grammars._vocabulary.result(20).matcher(rules.text)
     return accepts(matcher, [token for [token] in token_steps(edge, text)])
 
 

@@ -158,7 +158,7 @@ def test_a_busy_compiler_refuses_no_plain_request(edge: Edge, monkeypatch: pytes
     async def busy(rules: str, param: str) -> None:
         raise Overloaded("too many grammars are being compiled")
 
-    monkeypatch.setattr(edge.service.jobs._grammars, "check", busy)
+    monkeypatch.setattr(edge.service.jobs.grammars, "check", busy)
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert asked(edge, CHAT, tools).status_code == 200
     assert edge.core.requests[-1].params.grammar is None

@@ -9,12 +9,12 @@ from functools import cache
 
 import pytest
 
-from deploy.models.public_shapes import PUBLIC
 from deploy.models.resolve import resolve
 from engine.attention.trtllm_mha import PAGES
 from engine.errors import CheckpointError
 from engine.geometry import KVGroup, kv_groups, read_geometry
 from engine.rank.attention.trtllm import MAX_Q_LEN
+from tests.nano.model_shapes import PUBLIC
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu

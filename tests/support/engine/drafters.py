@@ -56,7 +56,7 @@ def write(target: Path, out: Path) -> Path:
 
 def _mlp(config: dict[str, object]) -> int:
     """The width of the whole model's MLP, of which this may be a rank's shard."""
-    from deploy.models.public_shapes import PUBLIC
+    from tests.nano.model_shapes import PUBLIC
 
     sizes = {shape.hidden: shape.mlp for shape in PUBLIC.values()}
     text = config["text_config"]

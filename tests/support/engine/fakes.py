@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from deploy.models.public_shapes import config
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead, InvalidRequest
 from engine.front.client import Clock
@@ -29,6 +28,7 @@ from engine.protocol import (
     frame,
     pack_tokens,
 )
+from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.load_figures import load
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from deploy.models.public_shapes import ModelShape as Model
 from kernels.tiles import GemmShape
+from tests.nano.model_shapes import ModelShape as Model
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemma4UnifiedTextConfig
 
-from deploy.models.public_shapes import GLOBAL_HEAD_DIM, HEAD_DIM, ModelShape
+from tests.nano.model_shapes import GLOBAL_HEAD_DIM, HEAD_DIM, ModelShape
 
 HIDDEN, WIDTH, CENTROIDS, TOP_K = 32, 64, 64, 8
 

@@ -1,0 +1,28 @@
+"""Events without names, as OpenAI's completions stream them, and all who follow them."""
+
+from typing import Any
+
+import msgspec
+
+from deploy.edge.error_response import OPENAI_ERROR
+from deploy.edge.response_format import Usage
+from engine.errors import QuartetError
+
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(value: Any) -> bytes:
+    """One event."""
+    return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
+class DataEvents:
+    """How a stream of such events begins, and how it breaks off."""
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - as others have it
+        """Nothing comes before the first token."""
+        return b""
+
+    def failure(self, error: QuartetError) -> bytes:
+        """An error event, without an end."""
+        return data_event(OPENAI_ERROR.body(error))
