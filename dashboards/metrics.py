@@ -372,12 +372,19 @@ _ENCODER = (
         alias="mm_cache_hits_total",
     ),
     Metric(
+        "quartet_encoder_cache_host_hit_items_total",
+        "counter",
+        "Of the items found, those whose soft tokens came from host memory.",
+        "encoder.host_hits",
+    ),
+    Metric(
         "quartet_encoder_cache_evicted_items_total",
         "counter",
-        "Encoded items whose soft tokens the cache has given up.",
+        "Encoded items whose soft tokens the cache has given up, in host memory too.",
         "encoder.evictions",
     ),
-    Metric("quartet_encoder_cache_bytes", "gauge", "Soft tokens that the cache of each rank holds.", "encoder.cached_bytes"),
+    Metric("quartet_encoder_cache_bytes", "gauge", "Soft tokens that each rank holds on its device.", "encoder.cached_bytes"),
+    Metric("quartet_encoder_cache_host_bytes", "gauge", "Soft tokens that each rank holds in host memory.", "encoder.host_bytes"),
     Metric(
         "quartet_rank_encoder_seconds_total",
         "counter",
