@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import transformers
-
 from deploy.models.nano.build import write
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.nano.random_weights import draw
+
 from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
 from tests.support.judge.oracle import load_oracle
 
