@@ -334,11 +334,17 @@ _ENCODER = (
         alias="mm_cache_hits_total",
     ),
     Metric(
+        "quartet_encoder_cache_host_hit_items_total",
+        "Of the items found, those whose soft tokens came from host memory.",
+        "encoder.host_hits",
+    ),
+    Metric(
         "quartet_encoder_cache_evicted_items_total",
-        "Encoded items whose soft tokens the cache has given up.",
+        "Encoded items whose soft tokens the cache has given up, in host memory too.",
         "encoder.evictions",
     ),
-    Metric("quartet_encoder_cache_bytes", "Soft tokens that the cache of each rank holds.", "encoder.cached_bytes"),
+    Metric("quartet_encoder_cache_bytes", "Soft tokens that each rank holds on its device.", "encoder.cached_bytes"),
+    Metric("quartet_encoder_cache_host_bytes", "Soft tokens that each rank holds in host memory.", "encoder.host_bytes"),
     Metric(
         "quartet_rank_encoder_seconds_total",
         "Time that a rank has spent on the media of steps, cached ones too: on a GPU by CUDA events, on a CPU wall clock.",

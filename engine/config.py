@@ -68,6 +68,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     language_model_only: Annotated[
         bool, Meta(description="leave out encoders of pictures and sound: their memory goes to the KV cache", extra=_SIZES)
     ] = False
+    encoder_host_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="host memory, in bytes of each rank, for encoded pictures and sound that the 256 MiB on its device have no "
+            "room for: what is shown again is not encoded again; pinned, which may take up to twice as much; 0: none",
+        ),
+    ] = 1 << 30
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the device that weights and KV pools may take", extra=_SIZES)
     ] = 0.9

@@ -12,8 +12,8 @@ _LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
 
 class EncoderFigures(NamedTuple):
     """What a rank's encoders of media have done since boot: microseconds in them; `images`, `frames` of videos and `clips` that the
-    group has encoded, and `rows`, the soft tokens that these gave; items looked up in the cache of outputs (`queries`), and found.
-    `evictions`: outputs that it has lost; `cached_bytes`: that it holds now."""
+    group has encoded, and `rows`, the soft tokens that these gave; items looked up in the cache of outputs (`queries`), and found,
+    `host_hits` of them on the host. `evictions`: outputs that it has lost; bytes: that it holds now, on the device and the host."""
 
     us: int = 0
     images: int = 0
@@ -22,8 +22,10 @@ class EncoderFigures(NamedTuple):
     rows: int = 0
     queries: int = 0
     hits: int = 0
+    host_hits: int = 0
     evictions: int = 0
     cached_bytes: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

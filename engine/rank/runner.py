@@ -103,7 +103,7 @@ class Runner:
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
-        self.encode_stage = EncodeStage(encoders, device, parallel) if encoders else None
+        self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(asked, drafter.geometry, cache, config.tp, self._buckets, device, check)

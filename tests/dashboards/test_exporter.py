@@ -223,7 +223,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
     exporter = exporter_after()
     for stall, late in ((0.0, 0), (7.5, 1)):
         rank = ProcessFigures("1", True, stall, 0.011, 0.009, 2e-5, late, 1.5)
-        exporter.read_gauges = partial(ScrapeGauges, 3, (rank,), EncoderFigures(9, 1, 2, 3, 4, 5, 6, 7, 8))
+        exporter.read_gauges = partial(ScrapeGauges, 3, (rank,), EncoderFigures(*range(11)))
         shown = values(exporter.text())
         assert shown['quartet_rank_stall_seconds{rank="1"}'] == stall
         assert shown['quartet_rank_up{rank="1"}'] == 1
@@ -233,7 +233,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
         assert shown["quartet_requests_in_flight"] == 3
         assert shown['quartet_rank_encoder_seconds_total{rank="1"}'] == 1.5
         rows = [row for row in ENGINE if row.source.startswith("encoder.")]
-        assert [shown[row.name] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert [shown[row.name] for row in rows] == list(range(1, 11))
 
 
 def test_key_holders_have_so_many_series_at_most() -> None:

@@ -20,8 +20,9 @@ import transformers
 from cluster.group import Group
 from engine.audio_geometry import read_audio
 from engine.config import EngineConfig
+from engine.core import prefix, scheduler
 from engine.core.loop import scheduler_config
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import PlanDraft, Scheduler
 from engine.geometry import Geometry, read_geometry
 from engine.plan import StepPlan, StepResult
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
@@ -37,7 +38,9 @@ from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
 from tests.support.engine.threads import ThreadParallel, run_ranks
+from tests.support.judge import odd_checkpoints
 from tests.support.judge.near_tie import Match, compare
+from tests.support.judge.odd_checkpoints import ODD
 from tests.support.judge.oracle import judge, load_oracle
 from tests.support.judge.pictures import Prompt, as_inputs, pictures
 
@@ -104,7 +107,7 @@ def serve(runner: Runner, config: EngineConfig, asked: list[Prompt]) -> Served:
 
 @dataclass(frozen=True)
 class Case:
-    """A member, its prompts, its reference."""
+    """A checkpoint, its prompts, its reference."""
 
     config: EngineConfig
     prompts: list[Prompt]
@@ -123,14 +126,30 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(nano: Nano) -> Callable[[str], Case]:
+def case(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Of a nano member, or, as in "odd 31b", of one in other sizes that transformers wrote."""
+
     @cache
-    def make(member: str) -> Case:
-        folder = nano(member)
+    def make(name: str) -> Case:
+        member = name.removeprefix("odd ")
+        folder = nano(member) if name == member else odd_checkpoints.save(member, tmp_path_factory.mktemp(name))
         config = config_of(folder, 1, max_seqs=4, max_len=1400, prefill_budget=64, pages=PAGES)
         return Case(config, [*heard(member, folder), *prompts(member, read_geometry(folder))], load_oracle(folder))
 
     return make
+
+
+@pytest.mark.parametrize("member", list(ODD))
+def test_checkpoints_that_transformers_wrote(case: Callable[[str], Case], member: str) -> None:
+    """Sizes that no public model has, saved by transformers in shards, with its processor's file: the same within 1e-4."""
+    it = case(f"odd {member}")
+    assert len(list(Path(it.config.model).glob("model-*.safetensors"))) > 1
+    asked = it.prompts[::2]
+    match = it.match(asked, serve(build(single(it.config), PAGES), it.config, asked))
+    print(f"odd {member}: {match}")
+    assert match.wrong == 0
+    assert match.worst < TOLERANCE
+    assert match.judged >= 10
 
 
 @pytest.mark.parametrize("member", list(SHAPES))
@@ -159,12 +178,13 @@ def replay(config: EngineConfig, served: Served, size: int) -> None:
     assert logprob_error(results, served.results) < TOLERANCE
 
 
-def test_the_largest_budget(case: Callable[[str], Case]) -> None:
-    """A picture of 1120 soft tokens, longer than windows and budget, is one chunk."""
-    it = case("12b")
+@pytest.mark.parametrize("name", ["12b", *(pytest.param(f"odd {member}", marks=pytest.mark.slow) for member in ("e4b", "31b"))])
+def test_the_largest_budget(case: Callable[[str], Case], name: str) -> None:
+    """A picture of 1120 soft tokens, longer than windows and budget: one chunk, or many where it is seen causally."""
+    it = case(name)
     asked = [Prompt([5, 6, 7]).picture(pictures((28, 40))[0], SHAPES["12b"].media["<|image|>"]).text([8, 9])]
     match = it.match(asked, serve(build(single(it.config), PAGES), it.config, asked))
-    print(f"12b, 1120 tokens: {match}")
+    print(f"{name}, 1120 tokens: {match}")
     assert match.wrong == 0
     assert match.worst < TOLERANCE
 
@@ -180,7 +200,12 @@ def test_a_group_of_processes(case: Callable[[str], Case]) -> None:
             longer = msgspec.structs.replace(ASKED, max_tokens=64)
             requests = [Request(prompt.ids, longer, media=prompt.media) for prompt in asked]
             served = Served(dict(enumerate(await ask_all(client, requests, len(requests)))))
-            assert (await still(client)).preemptions > 0
+            load = await still(client)
+            assert load.preemptions > 0
+            ours, other = (status.encoder for status in group.status()[:2])
+            assert ours[1:] == other[1:]  # of both ranks, but for the time
+            assert (ours.images, ours.frames, ours.rows, ours.queries - ours.hits) == (4, 3, 196, 5)  # five items, each once
+            assert min(ours.us, other.us, ours.hits - 10) > 0
             return served
 
     with Group.boot(config) as group:
@@ -212,29 +237,45 @@ def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
 
 @contextmanager
 def planted(fault: str, scale: float) -> Iterator[None]:
-    """Soft tokens scaled as embeddings are; a place too late; x for y; another's from the cache."""
-    soft_tokens, places = EncodeStage.soft_tokens, vision.places
+    """Soft tokens scaled as embeddings are, or a place too late; x for y; spans seen causally, or the last one to its end but one;
+    another picture's pages from the prefix cache."""
+    soft_tokens, places, right_spans = EncodeStage.soft_tokens, vision.places, scheduler._name_spans
     swapped = cache(lambda *args: places(*args)[::-1].copy())
 
     def wrong(self: EncodeStage, chunks: tuple[Chunk, ...]) -> SoftTokens | None:
         soft = soft_tokens(self, chunks)
-        if soft is None or fault == "swapped":
+        if soft is None or fault not in ("scaled", "late"):
             return soft
-        if fault == "scaled":
-            return SoftTokens(soft.rows, soft.values * scale)
-        return SoftTokens(soft.rows, soft.values.roll(1, 0))
+        return SoftTokens(soft.rows, soft.values * scale if fault == "scaled" else soft.values.roll(1, 0))
+
+    def name_spans(draft: PlanDraft) -> None:
+        if fault != "causal":
+            right_spans(draft)
+        if fault == "short" and draft.plan.spans:
+            begin, end = draft.plan.spans.pop()
+            draft.plan.spans.append((begin, end - 1))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EncodeStage, "soft_tokens", wrong)
         patch.setattr(vision, "places", swapped if fault == "swapped" else places)
+        patch.setattr(scheduler, "_name_spans", name_spans)
+        if fault == "prefix":
+            patch.setattr(prefix, "_media_by_page", lambda media, page: {})
         yield
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("scaled", "image"), ("late", "image"), ("swapped", "image"), ("late", "audio")])
-def test_faults_are_seen(case: Callable[[str], Case], fault: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault", "kind"),
+    [
+        ("e2b", "scaled", "image"), ("e2b", "late", "image"), ("e2b", "swapped", "image"), ("e2b", "late", "audio"),
+        ("odd 31b", "causal", "image"), ("odd 31b", "short", "image"), ("odd 31b", "prefix", "image"),
+    ],
+)  # fmt: skip
+def test_faults_are_seen(case: Callable[[str], Case], name: str, fault: str, kind: str) -> None:
     """Planted faults put logprobs off by 100 tolerances."""
-    it = case("e2b")
-    asked = [next(prompt for prompt in it.prompts if {item.kind for item in prompt.media} == {kind})]
+    it = case(name)
+    asked = [prompt for prompt in it.prompts if {item.kind for item in prompt.media} == {kind}]
+    asked = asked[:: len(asked) - 1] if fault == "prefix" else asked[:1]
     with planted(fault, read_geometry(Path(it.config.model)).embedding_scale):
         served = serve(build(single(it.config), PAGES), it.config, asked)
     assert it.match(asked, served).worst > FAULT

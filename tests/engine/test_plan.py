@@ -268,7 +268,7 @@ def test_status_fields_have_one_writer_each() -> None:
     block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF, step_us=12)
     block.heartbeat(1, 99)
     block.device(1, busy_us=4500, idle_us=2**24 - 1, late_compilations=65535)
-    figures = EncoderFigures(*(2**64 - number for number in range(1, 10)))
+    figures = EncoderFigures(*(2**64 - number for number in range(1, 12)))
     block.encoder(1, figures)
     expected = RankStatus(7, 6, 2**63, 12, 99, 4500, 2**24 - 1, 65535, {6: 0xFFFFFFFF}, figures)
     assert block.read(1) == expected

@@ -1,7 +1,7 @@
 """Pictures, video and audio become rows in the place of embeddings, before the forward that reads them.
 
     items of a plan --encoders--> rows, of all items in one batch --> held by slot until a chunk has passed the item's end
-                                  cache: rows by digest               each rank encodes a share of them, and gets all rows
+                                  cache: rows by digest, on           each rank encodes a share of them, and gets all rows
 
 Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
 """
@@ -39,19 +39,21 @@ class EncodedItem:
 
 
 class EncodeStage:
-    """A rank's encoders by what they encode, and their outputs. cached: bytes of outputs that are kept by digest."""
+    """A rank's encoders by what they encode, and their outputs. cached: bytes of outputs that are kept by digest on the device;
+    host: and behind them on the host."""
 
     def __init__(
         self,
         encoders: Mapping[MediaKind, MediaEncoder],
         device: torch.device,
         parallel: Parallel,
+        host: int = 0,
         cached: int = ENCODER_CACHE_BYTES,
     ) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
         self._encoded: list[EncodedItem] = []  # of the next plan, in the order of its encodes
         self._held: dict[int, list[EncodedItem]] = {}
-        self._cache = OutputCache(cached)
+        self._cache = OutputCache(device, cached, host)
         self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
 
     def warm(self) -> None:
@@ -62,7 +64,9 @@ class EncodeStage:
     @property
     def figures(self) -> EncoderFigures:
         """Since boot; the time is that of what the device has ended."""
-        return EncoderFigures(self._stopwatch.us, cached_bytes=self._cache.bytes, **self._counts)
+        cache = self._cache
+        held = {"cached_bytes": cache.on_device.bytes, "host_bytes": cache.on_host.bytes}
+        return EncoderFigures(self._stopwatch.us, host_hits=cache.host_hits, evictions=cache.evictions, **held, **self._counts)
 
     def encode(self, items: Sequence[MediaItem]) -> None:
         """Start the encoders of the next plan's items, those in the cache apart."""
@@ -80,7 +84,7 @@ class EncodeStage:
             of_kind = {key: item for key, item in new.items() if item.kind == kind}
             outputs |= zip(of_kind, self._run(encoder, list(of_kind.values())), strict=True)
         for key, rows in outputs.items():
-            self._counts["evictions"] += len(self._cache.put(key, rows))
+            self._cache.put(key, rows)
         self._count(items, list(new.values()))
         return outputs
 

@@ -18,6 +18,7 @@ from engine.rank.prompt_logprobs import ScoredRows, prompt_rows
 from engine.rank.slots import ResultRows
 from engine.rank.stages.sample_stage import StepTokens
 from engine.rank.step_clock import StepClock, mark
+from engine.rank.upload import downloaded
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
 
@@ -29,7 +30,7 @@ class CopyOut:
 
     def __init__(self, pairs: dict[str, tuple[Tensor, Tensor | None]], device: torch.device) -> None:
         """pairs: a device tensor and pinned memory of its shape, made here where it is None."""
-        self._host = {name: _copy_out(*pair) for name, pair in pairs.items()}
+        self._host = {name: downloaded(*pair) for name, pair in pairs.items()}
         self.end = mark(device)
 
     @property
@@ -42,14 +43,6 @@ class CopyOut:
         if self.end is not None:
             self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
-
-
-def _copy_out(tensor: Tensor, host: Tensor | None) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor.clone()
-    if host is None:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 class StateHash:

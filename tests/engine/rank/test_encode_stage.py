@@ -1,6 +1,7 @@
 """The encode stage: how often encoders run, whose rows go where, what is kept."""
 
 import hashlib
+import random
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engine.plan import Admission, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MediaItem, MediaKind, SamplingParams
+from engine.rank import output_cache
 from engine.rank.batch import Chunk
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.parallel import Parallel, Single
@@ -51,11 +53,11 @@ def picture(first: int, shade: int, rows: int = 2, columns: int = 3) -> MediaIte
     return MediaItem(first, rows * columns, digest, ((first, end),), "image", (48 * rows, 48 * columns, 3), data)
 
 
-def stage_of(cached: int = 1 << 20, parallel: Parallel = Single()) -> tuple[EncodeStage, list[int]]:  # noqa: B008 (it has no state)
+def stage_of(cached: int = 1 << 20, parallel: Parallel = Single(), host: int = 0) -> tuple[EncodeStage, list[int]]:  # noqa: B008 (it has no state)
     """A stage, and the sizes of its encoder's batches."""
     encoder = Counting()
     kinds: tuple[MediaKind, ...] = ("image", "video")
-    return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, cached), encoder.calls
+    return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host, cached), encoder.calls
 
 
 def plan_of(items: Sequence[MediaItem], slots: Sequence[int], admitted: Sequence[int] = ()) -> PlanView:
@@ -165,9 +167,9 @@ def test_what_was_done_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return shown
 
     first, second, third = figures()
-    assert first[1:] == (1, 2, 0, 8, 3, 1, 0, size + 2 * 12)
-    assert second[1:] == (1, 2, 0, 8, 4, 2, 0, size + 2 * 12)
-    assert third[1:] == (3, 2, 0, 20, 6, 2, 2, 2 * size)
+    assert first[1:] == (1, 2, 0, 8, 3, 1, 0, 0, size + 2 * 12, 0)
+    assert second[1:] == (1, 2, 0, 8, 4, 2, 0, 0, size + 2 * 12, 0)
+    assert third[1:] == (3, 2, 0, 20, 6, 2, 0, 2, 2 * size, 0)
     assert [first.us >= 4e4, second.us - first.us < 1e4, third.us - second.us >= 2e4] == [True] * 3
     slow = 0
     assert figures()[0].us < 4e4
@@ -191,3 +193,49 @@ def test_outputs_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
             encode(stage, [picture(0, 5, *shape)], admitted=[0])
             height = rows(stage, Chunk(0, 0, 9, 0))[0][1][1]
         assert (height == 96.0) == faulty
+
+
+SHOWN = (1, 2, 3, 4, 1, 5, 3, 2)  # two fit on the device, two more on the host
+
+
+@pytest.mark.parametrize(("host", "encoded", "host_hits", "evictions"), [(2, 6, 2, 2), (0, 8, 0, 6)])
+def test_the_host_keeps_what_the_device_has_no_room_for(host: int, encoded: int, host_hits: int, evictions: int) -> None:
+    """A picture comes back from the host as it was, and is encoded again when it is gone there too; both keep to their bytes."""
+    size = 6 * 3 * 4
+    stage, calls = stage_of(2 * size, host=host * size)
+    for shade in SHOWN:
+        encode(stage, [picture(0, shade)], admitted=[0])
+        assert rows(stage, Chunk(0, 0, 9, 0)) == [(row, (shade, 96.0, row)) for row in range(6)]
+        assert stage.figures.cached_bytes <= 2 * size
+        assert stage.figures.host_bytes <= host * size
+    assert sum(calls) == encoded
+    assert (stage.figures.host_hits, stage.figures.evictions) == (host_hits, evictions)
+
+
+def test_a_wrong_copy_on_the_host_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: rows a place off."""
+    monkeypatch.setattr(output_cache, "downloaded", lambda rows: rows.roll(1, 0))
+    stage, _ = stage_of(6 * 3 * 4, host=1 << 10)
+    for shade in (1, 2, 1):
+        encode(stage, [picture(0, shade)], admitted=[0])
+    assert rows(stage, Chunk(0, 0, 9, 0))[1] == (1, (1.0, 96.0, 0.0))
+
+
+@pytest.mark.parametrize("host", [0, 300])
+def test_ranks_agree_on_what_is_kept(host: int) -> None:
+    """Random pictures of random sizes, some a step: three ranks have the same of each, and have encoded the same."""
+    rng = random.Random(host)
+    steps = [[picture(20 * at, rng.randint(1, 8), 2, 2 + rng.randint(0, 1)) for at in range(rng.randint(1, 3))] for _ in range(40)]
+
+    def on_thread(parallel: ThreadParallel) -> tuple[list[object], tuple[int, ...]]:
+        stage, _ = stage_of(200, parallel, host)
+        seen: list[object] = []
+        for items in steps:
+            encode(stage, items, admitted=[0])
+            seen.append(rows(stage, Chunk(0, 0, 200, 0)))
+        return seen, stage.figures[1:]
+
+    right = [[(item.first + row, (item.data[0], 96.0, row)) for item in items for row in range(item.length)] for items in steps]
+    made = run_ranks(3, on_thread)
+    assert [seen for seen, _ in made] == [right] * 3
+    assert len({figures for _, figures in made}) == 1

@@ -69,8 +69,8 @@ class GroupScript:
         """What a scrape reads `now` seconds after the script's start: open requests, and four healthy ranks and a core."""
         opened = sum(request.submitted <= now < request.ended for request in self.requests)
         names = ("0", "1", "2", "3", "core")
-        seen = sum(request.submitted <= now for request in self.requests)  # each has a picture of 5 ms, a third the same one
-        encoder = EncoderFigures(0, seen, seen, seen, 260 * seen, 3 * seen, seen, seen, 1 << 20)
+        seen = sum(request.submitted <= now for request in self.requests)  # each has a picture of 5 ms, as a third of all have
+        encoder = EncoderFigures(0, seen, seen, seen, 260 * seen, 3 * seen, 2 * seen, seen, seen, 1 << 20, 1 << 20)
         figures = (ProcessFigures(name, True, 0.0, STEP_S, encoder_s=seen / 200) for name in names)
         return ScrapeGauges(opened, tuple(figures), encoder)
 
