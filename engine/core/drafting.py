@@ -3,10 +3,12 @@
     seconds a token = ms of a step of its rows with n drafts  /  tokens that its rows give: one each, and where a sequence may
                       + ms of the prompt tokens beside them      draft the chance that its first draft is right, its first two, ...
 
-Steps are told apart by their rows, padded as ranks pad them. What changes while a number is in force (contexts grow) changes the
-times of all; what tells them apart is measured in trials of a few steps. A trial is of a number that may be better than the one in
-force by the most that is not known to be wrong, and trials together may lose a hundredth of the time. The number in force gives way
-when what it has lost against a measured one comes to a fifth of so many steps: a clear loss soon, a small one late, noise never.
+Steps are told apart by their rows, padded as ranks pad them, and by whether they have prompt tokens, beside which drafts may cost
+more; a number is in force for both kinds, since what one step drafts the next one verifies. What changes while it is in force
+(contexts grow) changes the times of all; what tells them apart is measured in trials of a few steps. A trial is of a number that
+may be better than the one in force by the most that is not known to be wrong, and trials together may lose half a hundredth of the
+time. The number in force gives way when what it has lost against a measured one comes to a fifth of so many steps: a clear loss
+soon, a small one late, noise never.
 
 Which drafts were right is forgotten over some hundred steps, and an optimistic guess takes its place: so no number, and no drafter,
 is given up for good.
@@ -21,11 +23,12 @@ from typing import NamedTuple
 from engine.protocol import DraftPosition
 
 EVERY = 8  # steps between two looks
-TRIAL, LONGEST_TRIAL = 8, 64  # steps of a trial: so many at least, and more while too few drafts are known
-TRIALS_SHARE, START = 0.01, 16  # part of the time that trials may lose;   steps that they may at first, at each number of rows
+TRIAL, LONGEST_TRIAL = 8, 64  # steps of a trial: so many at least, and more while too few drafts, or one kind of steps, are known
+TRIALS_SHARE, START = 0.005, 16  # part of the time that trials may lose;   steps that they may at first, at each number of rows
 FRESH = 1024  # steps after which a measured time is measured again, if a fifth less would change anything
-REMEMBERED = 256  # steps over which acceptance averages;   those over which times and prompts beside do
-SMOOTH = 16
+REMEMBERED = 256  # steps over which acceptance averages;   those over which times do;   those over which prompts beside do
+SMOOTH, MIXED = 16, 64
+RARE = 0.05  # share of steps with, or without, prompt tokens below which these do not count
 SURE = 24.0  # rows that have had a draft at a position, remembered ones, below which its acceptance is a guess
 GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
 LOSS = 0.2 * 32  # in steps, at which the number in force gives way
@@ -52,15 +55,17 @@ class DraftChoice(NamedTuple):
 
 @dataclass
 class Option:
-    """A number of drafts at a number of rows. `ms` of its steps, 0: not known; `step` at which that was measured."""
+    """A number of drafts at a number of rows. `ms` of its steps without and with prompt tokens, but for what each of these adds, 0:
+    not known; `step` at which it was measured."""
 
     drafts: int
-    ms: float = 0.0
+    ms: list[float] = field(default_factory=lambda: [0.0, 0.0])
     step: int = -FRESH
 
 
 class PromptTime:
-    """ms that a prompt token adds to a step, from pairs of steps one behind the other that differ in nothing else."""
+    """ms that a prompt token adds to a step that has any, from pairs of such steps, one behind the other, that differ in nothing
+    else."""
 
     def __init__(self) -> None:
         self._last: tuple[object, int, float] = None, 0, 0.0
@@ -68,22 +73,29 @@ class PromptTime:
 
     def of(self, kind: object, tokens: int, ms: float) -> float:
         """What so many add to a step, which took `ms`. `kind`: equal of steps that differ in prompt tokens alone."""
+        if not tokens:
+            return 0.0
         before, last_tokens, last_ms = self._last
         if kind == before:
-            more = tokens - last_tokens
+            more, half = tokens - last_tokens, 0.5 * min(ms, last_ms)  # a single pause is no trend
+            odd = ms - last_ms - self._token_ms * more
             self._squares += (more * more - self._squares) / REMEMBERED
-            self._products += (more * (ms - last_ms) - self._products) / REMEMBERED
+            self._products += (more * (self._token_ms * more + max(-half, min(odd, half))) - self._products) / REMEMBERED
         self._last = kind, tokens, ms
-        return max(0.0, self._products / self._squares * tokens) if self._squares else 0.0
+        return self._token_ms * tokens
+
+    @property
+    def _token_ms(self) -> float:
+        return max(0.0, self._products / self._squares) if self._squares else 0.0
 
 
 @dataclass
 class Trial:
-    """Of an option: `ms` of its steps so far; `verified` rows had that many drafts before."""
+    """Of an option: `ms` of its steps so far, by kind as there; `verified` rows had that many drafts before."""
 
     option: Option
     verified: int
-    ms: list[float] = field(default_factory=list)
+    ms: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
 
 @dataclass
@@ -92,16 +104,25 @@ class RowCount:
 
     chosen    of the options, the one in force;    loss  what it has lost against a better one, in steps
     trial     the option that is tried now
-    drafting  share of rows that may draft;        beside_ms  of prompt tokens, a step on average;   steps  so far
+    drafting  share of rows that may draft;        prompts    share of steps that have prompt tokens
+    beside_ms of prompt tokens, a step on average; steps      so far
     """
 
     options: list[Option]
     chosen: Option
+    trial: Trial | None
     loss: float = 0.0
-    trial: "Trial | None" = None
     drafting: float = 1.0
+    prompts: float = 0.0
     beside_ms: float = 0.0
     steps: int = 0
+
+    def ms(self, option: Option) -> float:
+        """Of the option's steps on average, at today's share of prompts. A kind that is not measured relates to the other as at the
+        number in force."""
+        ratio = self.chosen.ms[1] / self.chosen.ms[0] if all(self.chosen.ms) else 1.0
+        alone = option.ms[0] or option.ms[1] / ratio
+        return alone + self.prompts * ((option.ms[1] or alone * ratio) - alone)
 
 
 class Drafting:
@@ -151,12 +172,13 @@ class Drafting:
         known = self._known(step.at)
         known.drafting += (step.drafting - known.drafting) / SMOOTH
         beside_ms = self._prompts.of((id(known), step.drafts), step.prompt_tokens, step.ms)
-        known.beside_ms += (beside_ms - known.beside_ms) / SMOOTH
+        known.steps += 1
+        known.beside_ms += (beside_ms - known.beside_ms) / min(known.steps, MIXED)
+        known.prompts += (bool(step.prompt_tokens) - known.prompts) / min(known.steps, MIXED)
         self._credit_ms += TRIALS_SHARE * step.ms
-        self._note_time(known, step.drafts, max(step.ms - beside_ms, 0.1 * step.ms))
+        self._note_time(known, step.drafts, bool(step.prompt_tokens), max(step.ms - beside_ms, 0.1 * step.ms))
         if self._step % EVERY == 0:
             self._remember()
-        known.steps += 1
         if known.steps % EVERY == 0:
             self._look(known)
 
@@ -166,43 +188,52 @@ class Drafting:
             options = [Option(drafts) for drafts in self._options]
             nearest = min(self._by_rows, key=lambda other: abs(other - at), default=None)
             drafts = self.drafts if nearest is None else self._by_rows[nearest].chosen.drafts
-            self._by_rows[at] = RowCount(options, options[self._options.index(drafts)])
+            chosen = options[self._options.index(drafts)]
+            self._by_rows[at] = RowCount(options, chosen, self._trial(chosen))
         return self._by_rows[at]
 
-    def _note_time(self, known: RowCount, drafts: int, ms: float) -> None:
-        """A step took `ms`, without what prompts added."""
-        chosen = known.chosen
-        if drafts == chosen.drafts:
+    def _trial(self, option: Option) -> Trial:
+        return Trial(option, sum(self._verified[option.drafts :]))
+
+    def _note_time(self, known: RowCount, drafts: int, kind: bool, ms: float) -> None:
+        """A step took `ms`, without what its prompt tokens added."""
+        chosen, trial = known.chosen, known.trial
+        if trial is not None and drafts == trial.option.drafts:
+            trial.ms[kind].append(ms)
+            counts = list(map(len, trial.ms))
+            few = drafts not in (0, chosen.drafts) and sum(self._verified[drafts:]) - trial.verified < SURE
+            if sum(counts) >= (LONGEST_TRIAL if few or not _in_all(known, [count > 1 for count in counts]) else TRIAL):
+                self._end_trial(known, trial)
+        elif drafts == chosen.drafts and chosen.ms[kind]:
             chosen.step = self._step
-            if not chosen.ms:
-                chosen.ms = ms
-                self._credit_ms += START * ms
-            change = (min(ms, 1.5 * chosen.ms) - chosen.ms) / SMOOTH  # a single pause is no trend
+            change = (min(ms, 1.5 * chosen.ms[kind]) - chosen.ms[kind]) / SMOOTH  # a single pause is no trend
             for option in known.options:
-                option.ms = max(option.ms + change, 0.1 * option.ms) if option.ms else 0.0
-        elif known.trial is not None and drafts == known.trial.option.drafts:
-            known.trial.ms.append(ms)
-            rows = sum(self._verified[drafts:]) - known.trial.verified
-            if len(known.trial.ms) >= (LONGEST_TRIAL if drafts and rows < SURE else TRIAL):
-                self._end_trial(known, known.trial)
+                option.ms[kind] = max(option.ms[kind] + change, 0.1 * option.ms[kind]) if option.ms[kind] else 0.0
 
     def _end_trial(self, known: RowCount, trial: Trial) -> None:
         """The middle of its times is the option's; what it lost is taken from the credit."""
         self._remember()
-        option, steps = trial.option, len(trial.ms)
-        option.ms, option.step = sorted(trial.ms)[steps // 2], self._step
-        lost = 1 - self._gain(known, option, option.ms)
-        self._credit_ms -= max(0.0, lost) * (option.ms + known.beside_ms) * steps
+        option, steps = trial.option, sum(map(len, trial.ms))
+        for kind, times in enumerate(trial.ms):
+            option.ms[kind] = sorted(times)[(len(times) - 1) // 2] if times else option.ms[kind]
+        option.step, ms = self._step, known.ms(option)
+        if option is known.chosen:
+            self._credit_ms += START * ms
+        lost = 1 - self._gain(known, option, ms)
+        self._credit_ms -= max(0.0, lost) * (ms + known.beside_ms) * steps
         known.trial = None
 
     def _look(self, known: RowCount) -> None:
         """Give way to a better number, or begin a trial."""
         chosen = known.chosen
-        if not chosen.ms or known.trial is not None:
+        if known.trial is not None:
             return
-        sure = [option for option in known.options if self._is_sure(option)]
-        best = max(sure, key=lambda option: self._gain(known, option, option.ms), default=chosen)
-        known.loss = max(0.0, known.loss + EVERY * (self._gain(known, best, best.ms) - 1 - NOISE))
+        if not _in_all(known, chosen.ms):
+            known.trial = self._trial(chosen)
+            return
+        sure = [option for option in known.options if self._is_sure(known, option)]
+        best = max(sure, key=lambda option: self._gain(known, option, known.ms(option)), default=chosen)
+        known.loss = max(0.0, known.loss + EVERY * (self._gain(known, best, known.ms(best)) - 1 - NOISE))
         if known.loss >= LOSS:
             self.switches["off" if not best.drafts else "on" if not chosen.drafts else "better"] += 1
             known.chosen, known.loss = best, 0.0
@@ -214,37 +245,38 @@ class Drafting:
         if self._credit_ms <= 0:
             return
         gains = {option.drafts: self._gain(known, option, self._least_ms(known, option)) for option in known.options}
-        unsure = [option for option in known.options if option is not known.chosen and not self._is_sure(option)]
-        if not known.options[0].ms:
-            unsure = unsure[:1]  # what may be lost without drafts is soon known, and bounds all others
-        option = max(unsure, key=lambda option: gains[option.drafts], default=None)
-        if option is not None and gains[option.drafts] > 1 + NOISE:
-            known.trial = Trial(option, sum(self._verified[option.drafts :]))
+        better = [option for option in known.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(known, option)]
+        if not any(known.options[0].ms):
+            better = better[:1]  # what may be lost without drafts is soon known, and bounds all others
+        option = max(better, key=lambda option: gains[option.drafts], default=None)
+        if option is not None:
+            known.trial = self._trial(option)
             self.switches["trial"] += 1
 
-    def _is_sure(self, option: Option) -> bool:
+    def _is_sure(self, known: RowCount, option: Option) -> bool:
         """Its time is measured, and the chance of its last draft."""
         verified, _ = self._remembered
-        return self._step - option.step < FRESH and bool(option.ms) and verified[option.drafts] >= (SURE if option.drafts else 0)
+        fresh = self._step - option.step < FRESH and _in_all(known, option.ms)
+        return fresh and verified[option.drafts] >= (SURE if option.drafts else 0)
 
     def _least_ms(self, known: RowCount, option: Option) -> float:
         """What its steps may take at least: a fifth less than long ago; with fewer drafts, in proportion; with more, as much, and
         half of what drafts have added so far."""
-        if option.ms:
-            return option.ms * (1.0 if self._step - option.step < FRESH else 0.8)
-        measured = [other for other in known.options if other.ms]
-        fewer = [other.ms for other in measured if other.drafts < option.drafts]
+        if any(option.ms):
+            return known.ms(option) * (1.0 if self._step - option.step < FRESH else 0.8)
+        measured = [(other.drafts, known.ms(other)) for other in known.options if any(other.ms)]
+        fewer = [other for other in measured if other[0] < option.drafts]
+        least = [ms for _, ms in fewer]
         if len(fewer) > 1:
-            first, last = measured[0], measured[len(fewer) - 1]
-            slope = (last.ms - first.ms) / (last.drafts - first.drafts)
-            fewer.append(last.ms + 0.5 * max(0.0, slope) * (option.drafts - last.drafts))
-        more = [other.ms * (1 + option.drafts) / (1 + other.drafts) for other in measured if other.drafts > option.drafts]
-        return max(fewer + more)
+            (first, first_ms), (last, last_ms) = fewer[0], fewer[-1]
+            least.append(last_ms + 0.5 * max(0.0, (last_ms - first_ms) / (last - first)) * (option.drafts - last))
+        least += [ms * (1 + option.drafts) / (1 + drafts) for drafts, ms in measured if drafts > option.drafts]
+        return max(least)
 
     def _gain(self, known: RowCount, option: Option, ms: float) -> float:
         """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""
         chosen, tokens = known.chosen, self._tokens(known)
-        return tokens[option.drafts] / tokens[chosen.drafts] * (chosen.ms + known.beside_ms) / (ms + known.beside_ms)
+        return tokens[option.drafts] / tokens[chosen.drafts] * (known.ms(chosen) + known.beside_ms) / (ms + known.beside_ms)
 
     def _tokens(self, known: RowCount) -> list[float]:
         """Tokens that a row gives on average with 0, 1, ... drafts."""
@@ -262,6 +294,11 @@ class Drafting:
             read[:] = counts
             rows = [0, *_at_least(new)]
             remembered[:] = [kept * (1 - EVERY / REMEMBERED) + more for kept, more in zip(remembered, rows, strict=True)]
+
+
+def _in_all(known: RowCount, by_kind: Sequence[float]) -> bool:
+    """Whether there is something for each kind of steps that is not rare."""
+    return all(some or share < RARE for some, share in zip(by_kind, (1 - known.prompts, known.prompts), strict=True))
 
 
 def _at_least(counts: Sequence[int]) -> list[int]:

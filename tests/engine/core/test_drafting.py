@@ -58,9 +58,9 @@ def free_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("times", [dense, experts, small])
 @pytest.mark.parametrize(("rows", "chance"), [(1, 0.0), (1, 0.8), (8, 0.3), (32, 0.0), (32, 0.8), (100, 0.3)])
 def test_nearly_the_best_number(times: Times, rows: int, chance: float) -> None:
-    """What start, trials and noise take is at most three percent of a short run; so it is never slower than without drafts."""
+    """What start, trials and noise take is at most two and a half percent of a short run, none the best number or not."""
     ahead = {drafts: rows * sum(chance**right for right in range(drafts + 1)) / times(padded(rows), drafts) for drafts in OPTIONS}
-    assert auto(times, steady(rows, chance, 4000)).rate > 0.97 * max(ahead.values())
+    assert auto(times, steady(rows, chance, 4000)).rate > 0.975 * max(ahead.values())
 
 
 def test_a_long_run_loses_two_percent_at_most() -> None:
@@ -135,15 +135,32 @@ def test_one_that_is_never_right_slows_nobody(rows: int) -> None:
     assert of_others(auto(dense, never)) > 0.98 * best
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.7])
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_beside_prompts(share: float, chance: float) -> None:
-    """Every step, or every other, computes prompt tokens too, some hundred: what these take is told apart from what drafts take."""
-    def prompts(step: int) -> int:
-        return (step * 7919) % 700 + 50 if step % 100 < 100 * share else 0
+LOADS: dict[str, Callable[[int], int]] = {
+    "agents": lambda step: (step * 7919) % 90 + 10 if step % 3 == 0 else 0,
+    "bursts": lambda step: (step * 7919) % 700 + 50 if step % 100 < 50 else 0,
+    "seldom": lambda step: 400 if step % 8 == 0 else 0,
+    "always": lambda step: (step * 7919) % 700 + 50,
+}
 
-    traffic = Traffic(lambda step: 32, lambda sequence, step: chance, prompts, 6000)
-    assert relative(small, traffic) > 0.97
+
+def mixed(load: str, beside_ms: float, chance: float, rows: int = 8) -> Traffic:
+    return Traffic(lambda step: rows, lambda sequence, step: chance, LOADS[load], 3000, beside_ms=beside_ms)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(("load", "beside_ms"), [*((load, 6.0) for load in LOADS), ("always", 0.0)])
+def test_beside_prompts(load: str, beside_ms: float, chance: float) -> None:
+    """Some steps compute prompt tokens too, beside which drafts may cost three times what a step does: nearly the best number, and
+    never slower than without drafts."""
+    assert relative(small, mixed(load, beside_ms, chance)) > 0.97
+
+
+def test_prompts_that_are_not_told_apart_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: one time for steps with prompt tokens and those without."""
+    note = Drafting._note_time
+    monkeypatch.setattr(Drafting, "_note_time", lambda self, known, drafts, kind, ms: note(self, known, drafts, False, ms))
+    monkeypatch.setattr(drafting, "RARE", 1.1)
+    assert min(relative(small, mixed(load, 6.0, 0.3)) for load in ("agents", "seldom")) < 0.93
 
 
 def test_few_that_may_draft_do_not_pad_all() -> None:

@@ -38,13 +38,14 @@ def small(rows: int, drafts: int) -> float:
 @dataclass
 class Traffic:
     """Steps of `rows(step)` sequences, whose n-th draft is right with `chance(sequence, step)` if those before it were.
-    `may_draft`: of so many, the first ones."""
+    `drafting`: of so many, the first ones may draft;   `beside_ms`: what a step takes more if it has drafts and prompt tokens."""
 
     rows: Callable[[int], int]
     chance: Callable[[int, int], float]
     prompts: Callable[[int], int] = lambda step: 0
     steps: int = 20_000
     drafting: Callable[[int], int] = lambda rows: rows
+    beside_ms: float = 0.0
 
 
 @dataclass
@@ -67,7 +68,8 @@ def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> 
     for step in range(traffic.steps):
         rows, prompts = traffic.rows(step), traffic.prompts(step)
         drafts, at = drafting.choose(rows)
-        ms = (times(padded(rows), drafts) + 0.01 * prompts) * max(0.5, clock.gauss(1, 0.03))
+        beside_ms = 0.01 * prompts + (traffic.beside_ms if prompts and drafts else 0.0)
+        ms = (times(padded(rows), drafts) + beside_ms) * max(0.5, clock.gauss(1, 0.03))
         given = []
         for sequence in range(rows):
             right, most = 0, min(made, drafts) if sequence < traffic.drafting(rows) else 0
