@@ -8,8 +8,8 @@ import transformers
 from deploy.models.nano.build import write
 from deploy.models.nano.nano_shapes import SHAPES
 from deploy.models.nano.random_weights import draw
-
 from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
+
 from tests.support.judge.oracle import load_oracle
 
 _wide = VisionShape(36, 3399, layers=3, heads=3, head_dim=20, mlp=52, clipped=True)
