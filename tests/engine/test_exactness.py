@@ -39,7 +39,7 @@ FAULT = 100 * TOLERANCE
 PROMPTS = 20
 MORE_PROMPTS = 64
 BUDGET = 96  # prefill tokens a step: three pages, no multiple of which is the remainder of a random prompt
-GREEDY = SamplingParams(max_tokens=64, logprobs=5)
+GREEDY = SamplingParams(max_tokens=40, logprobs=5)
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3)  # every fourth request: steps without a scored row stay as common
 TOKENS_A_TIE = 2000
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -149,6 +149,8 @@ def check(case: Case, tp: int, *, tight: bool, name: str) -> Figures:
     assert match.wrong == 0
     assert match.ties <= -(-match.judged // TOKENS_A_TIE)
     assert match.worst < TOLERANCE
+    shifted = [replace(answer, prompt=[*answer.prompt[1:], *answer.prompt[:1]]) for answer in answers[:4]]
+    assert case.compare(case.prompts[:4], shifted).worst >= FAULT, "each token of a prompt has the logprobs of the one behind it"
     assert match.skipped == 0 or match.ties or case.geometry.moe
     assert match.judged >= 0.5 * len(answers) * GREEDY.max_tokens
     assert figures.mixed > 5
@@ -184,10 +186,9 @@ def test_more_prompts(case: Callable[..., Case], member: str, tp: int) -> None:
     check(case(member, MORE_PROMPTS), tp, tight=tp == 2, name=member)
 
 
-@pytest.mark.parametrize("fault", ["none", "sliding", "full", "reduce"])
+@pytest.mark.parametrize("fault", [pytest.param("sliding", marks=pytest.mark.slow), "full", "reduce"])
 def test_a_fault_in_one_rank_is_seen(case: Callable[..., Case], fault: str) -> None:
-    """One wrong page in either group or one sum left out, on one rank of two, puts logprobs off by 100 tolerances and more; so
-    does giving each token of a prompt the logprobs of the one behind it.
+    """One wrong page in either group or one sum left out, on one rank of two, puts logprobs off by 100 tolerances and more.
 
     The hashes part for the sum alone: what a rank read from a wrong page is in everybody's sums.
     """
@@ -199,10 +200,4 @@ def test_a_fault_in_one_rank_is_seen(case: Callable[..., Case], fault: str) -> N
     match = it.compare(prompts, answers)
     print(f"31b TP=2, fault {fault}, seed {SEED}: {match}")
     assert len(agreed) == (2 if fault == "reduce" else 1)
-    if fault == "none":
-        assert match.worst < TOLERANCE
-        assert match.wrong == 0
-        shifted = [replace(answer, prompt=[*answer.prompt[1:], *answer.prompt[:1]]) for answer in answers]
-        assert it.compare(prompts, shifted).worst >= FAULT
-    else:
-        assert match.worst >= FAULT
+    assert match.worst >= FAULT

@@ -1,4 +1,4 @@
-"""Four worker processes over real rings: the same plan stream as one rank in this process, the same tokens, one hash."""
+"""Worker processes over real rings: the same plan stream as one rank in this process, the same tokens, one hash."""
 
 import re
 from pathlib import Path
@@ -82,10 +82,10 @@ def ends_by_an_unreadable_plan(ranks: Ranks, step: int) -> None:
         assert "plan version" in lines[-1]
 
 
-def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
-    """TP=4 gives TP=1's tokens and, to 1e-4, its logprobs; all hashes agree after every step; replayed two plans at a time, with
+def test_two_ranks_compute_what_one_does(recording: Recording) -> None:
+    """TP=2 gives TP=1's tokens and, to 1e-4, its logprobs; all hashes agree after every step; replayed two plans at a time, with
     late masks, the stream ends on the same hash; a stop plan ends every rank in order, one that cannot be read with an error."""
-    config = config_of(recording.folder, 4)
+    config = config_of(recording.folder, 2)
     with Ranks(config) as ranks:
         loaded = ranks.boot(PAGES)
         assert len({message.weight_bytes for message in loaded}) == 1
@@ -93,7 +93,7 @@ def test_four_ranks_compute_what_one_does(recording: Recording) -> None:
         results, hashes = replay_in_step(ranks, recording.plans, recording.masks)
         times = sorted(status.step_us for status in ranks.statuses())
         ranks.submit(StepPlan(len(recording.plans) + 1, stop=True))
-        assert ranks.wait() == [0] * 4
+        assert ranks.wait() == [0] * 2
     print(f"last step {times} us on the ranks, {len(recording.plans)} steps")
     assert tokens_of(results) == tokens_of(recording.results)
     assert logprob_error(results, recording.results) < 1e-4
@@ -126,30 +126,29 @@ def test_one_all_reduce_left_out_is_seen(recording: Recording) -> None:
     """Planted fault: one rank that keeps its own part of one sum has another hash from that very step on, and logprobs go wrong by
     100 times the tolerance. When their lifelines end, running ranks do within two seconds."""
     script = FAULTY.format(call=13 + 13 * 3 + 2)  # the sign of life at boot, three steps, then the first layer's sum
-    with Ranks(config_of(recording.folder, 4), lambda rank: ("-c", script) if rank == 2 else WORKER) as ranks:
+    with Ranks(config_of(recording.folder, 2), lambda rank: ("-c", script) if rank == 1 else WORKER) as ranks:
         ranks.boot(PAGES)
         results, hashes = replay_in_step(ranks, recording.plans[:24], {})
         for lifeline in ranks.lifelines:
             lifeline.sock.close()
-        assert ranks.wait(2.0) == [0] * 4
+        assert ranks.wait(2.0) == [0] * 2
     agree = [len(set(step)) == 1 for step in hashes]
     assert agree == [True] * 3 + [False] * 21
-    assert all(step[0] == step[1] == step[3] != step[2] for step in hashes[3:])
+    assert all(len(set(step)) == 2 for step in hashes[3:])
     whole = recording.results[:24]
     assert tokens_of(results) != tokens_of(whole) or logprob_error(results, whole) > 1e-2
 
 
 def test_an_impossible_boot_is_told(recording: Recording, tmp_path: Path) -> None:
-    """A folder without weights is a Failed fit for the user, from every rank, which then ends with code 1."""
+    """A folder without weights is a Failed fit for the user, from the rank, which then ends with code 1."""
     (tmp_path / "config.json").write_bytes((recording.folder / "config.json").read_bytes())
-    with Ranks(config_of(tmp_path, 2)) as ranks:
+    with Ranks(config_of(tmp_path, 1)) as ranks:
         ranks.send(Configure(ranks.config))
-        failures = [lifeline.receive() for lifeline in ranks.lifelines]
-        assert ranks.wait() == [1, 1]
-    for failure in failures:
-        assert isinstance(failure, Failed)
-        assert failure.user
-        assert str(tmp_path) in failure.error
+        failure = ranks.lifelines[0].receive()
+        assert ranks.wait() == [1]
+    assert isinstance(failure, Failed)
+    assert failure.user
+    assert str(tmp_path) in failure.error
 
 
 SPEAKING = """
