@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import httpx
@@ -156,9 +156,14 @@ BOMBS: dict[str, Callable[[], tuple[str, bytes, int]]] = {
 
 
 @pytest.fixture(scope="module")
-def edge(nano: Nano) -> Iterator[EdgeProcess]:
+def shared(nano: Nano) -> Iterator[EdgeProcess]:
     with EdgeProcess(nano("31b"), MAX_LEN) as edge:
         yield edge
+
+
+def with_fault(shared: EdgeProcess, nano: Nano, fault: str) -> AbstractContextManager[EdgeProcess]:
+    """One of its own, or the one that tests share where nothing is planted."""
+    return nullcontext(shared) if fault == "none" else EdgeProcess(nano("31b"), MAX_LEN, fault=fault)
 
 
 class Neighbour:
@@ -197,9 +202,9 @@ class Neighbour:
         assert not self._thread.is_alive()
 
 
-def test_no_body_costs_much_or_holds_up_a_neighbour(edge: EdgeProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_body_costs_much_or_holds_up_a_neighbour(shared: EdgeProcess, capsys: pytest.CaptureFixture[str]) -> None:
     """8 MiB of anything: its proper status for under 1 CPU second and 100 MB, and the loop is never kept for 100 ms of CPU."""
-    lines, wrong = [], []
+    edge, lines, wrong = shared, [], []
     with Neighbour(edge) as neighbour, httpx.Client(timeout=60) as client:
         for name, build in BOMBS.items():
             path, body, status = build()
@@ -223,10 +228,10 @@ def test_no_body_costs_much_or_holds_up_a_neighbour(edge: EdgeProcess, capsys: p
 
 
 @pytest.mark.parametrize(("fault", "kept"), [("none", False), ("bodies", True)])
-def test_nothing_of_a_body_stays(nano: Nano, fault: str, *, kept: bool) -> None:
+def test_nothing_of_a_body_stays(shared: EdgeProcess, nano: Nano, fault: str, *, kept: bool) -> None:
     """24 open streams, whose requests had 8 MiB each that nobody asks for: no memory holds them. Planted: one that does."""
     body = filled(USER + b'"x"}],"stream":true,"ignore_eos":true,"unknown":"', b"a", b'"}')
-    with EdgeProcess(nano("31b"), MAX_LEN, fault=fault) as edge, httpx.Client(timeout=60) as client, ExitStack() as open_streams:
+    with with_fault(shared, nano, fault) as edge, httpx.Client(timeout=60) as client, ExitStack() as open_streams:
         edge.mark()
         for path in (CHAT, RESPONSES) * 12:
             asked = body if path == CHAT else b'{"input":"x",' + body[1:]
@@ -264,10 +269,10 @@ def test_a_long_prompt_is_tokenized_beside_the_streams(nano: Nano, fault: str, *
 
 
 @pytest.mark.parametrize(("fault", "held"), [("none", False), ("logprobs", True)])
-def test_a_whole_answer_is_made_as_it_comes(nano: Nano, fault: str, *, held: bool) -> None:
+def test_a_whole_answer_is_made_as_it_comes(shared: EdgeProcess, nano: Nano, fault: str, *, held: bool) -> None:
     """Four choices of 1900 tokens with 20 logprobs each, in one reply: made at the end they would keep the loop, and do not so."""
     body = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "n": 4, "max_tokens": 1900}
-    with EdgeProcess(nano("31b"), MAX_LEN, fault=fault) as edge:
+    with with_fault(shared, nano, fault) as edge:
         edge.hurry()
         edge.mark()
         reply = httpx.post(f"{edge.url}{CHAT}", json=body | {"logprobs": True, "top_logprobs": 20}, timeout=60)
@@ -278,10 +283,10 @@ def test_a_whole_answer_is_made_as_it_comes(nano: Nano, fault: str, *, held: boo
 
 
 @pytest.mark.parametrize(("fault", "held"), [("none", False), ("streams", True)])
-def test_a_stream_is_made_in_pieces(nano: Nano, fault: str, *, held: bool) -> None:
+def test_a_stream_is_made_in_pieces(shared: EdgeProcess, nano: Nano, fault: str, *, held: bool) -> None:
     """An echo of 12 400 tokens with 20 alternatives each, all there with the first token: in one go it would keep the loop."""
     body = {"model": "nano", "prompt": [5] * 12_400, "echo": True, "logprobs": 20, "stream": True, "max_tokens": 1}
-    with EdgeProcess(nano("31b"), MAX_LEN, fault=fault) as edge:
+    with with_fault(shared, nano, fault) as edge:
         edge.mark()
         reply = httpx.post(f"{edge.url}{TEXT}", json=body, timeout=60)
         cost = edge.cost()
