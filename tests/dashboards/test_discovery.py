@@ -29,7 +29,7 @@ from dashboards.discovery import (
 from dashboards.metrics import CAUSES, DISCOVERY_METRICS, RETIRED
 from engine.errors import ConfigError
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 ONE = ScrapeTarget("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
 TWO = replace(ONE, replica="r2", address="127.0.0.1:9002")

@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError
 from dashboards.discovery import Counts, HeartbeatReply, ReplicaRegistry, ScrapeTarget
 from deploy.registry import Discovery, HeartbeatSender, address_of, listed_nodes
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 TARGET = ScrapeTarget("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
 COUNTS: Counts = {("quartet_generation_tokens_total", ()): 5.0}

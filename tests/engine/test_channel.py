@@ -14,7 +14,7 @@ import pytest
 import engine.channel
 from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, checksum, create_shared, map_shared, ring_bytes
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITY = 4096
@@ -184,16 +184,14 @@ def test_a_counter_is_never_seen_half_written() -> None:
 @pytest.mark.parametrize("size", [10, 300_000])
 @pytest.mark.parametrize("at", ["payload", "end", "step", "checksum", "size"])
 def test_a_flipped_bit_breaks_the_channel(at: str, size: int) -> None:
-    """One bit wrong anywhere in a record is found by its checksum, within milliseconds; the same record untouched is read."""
+    """One bit wrong anywhere in a record is found by its checksum, at the first look; the same record untouched is read."""
     memory, writer, (reader,) = ring(1, 1 << 20)
     payload = random.Random(size).randbytes(size)
     writer.write(1, payload)
     place = 128 + {"size": 0, "checksum": 4, "step": 8, "payload": 16, "end": 15 + size}[at]
     memory[place] ^= 1
-    started = time.monotonic()
     with pytest.raises(ChannelBroken, match="bad checksum"):
         reader.poll()
-    assert time.monotonic() - started < 0.5
     memory[place] ^= 1
     assert reader.poll() == (1, payload)
 
@@ -298,6 +296,7 @@ def test_a_record_too_large_is_refused_before_it_is_written() -> None:
     assert len(record[1]) == CAPACITY // 2 - 16
 
 
+@pytest.mark.alone
 def test_waiting_spins_then_sleeps_longer() -> None:
     """A waiter makes its polls without sleeping, then sleeps short; `reset` starts over."""
     waiter = Waiter(spin=2000)

@@ -26,7 +26,7 @@ from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.ready_engine import ReadyEngine
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
@@ -208,6 +208,7 @@ def test_whose_request_it_is(client: str, forwarded: list[str], address: str) ->
     assert client_address({"type": "http", "client": (client, 1), "headers": headers}) == address
 
 
+@pytest.mark.alone
 def test_a_burst_gets_what_there_is(nano: Nano) -> None:
     """144 requests of eight choices at 128 tickets: 16 are served, and each other is refused in shape, with Retry-After."""
 
@@ -254,6 +255,7 @@ def narrow(nano: Nano) -> Iterator[Edge]:
         yield edge
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("count", "size"), [(4, 3), (2, 600_000)])
 def test_the_oldest_body_gives_way(narrow: Edge, count: int, size: int) -> None:
     """By number and by bytes: it alone gets a 408, the newcomer is served, and those between still wait."""
@@ -268,6 +270,7 @@ def test_the_oldest_body_gives_way(narrow: Edge, count: int, size: int) -> None:
             slow[-1].recv(1)
 
 
+@pytest.mark.alone
 def test_a_request_waits_its_time_and_no_longer(narrow: Edge) -> None:
     """One that has not begun after queue_timeout_s is refused with 429 and Retry-After, and counted so; one that has goes on."""
     narrow.reset()

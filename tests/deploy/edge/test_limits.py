@@ -16,7 +16,7 @@ from engine.errors import Overloaded
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 SMALL = LimitSettings(body_bytes=2048, header_bytes=1024, body_timeout_s=0.3)
 

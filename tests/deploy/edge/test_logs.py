@@ -27,12 +27,12 @@ from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.scripted_core import ScriptedCore
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
-LIMITS = LimitSettings(body_bytes=4096, request_timeout_s=1.0, write_timeout_s=0.4)
+LIMITS = LimitSettings(body_bytes=4096, request_timeout_s=2.0, write_timeout_s=0.4)
 
 
 SERVE = logging.getLogger("ray.serve")
@@ -250,7 +250,7 @@ def test_choices_are_added_up(logged: LoggedEdge) -> None:
 def leave(logged: LoggedEdge) -> None:
     logged.core.forever, logged.core.delay_s = True, 0.02
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{logged.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=0.2)
+        httpx.post(f"{logged.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=httpx.Timeout(10, read=0.3))
 
 
 def late(logged: LoggedEdge) -> None:

@@ -35,7 +35,7 @@ from tests.support.edge.ready_engine import ReadyEngine, request
 from tests.support.edge.scripted_core import ScriptedCore
 from tests.support.repo_rules import ROOT
 
-pytestmark = [pytest.mark.pure, pytest.mark.alone]
+pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
@@ -225,7 +225,7 @@ def test_a_request_that_never_began_has_a_queue_and_nothing_else(traced: Traced)
     """Its client left; the span ends with the request, and says so."""
     traced.core.queue_s = 5.0
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{traced.edge.url}{CHAT}", json=BODY | {"stream": True}, timeout=0.3)
+        httpx.post(f"{traced.edge.url}{CHAT}", json=BODY | {"stream": True}, timeout=httpx.Timeout(10, read=0.3))
     until(lambda: traced.core.aborts != [], "the abort")
     named = {span.name: span for span in traced.spans()}
     assert sorted(named) == ["chat nano", "queue"]
@@ -307,6 +307,7 @@ def _closed_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@pytest.mark.alone
 def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[str]) -> None:
     """Nobody listens there: requests are served without it, and the log says so."""
     paced.reset()
@@ -323,6 +324,7 @@ def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[
     assert any("Failed to export spans batch" in line for line in said), said
 
 
+@pytest.mark.alone
 def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edge, said: list[str]) -> None:
     """It takes the connection and never answers: a queue of 16 fills up, what does not fit is lost, and close keeps its time."""
     paced.reset()
@@ -341,7 +343,7 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edg
         paced.service.tracer = None
         began = time.monotonic()
         made.close(0.3)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 5
     assert "Queue full" in said[0]
 
 
@@ -362,13 +364,14 @@ def test_a_collector_that_refuses_is_in_the_log(paced: Edge, said: list[str], st
         assert bool(said) == (status == 400)
 
 
+@pytest.mark.alone
 def test_the_end_delivers_what_waits(traced: Traced) -> None:
     """close hands over the last trace at once, not after the second for which it would linger; a trace after that is lost."""
     traced.post(BODY)
     traced.edge.settle()
     began = time.monotonic()
     traced.tracer.close(5)
-    assert time.monotonic() - began < 0.7
+    assert time.monotonic() - began < 0.9
     assert len(traced.collector.spans) == 4
     traced.tracer.close(5)
     traced.post(BODY)
