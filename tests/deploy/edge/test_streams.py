@@ -31,7 +31,7 @@ def test_the_first_token_is_not_held_back(edge: Edge) -> None:
     started = time.monotonic()
     with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 2}) as reply:
         first = next(reply.iter_raw())
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < edge.core.delay_s
         assert first.count(b"data: ") == 2  # the role and the first text, in one write
     until(lambda: outcomes(edge) == ["client_gone"], "the end of what the client left")
 
@@ -123,7 +123,7 @@ def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
             next(parts)
             begun = time.monotonic()
             refused = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 2})
-            assert time.monotonic() - begun < 0.5
+            assert time.monotonic() - begun < 2
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["code"] == "overloaded"
             assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 1}).status_code == 200

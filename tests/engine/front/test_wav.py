@@ -71,10 +71,10 @@ def test_two_hours_are_refused_before_they_are_decoded() -> None:
     """In a blink and without memory; what is within the limit is read."""
     long = wav(np.zeros(2 * 3600 * 1000, np.float32), 8, rate=1000)
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(InvalidRequest, match="7200 s of audio; at most 60 are read"):
         read_wav(long, MOST)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert len(read_wav(long[: 60 * 1000], MOST)) > 59 * RATE
