@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support.repo_rules import TIERS
+from tests.support.repo_rules import TIERS, may_match
 
 ORDER = ("pure", "cpu", "serve", "gpu", "gpu4")  # cheap tiers first: a broken leaf shows in seconds
 GPUS_NEEDED = {"gpu": 1, "gpu4": 2}
@@ -23,13 +23,23 @@ Nano = Callable[[str], Path]
 def pytest_configure() -> None:
     os.environ.update(OFFLINE)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would our children
-    hypothesis.settings.register_profile("ci", deadline=None, derandomize=False, print_blob=True)
+    hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=False, print_blob=True)
     hypothesis.settings.load_profile("ci")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which `-m` selects no test is not imported, unless the command line names it."""
+    marks = config.getoption("markexpr")
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    if not marks or not collection_path.match("test_*.py") or collection_path in named:
+        return None
+    return None if may_match(collection_path.read_text(), marks) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by tier, refuse a test without one, and skip what this machine has too few GPUs for."""
-    items.sort(key=lambda item: ORDER.index(_tier(item)))
+    # the longest file not last: the other workers would wait for it
+    items.sort(key=lambda item: (ORDER.index(_tier(item)), item.path.name != "test_quality.py"))
     for item in items:
         needed = GPUS_NEEDED.get(_tier(item), 0)
         if needed > _gpu_count_if(needed):

@@ -15,6 +15,7 @@ from tests.support.repo_rules import (
     docstring_complaints,
     functions,
     long_functions,
+    may_match,
     module_name,
     repeated,
     sources,
@@ -164,6 +165,25 @@ def test_a_test_file_without_one_tier_is_caught(source: str) -> None:
     """No tier, two tiers, or a tier set inside a function is reported; one tier beside `slow` is not."""
     assert len(tier_complaints(source)) == 1
     assert tier_complaints("pytestmark = [pytest.mark.cpu, pytest.mark.slow]") == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "matches"),
+    [
+        ("cpu", True),
+        ("cpu and not slow", True),
+        ("(cpu or serve) and alone", True),
+        ("alone", True),
+        ("not cpu", False),
+        ("serve", False),
+        ("pure and not alone", False),
+    ],
+)
+def test_files_without_a_test_of_the_asked_marks_are_told(expression: str, *, matches: bool) -> None:
+    """By the tier, which all its tests have, and other marks, which any may have or not."""
+    source = "pytestmark = pytest.mark.cpu\n@pytest.mark.slow\ndef test_a(): ...\n@pytest.mark.alone\ndef test_b(): ...\n"
+    assert may_match(source, expression) == matches
+    assert not may_match("pytestmark = [pytest.mark.cpu, pytest.mark.slow]\n", "cpu and not slow")
 
 
 def test_an_entry_of_the_changelog_is_a_line() -> None:

@@ -9,7 +9,10 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+
+from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "engine", "cluster", "deploy", "dashboards")
@@ -21,6 +24,7 @@ CONTROL = frozenset(
     {"engine.core", "engine.front", "cluster", "deploy", "deploy.edge", "deploy.models", "deploy.cli", "dashboards"}
 )
 TIERS = frozenset({"pure", "cpu", "serve", "gpu", "gpu4"})
+_MARK = re.compile(r"\bmark\.(\w+)")
 
 _LEAVES = tuple(sorted(LEAVES))
 _OURS = frozenset({*PACKAGES, "tests"})
@@ -246,6 +250,16 @@ def _pytestmark(node: ast.stmt) -> set[str]:
         case ast.Assign(targets=[ast.Name(id="pytestmark")], value=value):
             return set(re.findall(r"pytest\.mark\.(\w+)", ast.unparse(value)))
     return set()
+
+
+def may_match(source: str, expression: str) -> bool:
+    """Whether pytest's `-m expression` may select a test of this file: all have the marks of `pytestmark`, any may have others."""
+    asked = set(re.findall(r"\w+", expression))
+    certain = set(_MARK.findall("".join(re.findall(r"^pytestmark = .*$", source, re.MULTILINE))))
+    possible = sorted((set(_MARK.findall(source)) - certain) & asked)
+    subsets = (certain.union(some) for count in range(len(possible) + 1) for some in combinations(possible, count))
+    compiled = Expression.compile(expression)
+    return any(compiled.evaluate(lambda name, marks=marks, **_: name in marks) for marks in subsets)
 
 
 def repeated(names: Iterable[tuple[str, str]]) -> list[str]:
