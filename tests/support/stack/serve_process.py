@@ -127,7 +127,7 @@ def serves_again(stack: Stack, body: dict[str, Any], headers: dict[str, str] | N
         assert reply.status_code == 200 or (reply.status_code, reply.headers["retry-after"]) == (503, "5"), reply.text
         return reply.status_code == 200
 
-    back = wait(answered, 40, stack.said)
+    back = wait(answered, 90, stack.said)
     print(f"\n{len(took)} requests in {back:.1f} s, the longest took {max(took):.1f} s")
     assert took[-1] < back / 2, took
     return back
