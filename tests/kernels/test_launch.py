@@ -73,7 +73,7 @@ def test_no_process_outlives_an_interpreted_file(tmp_path: Path) -> None:
         "    time.sleep(600)\n"
     )
     with pytest.raises(subprocess.TimeoutExpired):
-        interpreter.run(str(file), timeout=10)
+        interpreter.run(str(file), timeout=6)
     deadline = time.monotonic() + 5  # a killed process is gone when it is next run
     while alive(int(child.read_text())):
         assert time.monotonic() < deadline
