@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def interpreted_nothing_is_wrong() -> None:
     assert {node.kernel for node in nodes} == kernels_of_ours() - BETWEEN_RANKS
 
 
+@cache
 def launched(check: Check) -> list[str]:
     """Names of the kernels that a check starts, without those of modules that have checks of their own."""
     with record(target=(9, 0)) as nodes:
@@ -158,11 +160,28 @@ def fresh_memory_is_nan() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_memory_is_nan")
 @pytest.mark.parametrize("number", range(len(CHECKS)))
 def interpreted_a_wrong_number_is_found(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One number of what each kernel of each check writes is changed: the check fails, each time."""
-    check = CHECKS[number]
+    """One number of what each kernel writes is changed: the first check that starts it fails."""
+    before = {name for check in CHECKS[:number] for name in launched(check)}
+    spoiled_is_found(CHECKS[number], [name for name in launched(CHECKS[number]) if name not in before], monkeypatch)
+
+
+@pytest.mark.slow
+def test_under_the_interpreter_every_check() -> None:
+    """The cases of every kernel of every check hold."""
+    interpreter.run(__file__, cases="every_*")
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("number", range(len(CHECKS)))
+def every_wrong_number_is_found(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of each kernel of each check."""
+    assert launched(CHECKS[number])
+    spoiled_is_found(CHECKS[number], launched(CHECKS[number]), monkeypatch)
+
+
+def spoiled_is_found(check: Check, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number of what each of these kernels writes is changed: the check fails, each time."""
     module, real = importlib.import_module(check.module), launcher.launch
-    names = launched(check)
-    assert names
     for name in names:
         spoiled = 0
 
