@@ -240,7 +240,7 @@ def test_no_plan_is_larger_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1500)
     largest, bound = cached_at_once(admitted=1500)
     assert 4 * 1200 < largest <= bound
-    monkeypatch.setattr("engine.core.admit._size", lambda sequence, pages: 0)
+    monkeypatch.setattr("engine.core.admit.admission_size", lambda *sizes: 0)
     largest, bound = cached_at_once(admitted=1500)
     assert largest > bound
 
