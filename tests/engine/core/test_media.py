@@ -245,7 +245,7 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32, encoder_rows=rows))
     for number, media in enumerate(([picture(first, 4, 1) for first in (0, 5, 10)], [])):
         request = GenerateRequest(id=number, prompt=pack_tokens([5] * 15), params=SamplingParams(max_tokens=1), media=tuple(media))
-        scheduler.requests.add(0, request)
+        scheduler.requests.add(request)
     waiting = []
     while (plan := scheduler.schedule()) is not None:
         waiting.append(scheduler.load().encoder_waiting)

@@ -5,19 +5,19 @@ from functools import partial
 from pathlib import Path
 
 import transformers
-from deploy.models.nano.build import write
-from deploy.models.nano.nano_shapes import SHAPES
-from deploy.models.nano.random_weights import draw
-from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
 
+from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
+from tests.nano.nano_shapes import SHAPES
+from tests.nano.random_models import write
+from tests.nano.random_weights import draw
 from tests.support.judge.oracle import load_oracle
 
 _wide = VisionShape(36, 3399, layers=3, heads=3, head_dim=20, mlp=52, clipped=True)
 _narrow = VisionShape(52, 3360, layers=1, heads=1, head_dim=36, mlp=44, clipped=True)
 _deep = VisionShape(44, 3366, layers=3, heads=5, head_dim=12, mlp=60, standardize=True)
 _flat = VisionShape(76, 3375, layers=1, heads=2, head_dim=28, mlp=20, standardize=True)
-_tower = AudioShape(40, layers=1, heads=5, channels=(24, 12), output=28)
-_small_tower = AudioShape(24, layers=3, heads=3, channels=(8, 20), output=36)
+_tower = AudioShape(40, layers=1, heads=5, channels=(128, 12), output=28)
+_small_tower = AudioShape(24, layers=3, heads=3, channels=(128, 20), output=36)
 
 ODD: dict[str, ModelShape] = {
     member: replace(SHAPES[member], **sizes)
