@@ -36,7 +36,6 @@ def save(member: str, folder: Path) -> Path:
     drafted = folder / "drafted"
     drafted.mkdir(parents=True)
     write(ODD[member], drafted, partial(draw, shape=ODD[member], seed=0), "float32")
-    load_oracle(drafted).save_pretrained(folder / "saved", max_shard_size="400KB")
-    family = "Gemma4Unified" if ODD[member].unified else "Gemma4"
-    getattr(transformers, f"{family}ImageProcessor")().save_pretrained(folder / "saved")
+    load_oracle(drafted).save_pretrained(folder / "saved", max_shard_size="1MB")
+    transformers.Gemma4ImageProcessorPil().save_pretrained(folder / "saved")  # the other, and the 12B's, need torchvision
     return folder / "saved"
