@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 import transformers
-
 from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
+
 from tests.nano.nano_shapes import SHAPES
 from tests.nano.random_models import write
 from tests.nano.random_weights import draw
