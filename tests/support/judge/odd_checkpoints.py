@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 
 import transformers
-from deploy.models.nano.build import write
-from deploy.models.nano.nano_shapes import SHAPES
-from deploy.models.nano.random_weights import draw
-from deploy.models.public_shapes import AudioShape, ModelShape, VisionShape
 
+from tests.nano.model_shapes import AudioShape, ModelShape, VisionShape
+from tests.nano.nano_shapes import SHAPES
+from tests.nano.random_models import write
+from tests.nano.random_weights import draw
 from tests.support.judge.oracle import load_oracle
 
 _wide = VisionShape(36, 3399, layers=3, heads=3, head_dim=20, mlp=52, clipped=True)
