@@ -3,7 +3,9 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,16 @@ from deploy.models.nano import trained
 from deploy.models.resolve import resolve
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
+from engine.geometry import Geometry, Layer
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.rank.batch import ForwardBatch
 from engine.rank.builder import build
-from engine.rank.models.assistant import Assistant
+from engine.rank.models import assistant_geometry
+from engine.rank.models.assistant import Assistant, Choose, Embed
+from engine.rank.models.gemma4 import LayerStep
+from engine.rank.stages import draft_stage
+from engine.rank.step import StepBuffers
+from kernels.accept import DraftInputs, Verified, accept
 from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder
@@ -60,20 +69,77 @@ def test_drafts_are_mostly_right(member: str) -> None:
     assert tokens_a_verification(member, SKILLS) >= 2.5
 
 
-FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "unscaled embedding": lambda embedded, hidden: (embedded / math.sqrt(80), hidden),
-    "hidden first": lambda embedded, hidden: (hidden, embedded),
-    "hidden not normed": lambda embedded, hidden: (embedded, hidden * 8),
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def fed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Plant:
+    """Other rows of the token's embedding and of the hidden row."""
+    forward = Assistant.forward
+
+    def faulty(self: Assistant, embedded: Tensor, hidden: Tensor, *more: Any) -> Tensor:
+        return forward(self, *change(embedded, hidden), *more)
+
+    return lambda patch: patch.setattr(Assistant, "forward", faulty)
+
+
+def reads(change: Callable[[ForwardBatch], ForwardBatch], turned: float = 1) -> Plant:
+    """Other pages, or queries turned as at other positions."""
+    drafting = StepBuffers.drafting
+
+    def faulty(self: StepBuffers, slots: Tensor, positions: Tensor, at: Tensor) -> ForwardBatch:
+        return change(drafting(self, slots, positions, (at * turned).int()))
+
+    return lambda patch: patch.setattr(StepBuffers, "drafting", faulty)
+
+
+def first_layers(patch: pytest.MonkeyPatch) -> None:
+    def first(layer: Layer, target: Geometry, _: Path) -> int:
+        return next(other.index for other in target.layers if other.kind == layer.kind)
+
+    patch.setattr(assistant_geometry, "_source", first)
+
+
+def none_stood(patch: pytest.MonkeyPatch) -> None:
+    def faulty(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
+        accepted = accept(rows, stop, lengths, padding, out)
+        out.hidden[: len(rows.chosen) // rows.width] = rows.hidden[:: rows.width]
+        return accepted
+
+    patch.setattr(draft_stage, "accept", faulty)
+
+
+def hidden_once(patch: pytest.MonkeyPatch) -> None:
+    def faulty(
+        self: Assistant, count: int, ids: Tensor, hidden: Tensor, step: LayerStep, embed: Embed, choose: Choose
+    ) -> list[Tensor]:
+        for at in range(count):
+            ids = choose(self(embed(ids, step.allreduce_norm), hidden, step), at)
+        return []
+
+    patch.setattr(Assistant, "drafts", faulty)
+
+
+FAULTS: dict[str, Plant] = {
+    "unscaled embedding": fed(lambda embedded, hidden: (embedded / math.sqrt(80), hidden)),
+    "hidden first": fed(lambda embedded, hidden: (hidden, embedded)),
+    "hidden not normed": fed(lambda embedded, hidden: (embedded, hidden * 8)),
+    "no hidden row": fed(lambda embedded, hidden: (embedded, hidden * 0)),
+    "one hidden row for all passes": hidden_once,
+    "the hidden row of a block's first token": none_stood,
+    "K and V of the first layers": first_layers,
+    "the first group's pages for all layers": reads(lambda batch: replace(batch, pages=batch.pages[:1] * len(batch.pages))),
+    "each group's pages for the other": reads(lambda batch: replace(batch, pages=batch.pages[::-1])),
+    "queries that are not turned": reads(lambda batch: batch, turned=0),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_spoil_drafts(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """A drafter that is fed wrongly loses a token a verification, or more; the text stays."""
-    forward = Assistant.forward
+    """A drafter that is fed wrongly loses a token a verification, or more, of four on nested arguments; the text stays."""
+    FAULTS[fault](monkeypatch)
+    assert tokens_a_verification("31b", ("nested",)) <= 3.0
 
-    def faulty(self: Assistant, embedded: Tensor, hidden: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-        return forward(self, *FAULTS[fault](embedded, hidden), *more)
 
-    monkeypatch.setattr(Assistant, "forward", faulty)
-    assert tokens_a_verification("31b", SKILLS[:2]) < 2.0
+def test_nested_arguments_are_guessed() -> None:
+    """All three drafts, always, where nothing is wrong."""
+    assert tokens_a_verification("31b", ("nested",)) == 4.0

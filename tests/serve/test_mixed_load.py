@@ -9,13 +9,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.stack.serve_process import Stack, wait
+from tests.support.stack.serve_process import Stack, memory_mb, wait
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -140,14 +139,6 @@ def test_five_hundred_mixed_requests_are_accounted_for(stack: Stack) -> None:
     outcomes = {name: value - before.get(name, 0.0) for name, value in counted(stack).items()}
     print({name: value for name, value in outcomes.items() if value})
     assert not any(value for name, value in outcomes.items() if "error" in name or "dead" in name), outcomes
-
-
-def memory_mb(stack: Stack) -> float:
-    """What the replica's process holds."""
-    (pid,) = stack.find("ServeReplica")
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 def ended(stack: Stack, before: dict[str, float]) -> dict[str, float]:

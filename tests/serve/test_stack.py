@@ -36,6 +36,7 @@ from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompt
 from tests.support.load.request import Endpoint
 from tests.support.stack import serve_process
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
+from tests.support.stack.streamed_chat import StreamedChat, same_without_drafts
 
 pytestmark = pytest.mark.serve
 
@@ -259,6 +260,23 @@ def test_a_required_call_comes(stack: Stack) -> None:
             assert [call.name for call in calls] == ([] if choice == "none" else ["get_weather"])
             for call in calls:
                 jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
+
+
+def test_drafts_change_no_call(stack: Stack) -> None:
+    """Questions for two calls, some after a thought, four at a time by openai's client: every stream is the same without drafts,
+    and has two calls, names and arguments whole."""
+    draw = drawing(random.Random(SEED), 64, TextProcessor.load(resolve("nano:31b")))
+    asked = [exercise for skill in ("parallel", "call_after_thought") for exercise in exam(skill, draw, 12)]
+    asked = [exercise for exercise in asked if exercise.reply.count("<tool_call|>") == 2][::2]
+
+    def compared(client: openai.OpenAI, exercise: Exercise) -> tuple[StreamedChat, int]:
+        more: dict[str, Any] = {"messages": exercise.messages, "tools": exercise.tools, "thinking": exercise.thinking}
+        return same_without_drafts(client, model=MODEL, temperature=0, max_tokens=160, **more)
+
+    with api(stack) as client, ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(partial(compared, client), asked))
+    print(f"{len(replies)} streams, seed {SEED}: {sum(accepted for _, accepted in replies)} tokens were drafts")
+    assert {(len(reply.calls), reply.finish) for reply, _ in replies} == {(2, "tool_calls")}, (SEED, replies)
 
 
 def test_the_exporter_counts_what_was_served(stack: Stack) -> None:

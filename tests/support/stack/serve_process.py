@@ -142,6 +142,14 @@ def figures(stack: Stack) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)}
 
 
+def memory_mb(stack: Stack) -> float:
+    """What the replica's process holds."""
+    (pid,) = stack.find("ServeReplica")
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
 def build_info(stack: Stack) -> set[str]:
     return {name for name in figures(stack) if "build_info" in name}
 
