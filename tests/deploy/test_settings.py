@@ -134,9 +134,8 @@ def test_the_clients_name_of_a_model_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("member", shapes.PUBLIC)
-def test_a_public_shape_counts_what_was_published(member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_public_shape_counts_what_was_published(member: str) -> None:
     """To the last parameter, read back by read_geometry; a full-attention KV head more would not."""
-    monkeypatch.setenv("QUARTET_CACHE", str(tmp_path))
     geometry = read_geometry(resolve(f"dummy:{member}"))
     whole, towers, projections = PUBLISHED[member]
     assert parameters(geometry) == whole - towers - projections * geometry.hidden
@@ -210,7 +209,6 @@ def test_a_model_that_is_not_there_is_said_so_at_once(
     model: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever kind of reference it was."""
-    monkeypatch.setenv("QUARTET_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         resolve(model)

@@ -123,7 +123,7 @@ def test_doctor_looks_at_everything(capsys: Captured) -> None:
     found = doctor(capsys)
     named = "python torch triton ray flashinfer-python capability attention gpus cores niceness memory haproxy hub"
     assert not {*named.split(), "/dev/shm"} - set(found)
-    assert {"open files", "port 8000", "ray settings", "hub cache", "quartet cache", "nano.yaml", "gemma4.yaml"} <= set(found)
+    assert {"open files", "port 8000", "ray settings", "hub cache", "nano.yaml", "gemma4.yaml"} <= set(found)
     assert ">=2.11" in found["torch"]["found"]
     assert all(each["advice"] or each["name"].endswith(".yaml") for each in found.values() if each["state"] != "ok")
 

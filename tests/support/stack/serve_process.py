@@ -42,7 +42,7 @@ class Stack:
         self.config.write_text(yaml.safe_dump(config))
         self.lines: list[str] = []
         self._cli = cli
-        self._environ = {**os.environ, "QUARTET_CACHE": str(folder / "cache"), **(environ or {})}
+        self._environ = {**os.environ, **(environ or {})}
         self.tree: set[int] = set()
 
     def start(self, *extra: str, timeout_s: float = 120.0) -> float:
