@@ -51,9 +51,9 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
         _adjust, (rows, parts),
         logits, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], plan, tables.flags, tables.bias_ids, tables.bias,
         tables.penalties, tables.counts, tables.starts, tables.allowed, tables.bad_words, tables.word_ends, tables.masks,
-        tables.mask_rows, capped, first, batch.softcap or 1.0,
+        tables.mask_rows, capped, first, batch.softcap or 1.0, batch.width,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
-        WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1], WIDTH=batch.width,
+        WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1], WIDE=batch.width > 1,
         BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=batch.step, PROMPT=IN_PROMPT,
         MOST=MOST_COUNTED, BLOCK=_BLOCK, warps=4,
     )  # fmt: skip
@@ -174,24 +174,24 @@ def _ban(line: tl.tensor, entry: tl.tensor, here: tl.tensor) -> None:
 @triton.jit
 def _with_inputs(
     bits: tl.tensor, ids: tl.tensor, history: tl.tensor, position: tl.tensor, index: tl.tensor, counted: tl.tensor,
-    WIDTH: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr,
+    PROMPT: tl.constexpr, MOST: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Counts of `ids` with the inputs from the slot's first row to this, its `index`-th, at positions that the counts lack."""
     generated = bits & MOST
-    for back in tl.static_range(WIDTH):
-        came = tl.load(history + position - back, (back <= index) & (position - back >= counted), -1)
+    for back in range(index + 1):
+        came = tl.load(history + position - back, position - back >= counted, -1)
         generated += (ids == came).to(tl.int32)
     return tl.minimum(generated, MOST) | (bits & PROMPT)
 
 
-@triton.jit(do_not_specialize=["tokens_width", "first"])
+@triton.jit(do_not_specialize=["tokens_width", "first", "width"])
 def _adjust(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, plan: tl.tensor,
     flags: tl.tensor, bias_ids: tl.tensor, bias: tl.tensor, penalties: tl.tensor, counts: tl.tensor, starts: tl.tensor,
     allowed: tl.tensor, bad_words: tl.tensor, word_ends: tl.tensor, masks: tl.tensor, mask_rows: tl.tensor, capped: tl.tensor,
-    first: tl.tensor, cap: tl.tensor,
+    first: tl.tensor, cap: tl.tensor, width: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, BIASES: tl.constexpr, WORD_IDS: tl.constexpr, WORDS: tl.constexpr,
-    MASK_WORDS: tl.constexpr, WIDTH: tl.constexpr,
+    MASK_WORDS: tl.constexpr, WIDE: tl.constexpr,
     BIASED: tl.constexpr, PENALIZED: tl.constexpr, LIMITED: tl.constexpr, BAD_WORDS: tl.constexpr,
     STEP: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -205,8 +205,10 @@ def _adjust(
     flag = tl.load(flags + slot)
     masked = tl.load(mask_rows + slot * 2) == tl.load(plan + STEP)
     mask = masks + tl.load(mask_rows + slot * 2 + 1).to(tl.int64) * MASK_WORDS
-    if WIDTH > 1:
-        mask += row % WIDTH * MASK_WORDS
+    index = 0
+    if WIDE:  # the row's, of its slot's
+        index = (row % width).to(tl.int32)
+        mask += index * MASK_WORDS
     adjusted = ((flag != 0) | masked) & (position >= 0)
     if part == 0:
         tl.store(capped + row, adjusted.to(tl.int32))
@@ -231,7 +233,7 @@ def _adjust(
         if penalized:
             repetition, presence = tl.load(penalties + slot * 3), tl.load(penalties + slot * 3 + 1)
             frequency = tl.load(penalties + slot * 3 + 2)
-            if WIDTH == 1:
+            if not WIDE:
                 entry = tl.load(history + position) - first
                 here = (position >= tl.load(starts + slot * 2 + 1)) & (entry >= start) & (entry < end)
                 bits = tl.load(own_counts + entry, here, 0).to(tl.int32)
@@ -247,9 +249,9 @@ def _adjust(
                 x = _capped_finite(x, cap)
             if penalized:
                 bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
-                if WIDTH > 1:
+                if WIDE:
                     counted = tl.load(starts + slot * 2 + 1)
-                    bits = _with_inputs(bits, first + entry, history, position, row % WIDTH, counted, WIDTH, PROMPT, MOST)
+                    bits = _with_inputs(bits, first + entry, history, position, index, counted, PROMPT, MOST)
                 generated = (bits & MOST).to(tl.float32)
                 x = tl.where(bits != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
                 x = x - frequency * generated - tl.where(generated > 0.0, presence, 0.0)

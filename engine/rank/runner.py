@@ -41,7 +41,7 @@ from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
-from engine.rank.stages.sample_stage import SAMPLERS, SampleStage, StepTokens, captured_sampler
+from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleStage, StepTokens, captured_sampler
 from engine.rank.step import BESIDE, CHUNKS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
@@ -150,7 +150,7 @@ class Runner:
         return graphs
 
     def _capture_step(self, graphs: StageGraphs, sizes: int | MixedSizes, width: int) -> None:
-        for name in SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
+        for name in LARGEST_SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
             graphs.warm(partial(self.repeat, sizes, name, width))
         plan = self._inputs.plan
         state = graphs.capture("forward", sizes, partial(self._launched_forward, sizes, width, plan), width)

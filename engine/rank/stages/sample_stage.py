@@ -16,6 +16,7 @@ from engine.rank.slots import ResultRows, SlotState
 from engine.rank.stages.forward_stage import ScoredBatch
 
 SAMPLERS = ("argmax", "small_top_k", "adjusted_argmax", "adjusted_small_top_k")  # of captured steps
+LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 import pytest
 
 from engine.rank.runner import warm_rows
+from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
 from kernels.launch import Node, record
 from kernels.slots import gather_pages
 from tests.support.compiled import compile_node
-from tests.support.engine.listed_steps import SLOTS, drafts, int32, mixed, step
+from tests.support.engine.listed_steps import SLOTS, drafts, int32, mixed, sampled, step
 
 pytestmark = pytest.mark.cpu
 
@@ -48,6 +49,17 @@ def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(member: str
     met = set().union(*(variants(mixed(chunk, decodes, member, seats)) for chunk, decodes in few + more))
     assert met <= warm, "\n".join(sorted(met - warm))
     assert not met <= whole
+
+
+def test_what_warms_up_has_the_variants_of_what_is_captured() -> None:
+    """Two of the samplers run before all are captured, and drafts of any number share the variants of adjusted rows."""
+    listed = {(name, width): variants(sampled("random:e2b", name, 8, width)) for name in SAMPLERS for width in (1, 3, 4)}
+    for width in (1, 3, 4):
+        warmed = set().union(*(listed[name, width] for name in LARGEST_SAMPLERS))
+        assert {variant for name in SAMPLERS for variant in listed[name, width]} <= warmed
+        assert not warmed <= listed["small_top_k", width] | listed["argmax", width]
+    adjusted = [{variant for variant in listed["adjusted_argmax", width] if "_adjust" in variant} for width in (3, 4)]
+    assert adjusted[0] == adjusted[1]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])

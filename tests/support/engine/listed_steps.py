@@ -14,7 +14,7 @@ from engine.rank.load.slices import allocate
 from engine.rank.models.assistant import Assistant
 from engine.rank.models.assistant_geometry import read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
-from engine.rank.models.gemma4 import Gemma4
+from engine.rank.models.gemma4 import Gemma4, frequencies_of
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
 from engine.rank.sampler import Sampler
@@ -92,21 +92,41 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
     shape = geometry(member)
     with tempfile.TemporaryDirectory() as folder:
         assistant = read_assistant(drafters.write(model_folder(f"dummy:{member}"), Path(folder)), shape)
-    model, drafter = (made(it, Single(TP), torch.bfloat16, META) for made, it in ((Gemma4, shape), (Assistant, assistant)))
-    allocate(model, TENSORS)
+    drafter, stage = Assistant(assistant, Single(TP), torch.bfloat16, META), sampling(shape, count)
     allocate(drafter, ASSISTANT_TENSORS)
-    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
-    slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, count)
-    inputs = StepBuffers(slots, model.frequencies, 512, (rows,), 1 + count)
-    sampler, shared = Sampler(model.parallel, shape.vocab, shape.softcap, (), META), inboxes(256, shape.hidden)
-    sampling = SampleStage(model, sampler, slots, shared, 0)
-    attention = attention_backend("triton", assistant, cache, TP, (rows,), META)
-    stage, wide = DraftStage(drafter, count, attention, inputs, sampling), rows * (1 + count)
-    batch = ForwardBatch(int32(wide), int32(wide), int32(wide), {}, (), width=1 + count)
+    inputs = StepBuffers(stage.slots, frequencies_of(shape, META), 512, (rows,), 1 + count)
+    attention = attention_backend("triton", assistant, stage.slots.cache, TP, (rows,), META)
+    drafting, (batch, hidden) = DraftStage(drafter, count, attention, inputs, stage), final(shape, rows, 1 + count)
     with record(target=(9, 0)) as nodes:
-        hidden = torch.empty((wide, shape.hidden), dtype=torch.bfloat16, device=META)
-        stage.accept(batch, int32(wide, 2), hidden, adjusted=True)
-        stage.draft(rows, count)
+        drafting.accept(batch, int32(len(hidden), 2), hidden, adjusted=True)
+        drafting.draft(rows, count)
+    return tuple(nodes)
+
+
+def sampling(shape: Geometry, drafts: int) -> SampleStage:
+    """Of a rank whose sequences have so many drafts."""
+    model = Gemma4(shape, Single(TP), torch.bfloat16, META)
+    allocate(model, TENSORS)
+    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
+    slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, drafts)
+    return SampleStage(
+        model, Sampler(model.parallel, shape.vocab, shape.softcap, (), META), slots, inboxes(256, shape.hidden), shape.vocab // TP
+    )
+
+
+def final(shape: Geometry, rows: int, width: int) -> tuple[ForwardBatch, torch.Tensor]:
+    """What a forward of `rows` sequences gives."""
+    ids, positions, slots = int32(3, rows * width).unbind()
+    batch = ForwardBatch(ids, positions, slots, {}, (), width=width)
+    return batch, torch.empty((rows * width, shape.hidden), dtype=torch.bfloat16, device=META)
+
+
+def sampled(member: str, name: str, rows: int, width: int) -> tuple[Node, ...]:
+    """The launches of a captured sampler."""
+    shape = geometry(member)
+    stage = sampling(shape, width - 1)
+    with record(target=(9, 0)) as nodes:
+        stage.captured(name, int32(4096), *final(shape, rows, width))
     return tuple(nodes)
 
 
