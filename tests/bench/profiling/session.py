@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from engine.config import Device, EngineConfig, PageChecks, engine_config
 from engine.errors import ConfigError
 from engine.geometry import DType, KVGroup
-from engine.memory import cpu_budget
+from engine.memory import CPU_BYTES
 from engine.rank.builder import Rank, kv_bytes, load_rank
 from engine.rank.parallel import Parallel, Single, connect
 from tests.bench.profiling import bare_rank
@@ -145,7 +145,7 @@ def most_pages(groups: Sequence[KVGroup], cells: Sequence[Cell], steps: int) -> 
 def _budget(rank: Rank) -> int:
     """Bytes that every rank may spend on pools."""
     if rank.device.type == "cpu":
-        return cpu_budget(1)
+        return CPU_BYTES
     mebibytes = torch.tensor([kv_bytes(rank) >> 20], dtype=torch.float32, device=rank.device)  # exact: far below 2^24
     return int(rank.parallel.all_gather(mebibytes).min()) << 20
 

@@ -47,7 +47,7 @@ def test_a_sweep(
     groups = kv_groups(read_geometry(nano("31b")), 1, dtype="float32")
     pages = most_pages(groups, [(4, 40), (1, 200)], 16)
     budget = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
-    monkeypatch.setattr("tests.bench.profiling.session.cpu_budget", lambda tp: budget)
+    monkeypatch.setattr("tests.bench.profiling.session.CPU_BYTES", budget)
     table = tmp_path / "sweep.csv"
     sweep = ["--sweep", "--batch", "1", "4", "--context", "40", "200", "--csv", str(table)]
     assert main([str(nano("31b")), *CPU, *sweep]) == 0
