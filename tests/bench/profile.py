@@ -135,7 +135,8 @@ def parts(profile: StepProfile) -> Iterator[Part]:
         )
         for stage in profile.stages
     ]  # fmt: skip
-    yield Table(f"batch {profile.batch}, context {profile.context}", columns, rows)
+    yield f"batch {profile.batch}, context {profile.context}"
+    yield Table(columns, rows)
     yield f"step {profile.step_ms:.3f} ms; floor {_floor_ms(profile):.3f} ms, of bytes at {profile.read_rate / 1e12:.2f} TB/s"
 
 
@@ -156,7 +157,7 @@ def _sweep(args: argparse.Namespace, request: ProfileRequest) -> None:
     times = step_times(request, report)
     columns = (">batch", ">context", ">launch ms", ">graph ms", ">floor ms")
     rows = [tuple(_cell(value) for value in asdict(time).values()) for time in times]
-    emit([asdict(time) for time in times], [Table("milliseconds a step", columns, rows)], as_json=args.json)
+    emit([asdict(time) for time in times], ["milliseconds a step", Table(columns, rows)], as_json=args.json)
     if args.csv is not None:
         _write_csv(args.csv, times)
 
