@@ -37,6 +37,7 @@ class SlowDevice:
     free_at: float = 0.0
     idle_s: list[float] = field(default_factory=list)
     state_hash: int = 0
+    encode_stage: None = None
 
     def launch(self, data: bytes, masks: bytes = b"") -> "SlowStep":
         plan, now = read_plan(data), time.monotonic()
