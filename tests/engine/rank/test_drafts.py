@@ -101,7 +101,7 @@ def same_with_drafts(member: str, tp: int, asked: list[GenerateRequest], seed: i
     aborted = [one.id for one in asked if one.id % 10 == 4]
     runs = []
     for mtp in ({}, {"mtp": {"model": assistant, "drafts": "auto"}}):
-        sizes = {"max_seqs": AT_ONCE, "max_len": 512, "prefill_budget": 64, "pages": (100, 110), "debug_hash": False}
+        sizes = {"max_seqs": AT_ONCE, "max_len": 512, "prefill_budget": 64, "pages": (100, 50), "debug_hash": False}
         config = config_of(Path(model), tp, **sizes, **mtp)
         drafting = AnyDrafts(range(8), (AT_ONCE,), seed) if mtp else None
         with stepping(config) as step:
