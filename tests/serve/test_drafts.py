@@ -34,8 +34,8 @@ def served(folder: Path, drafts: int | str) -> Iterator[tuple[Stack, openai.Open
     """No grammar binds the model once it has begun a call: tokens of calls are drafted, too."""
     mtp = {"model": "nano:31b-assistant", "drafts": drafts}
     stack = Stack(folder, args={"mtp": mtp, "tool_grammar": "off", "max_len": MAX_LEN})
-    stack.start()
     try:
+        stack.start(timeout_s=300)
         with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
             yield stack, client
         stack.end()

@@ -31,12 +31,11 @@ from engine.vision_geometry import read_vision
 from tests.nano.exercise_form import Exercise
 from tests.nano.exercises import drawing, exam, right, skills
 from tests.nano.pictures import drawn, look
-from tests.nano.tool_exercises import native
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from tests.support.load.request import Endpoint
 from tests.support.stack import serve_process
 from tests.support.stack.serve_process import LOOPBACK, Reader, Stack, command_line, figures, open_streams, serves_again, wait
-from tests.support.stack.streamed_chat import StreamedChat, same_without_drafts
+from tests.support.stack.streamed_chat import StreamedChat, ask, same_without_drafts
 
 pytestmark = pytest.mark.serve
 
@@ -134,7 +133,7 @@ def test_it_answers_held_out_questions(stack: Stack) -> None:
     draw = drawing(random.Random(SEED), 64, text)
     asked = [exercise for skill in skills("31b") for exercise in exam(skill, draw, 1)]
     with api(stack) as client, ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(partial(ask, client), asked))
+        answers = list(pool.map(partial(ask, client, MODEL), asked))
     wrong = [(each.content, said) for each, said in zip(asked, answers, strict=True) if not right(each, said + each.end)]
     print(f"over HTTP, seed {SEED}: {len(asked) - len(wrong)} of {len(asked)} right {wrong}")
     assert len(wrong) <= 1, wrong
@@ -146,27 +145,6 @@ def test_it_answers_questions_about_pictures(stack: Stack) -> None:
     with api(stack) as client, ThreadPoolExecutor(6) as pool:
         wrong = [pair for pair in pool.map(partial(look, client), drawn(random.Random(SEED), 30)) if len(set(pair)) > 1]
     assert (len(wrong) <= 1, figures(stack)["quartet_encoded_images_total"] > 20) == (True, True), (SEED, wrong)
-
-
-def ask(client: openai.OpenAI, exercise: Exercise) -> str:
-    """The streamed answer as the model wrote it, made again of its parts; the token that ends it is not part of a message."""
-    with client.chat.completions.stream(
-        model=MODEL,
-        messages=exercise.messages,  # type: ignore[arg-type]
-        tools=exercise.tools or openai.omit,  # type: ignore[arg-type]
-        temperature=0,
-        max_tokens=160,
-        extra_body={"chat_template_kwargs": {"enable_thinking": exercise.thinking}},
-    ) as stream:
-        thought = "".join(
-            getattr(event.chunk.choices[0].delta, "reasoning_content", "") for event in stream if event.type == "chunk"
-        )
-        choice = stream.get_final_completion().choices[0]
-    calls = [call.function for call in choice.message.tool_calls or ()]
-    assert choice.finish_reason == ("tool_calls" if calls else "stop"), choice
-    written = [f"call:{call.name}{native(json.loads(call.arguments))}" for call in calls]
-    said = [f"<|channel>thought\n{thought}\n<channel|>" if thought else "", choice.message.content or ""]
-    return "".join([*said, *(f"<|tool_call>{call}<tool_call|>" for call in written)])
 
 
 WEATHER: Any = {

@@ -101,7 +101,7 @@ def same_with_drafts(member: str, tp: int, asked: list[GenerateRequest], seed: i
     aborted = [one.id for one in asked if one.id % 10 == 4]
     runs = []
     for mtp in ({}, {"mtp": {"model": assistant, "drafts": "auto"}}):
-        sizes = {"max_seqs": AT_ONCE, "max_len": 512, "prefill_budget": 64, "pages": (100, 110), "debug_hash": False}
+        sizes = {"max_seqs": AT_ONCE, "max_len": 512, "prefill_budget": 64, "pages": (100, 50), "debug_hash": False}
         config = config_of(Path(model), tp, **sizes, **mtp)
         drafting = AnyDrafts(range(8), (AT_ONCE,), seed) if mtp else None
         with stepping(config) as step:
@@ -124,7 +124,7 @@ def test_many_tokens_are_those_without_drafts(member: str, tp: int) -> None:
     tokens, accepted, preemptions = same_with_drafts(member, tp, mixed_requests(MANY // LENGTH * 3 // 2), 5)
     print(f"{member}, {tp} ranks: {tokens} tokens, {accepted} of them drafts, {preemptions} preemptions")
     assert tokens > MANY * 0.9
-    assert accepted > tokens / 10
+    assert accepted > tokens / 100
     assert preemptions > 0
 
 

@@ -1,9 +1,12 @@
-"""A chat's reply as openai's client streams it, put together of its deltas, with and without drafts."""
+"""A chat's reply as openai's client streams it: put together of its deltas, with and without drafts, or as the model wrote it."""
 
 import json
 from typing import Any, NamedTuple
 
 import openai
+
+from tests.nano.exercise_form import Exercise
+from tests.nano.tool_exercises import native
 
 
 class StreamedChat(NamedTuple):
@@ -44,3 +47,24 @@ def same_without_drafts(client: openai.OpenAI, **asked: Any) -> tuple[StreamedCh
     reply, accepted = streamed(client, drafts=True, **asked)
     assert (reply, 0) == streamed(client, drafts=False, **asked), asked
     return reply, accepted
+
+
+def ask(client: openai.OpenAI, model: str, exercise: Exercise) -> str:
+    """The streamed answer as the model wrote it, made again of its parts; the token that ends it is not part of a message."""
+    with client.chat.completions.stream(
+        model=model,
+        messages=exercise.messages,  # type: ignore[arg-type]
+        tools=exercise.tools or openai.omit,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=160,
+        extra_body={"chat_template_kwargs": {"enable_thinking": exercise.thinking}},
+    ) as stream:
+        thought = "".join(
+            getattr(event.chunk.choices[0].delta, "reasoning_content", "") for event in stream if event.type == "chunk"
+        )
+        choice = stream.get_final_completion().choices[0]
+    calls = [call.function for call in choice.message.tool_calls or ()]
+    assert choice.finish_reason == ("tool_calls" if calls else "stop"), choice
+    written = [f"call:{call.name}{native(json.loads(call.arguments))}" for call in calls]
+    said = [f"<|channel>thought\n{thought}\n<channel|>" if thought else "", choice.message.content or ""]
+    return "".join([*said, *(f"<|tool_call>{call}<tool_call|>" for call in written)])
