@@ -94,6 +94,7 @@ class Runner:
         widest, self._images = config.widest, geometry.bidirectional and bool(encoders)
         prefill = max(config.prefill_budget, min(MAX_SPAN, config.max_len) if self._images else 0)  # an image is computed at once
         self._widths = config.widths if on_gpu else tuple(range(1, widest + 1))
+        self._widths_beside = tuple(sorted({1, *self._widths[::-2]}))  # of rows beside chunks: every second one has graphs
         self._inputs = StepBuffers(self.slots, model.frequencies, prefill, self._buckets, widest)
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
@@ -113,7 +114,7 @@ class Runner:
         self._prefill = min(prefill, config.max_len)
         self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= config.prefill_budget]
         own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
-        self._pads_chunks = on_gpu and own and drafter is None
+        self._pads_chunks = on_gpu and own
         self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
         self.graphs: StageGraphs | None = None
 
@@ -139,10 +140,13 @@ class Runner:
         graphs = StageGraphs(self._device)
         if beside:  # no plan's chunks fit all sizes
             self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
-        for mixed in beside:
-            self._capture_step(graphs, mixed, 1)
-        for rows, width in product(sorted(sizes, reverse=True), reversed(self._widths)):
-            self._capture_step(graphs, rows, width)
+        steps: list[tuple[int | MixedSizes, int]] = [
+            *product(beside, reversed(self._widths_beside)),
+            *product(sorted(sizes, reverse=True), reversed(self._widths)),
+        ]
+        for step, width in steps:
+            if width == 1 or isinstance(step, int) or step.decodes:
+                self._capture_step(graphs, step, width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(sizes, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
@@ -179,8 +183,10 @@ class Runner:
             for rows in reversed(decodes)
         ]
 
-    def _padded(self, plan: PlanView) -> MixedSizes | None:
-        """What a plan with chunks is padded to; None: it runs as it is, being large, or since the host must know its chunks."""
+    def _padded(self, plan: PlanView) -> int | MixedSizes | None:
+        """What a plan is padded to; None: it runs as it is, of no rows, or large, or since the host must know its chunks."""
+        if not len(plan.chunks):
+            return self.bucket(len(plan.rows)) if len(plan.rows) else None
         has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
         if not self._pads_chunks or len(slots) > CHUNKS or len(plan.spans) or any(slot in self.slots.prompts for slot in slots):
             return None
@@ -258,11 +264,11 @@ class Runner:
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
-        width = next(width for width in self._widths if width >= plan.width)
-        if len(plan.rows) and not len(plan.chunks):
-            final = self._padded_forward(self.bucket(len(plan.rows)), width, uploaded)
-        elif len(plan.chunks) and (sizes := self._padded(plan)):
-            final = self._padded_forward(sizes, 1, uploaded)
+        sizes = self._padded(plan)
+        widths = self._widths_beside if isinstance(sizes, MixedSizes) else self._widths
+        width = next(width for width in widths if width >= plan.width)
+        if sizes:
+            final = self._padded_forward(sizes, width, uploaded)
         else:
             final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)
         return Forwarded(plan, data, uploaded, final, start)
@@ -318,7 +324,7 @@ class Runner:
     def _launched_forward(self, sizes: int | MixedSizes, width: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
         """Capturable."""
         stage = self.forward_stage
-        return stage.decode(sizes, plan, width) if isinstance(sizes, int) else stage.mixed(sizes, plan)
+        return stage.decode(sizes, plan, width) if isinstance(sizes, int) else stage.mixed(sizes, plan, width)
 
     def _draft(self, sequences: int, count: int) -> None:
         """Draft so many tokens behind what was accepted, of so many sequences, padded to a bucket."""

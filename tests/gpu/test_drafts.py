@@ -11,6 +11,7 @@ from deploy.models.resolve import resolve
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.rank.runner import Runner
+from engine.rank.step import MixedSizes
 from tests.gpu.exactness import DEVICE
 from tests.support.engine import drafters
 from tests.support.engine.answers import Answers, answers, requests, texts
@@ -50,6 +51,34 @@ def test_a_random_drafter_changes_no_text(tmp_path: Path, member: str) -> None:
     assert given == again == expected
     served(*other, requests())
     assert captured[0].state_hash == eager[0].state_hash != other[0].state_hash
+
+
+@pytest.mark.parametrize("member", ["31b", "e2b", "26b-a4b"])
+def test_drafts_are_verified_beside_chunks(member: str) -> None:
+    """A trained drafter, and a request a step, prompts of 32 tokens a step beside rows that verify: captured and eager steps end in
+    the same state, and give the texts without drafts; on a GPU such steps are replayed at every width."""
+    drafter, budget = resolve(f"nano:{member}-assistant"), {"prefill_budget": 32}
+    captured, eager = runner(member, drafter, **budget), runner(member, drafter, graphs=False, **budget)
+    replayed: set[tuple[str, int]] = set()
+    texts_of = []
+    for made, config in (runner(member, None, **budget), captured, eager):
+        if made.capturable:
+            made.capture()
+            assert made.graphs is not None
+            replay = made.graphs.replay
+
+            def seen(stage: str, rows: Any, width: int = 1, replay: Any = replay) -> Any:
+                if isinstance(rows, MixedSizes):
+                    replayed.add((stage, width))
+                return replay(stage, rows, width)
+
+            made.graphs.replay = seen  # type: ignore[method-assign]
+        given, _, _ = answers(partial(run, made), config, requests(), every=1)
+        texts_of.append(texts(given))
+    assert texts_of[0] == texts_of[1] == texts_of[2]
+    assert captured[0].state_hash == eager[0].state_hash
+    assert sum(output.accepted for outputs in given.values() for output in outputs) > 20
+    assert DEVICE != "cuda" or replayed >= {(stage, width) for stage in ("forward", "argmax") for width in (1, 1 + DRAFTS)}
 
 
 def test_right_drafts_save_steps(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ class ForwardStage:
         peers, _ = inboxes_of(self._inboxes, batch.rows)
         return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
-    def mixed(self, sizes: MixedSizes, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
+    def mixed(self, sizes: MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
         """The result rows of a plan with chunks, padded to `sizes`, and their final hidden ones. Capturable."""
-        batch, ends = self._mixed(sizes, plan, 1)
+        batch, ends = self._mixed(sizes, plan, width)
         return ends, self.run(batch)
 
     def _mixed(self, sizes: MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:

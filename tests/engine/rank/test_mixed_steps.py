@@ -9,21 +9,25 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult, encode_plan, read_plan, single_rows
 from engine.rank import runner, step
 from engine.rank.builder import build
 from engine.rank.prompt_logprobs import WantedLogprobs
+from engine.rank.runner import Runner
 from engine.rank.stages.forward_stage import FinalRows
 from engine.rank.step import CHUNKS, MixedSizes
 from kernels.chunks import chunk_inputs
 from tests.engine.rank.test_graphs import Rerun
 from tests.golden.record import load
+from tests.support.engine.answers import answers, requests, texts
 from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, tokens_of
 
 pytestmark = pytest.mark.cpu
 
+DRAFTS = 3
 PLANS = load()[0][:70]  # of the committed stream
 Nano = Callable[[str], Path]
 
@@ -67,14 +71,15 @@ def test_padded_steps_give_what_they_give_as_they_are(nano: Nano, member: str, t
     assert difference(rows, others) <= tolerance
 
 
+def early(*arguments: Any) -> None:
+    """`chunk_inputs`, and results one row too early."""
+    chunk_inputs(*arguments)
+    arguments[7].rows.sub_(1).clamp_(min=0)
+
+
 def test_a_result_of_the_row_before_is_seen(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: a chunk's result is taken one row too early."""
     _, rows, _ = replayed(nano("31b"), padded=False)
-
-    def early(*arguments: Any) -> None:
-        chunk_inputs(*arguments)
-        arguments[7].rows.sub_(1).clamp_(min=0)
-
     monkeypatch.setattr(step, "chunk_inputs", early)
     _, others, _ = replayed(nano("31b"), padded=True)
     assert difference(rows, others) > 1e-2
@@ -106,6 +111,41 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
     for plan in PLANS:
         run(wrong, plan)
     assert wrong.state_hash != eager.state_hash
+
+
+def drafting(config: Any, *, captured: bool) -> Runner:
+    """Steps with chunks are padded as on a GPU."""
+    made = build(single(config), PAGES)
+    made._pads_chunks, made._widths, made._widths_beside = True, config.widths, config.widths
+    if captured:
+        made.capture()
+        made.slots.lengths.zero_()
+        for cache in made.slots.cache:
+            cache.pool.zero_()
+    return made
+
+
+def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with chunks and rows that verify is a graph of its sizes and width: replays give the eager steps' state, and the texts
+    without drafts, of a trained drafter and requests that are masked, adjusted, filtered, or end by a stop id. Planted fault:
+    results taken one row too early."""
+    monkeypatch.setattr(runner, "StageGraphs", Rerun)
+    monkeypatch.setattr(runner.torch.cuda, "synchronize", lambda _: None)
+    asked = requests()
+    alone = config_of(nano("e2b"), 1, prefill_budget=32)
+    config = config_of(nano("e2b"), 1, prefill_budget=32, mtp={"model": str(resolve("nano:e2b-assistant")), "drafts": DRAFTS})
+    expected, _, _ = answers(partial(run, build(single(alone), PAGES)), alone, asked, every=1)
+    eager, captured = drafting(config, captured=False), drafting(config, captured=True)
+    for made in (eager, captured):
+        given, _, _ = answers(partial(run, made), config, asked, every=1)
+        assert texts(given) == texts(expected)
+    assert captured.state_hash == eager.state_hash
+    graphs: Any = captured.graphs
+    forwards = {width for stage, size, width in graphs.replayed if stage == "forward" and isinstance(size, MixedSizes)}
+    assert forwards == {1, 1 + DRAFTS}
+    monkeypatch.setattr(step, "chunk_inputs", early)
+    wrong = texts(answers(partial(run, eager), config, asked[:3], every=1)[0])
+    assert wrong != {number: texts(expected)[number] for number in wrong}
 
 
 def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
