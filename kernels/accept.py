@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 
 _BLOCK = 128  # stop ids compared at once
 _COLUMNS = 2048  # of a hidden row copied at once
@@ -61,14 +61,27 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
     """
     width, count = rows.width, len(out.ids)
     sequences = len(rows.chosen) // width
-    assert len(rows.chosen) == len(rows.slots) == len(rows.positions) == len(rows.hidden) == sequences * width <= count * width, (
-        rows.chosen.shape, rows.slots.shape, rows.hidden.shape, out.ids.shape
-    )  # fmt: skip
-    assert width == 1 or len(rows.ids) == len(rows.chosen), (rows.ids.shape, rows.chosen.shape)
-    for x in (*rows[:-1], out.hidden):
-        assert x.is_contiguous(), (x.shape, x.stride())
-    if not enabled(rows.chosen, __name__):
-        return _reference(rows, stop, lengths, padding, out)
+    assert sequences <= count, (rows.chosen.shape, width, count)
+    check_contiguous(*rows[:-1], out.hidden)
+    if not enabled(rows.chosen):
+        slots, positions = rows.slots[::width], rows.positions[::width]
+        sampled, flags = (x.view(sequences, width) for x in rows.chosen.unbind(1))
+        stands = torch.ones((sequences, width), dtype=torch.int32, device=sampled.device)
+        if width > 1:
+            ids, drafted = rows.ids.view(sequences, width)[:, 1:], rows.positions.view(sequences, width)[:, 1:] >= 0
+            ends = (sampled[:, :-1, None] == stop[slots.long()][:, None]).any(-1)
+            stands[:, 1:] = (sampled[:, :-1] == ids) & drafted & ~ends & (flags[:, 1:] == 0) & (flags[:, :1] == 0)
+        accepted = torch.zeros_like(out.ids)
+        accepted[:sequences] = stands.cumprod(1).sum(1, dtype=torch.int32) * (positions >= 0)
+        ahead = (accepted[:sequences] - 1).clamp(min=0)
+        lengths[slots.long()] += ahead
+        last = torch.arange(sequences, device=ahead.device) * width + ahead
+        out.ids[:sequences], out.ids[sequences:] = rows.chosen[last, 0], 0
+        out.slots[:sequences], out.slots[sequences:] = slots, padding
+        places = torch.arange(len(out.positions), dtype=torch.int32, device=ahead.device)[:, None]
+        out.positions[:, :sequences], out.positions[:, sequences:] = torch.where(positions >= 0, positions + ahead + places, -1), -1
+        out.hidden[:sequences] = torch.where((positions >= 0)[:, None], rows.hidden[last], out.hidden[:sequences])
+        return accepted
     accepted, stops, hidden = torch.empty_like(out.ids), stop.shape[1], rows.hidden.shape[1]
     launch(
         _accept, (count,),
@@ -78,28 +91,6 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
         PLACES=len(out.positions), PLACE_LANES=next_power_of_2(len(out.positions)),
         HIDDEN=hidden, COLUMNS=min(_COLUMNS, next_power_of_2(hidden)), warps=4,
     )  # fmt: skip
-    return accepted
-
-
-def _reference(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    width, live = rows.width, len(rows.chosen) // rows.width
-    slots, positions = rows.slots[::width], rows.positions[::width]
-    sampled, flags = (x.view(live, width) for x in rows.chosen.unbind(1))
-    stands = torch.ones((live, width), dtype=torch.int32, device=sampled.device)
-    if width > 1:
-        ids, drafted = rows.ids.view(live, width)[:, 1:], rows.positions.view(live, width)[:, 1:] >= 0
-        stops = (sampled[:, :-1, None] == stop[slots.long()][:, None]).any(-1)
-        stands[:, 1:] = (sampled[:, :-1] == ids) & drafted & ~stops & (flags[:, 1:] == 0) & (flags[:, :1] == 0)
-    accepted = torch.zeros_like(out.ids)
-    accepted[:live] = stands.cumprod(1).sum(1, dtype=torch.int32) * (positions >= 0)
-    ahead = (accepted[:live] - 1).clamp(min=0)
-    lengths[slots.long()] += ahead
-    last = torch.arange(live, device=ahead.device) * width + ahead
-    out.ids[:live], out.ids[live:] = rows.chosen[last, 0], 0
-    out.slots[:live], out.slots[live:] = slots, padding
-    places = torch.arange(len(out.positions), dtype=torch.int32, device=ahead.device)[:, None]
-    out.positions[:, :live], out.positions[:, live:] = torch.where(positions >= 0, positions + ahead + places, -1), -1
-    out.hidden[:live] = torch.where((positions >= 0)[:, None], rows.hidden[last], out.hidden[:live])
     return accepted
 
 

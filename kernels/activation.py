@@ -14,33 +14,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import Configured, configured, enabled, launch, trigger, wait
+from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
 from kernels.numerics import cast
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """gate and up [T, n] of one dtype, up's rows may lie apart -> [T, n], into `out` where it is given. Without up, gate is
-    [T, 2 n]: both side by side, gate first."""
-    if not enabled(gate, __name__):
-        gated = _reference(*(gate.chunk(2, dim=-1) if up is None else (gate, up)))
-        return gated if out is None else out.copy_(gated)
-    assert gate.is_contiguous(), gate.stride()
+def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """gate and up [T, n] of one dtype, up's rows may lie apart -> [T, n]. Without up, gate is [T, 2 n]: both side by side, gate
+    first."""
+    if not enabled(gate):
+        return _reference(*(gate.chunk(2, dim=-1) if up is None else (gate, up)))
+    check_contiguous(gate)
+    rows, width = gate.shape
     if up is None:
-        rows, width = gate.shape
-        assert width % 2 == 0, gate.shape
-        return _launch(gate, gate, gate.new_empty(rows, width // 2) if out is None else out, width, (width, width // 2))
-    assert gate.shape == up.shape, (gate.shape, up.shape)
-    assert gate.dtype == up.dtype, (gate.dtype, up.dtype)
+        return _launch(gate, gate, gate.new_empty(rows, width // 2), (width, width // 2))
     assert up.stride(1) == 1, up.stride()
-    return _launch(gate, up, torch.empty_like(gate) if out is None else out, gate.stride(0), (up.stride(0), 0))
+    return _launch(gate, up, torch.empty_like(gate), (up.stride(0), 0))
 
 
-def _launch(gate: Tensor, up: Tensor, out: Tensor, gate_at: int, up_at: tuple[int, int]) -> Tensor:
-    """gate_at: elements from row to row; up_at: likewise, and elements before the first row."""
-    assert out.is_contiguous(), out.stride()
+def _launch(gate: Tensor, up: Tensor, out: Tensor, up_at: tuple[int, int]) -> Tensor:
+    """up_at: elements from row to row, and before the first row."""
     rows, n = out.shape
     block = min(1024, next_power_of_2(n))
-    launch(_configured(n, block, gate_at, up_at), (rows, cdiv(n, block)), gate, up, out)
+    launch(_configured(n, block, gate.shape[1], up_at), (rows, cdiv(n, block)), gate, up, out)
     return out
 
 

@@ -25,13 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.noise import soft_capped
 from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
 IN_PROMPT, MOST_COUNTED = 0x8000, 0x7FFF  # of an entry of counts
-_BLOCK = 1024
+_BLOCK, _PROMPT, _MOST = tl.constexpr(1024), tl.constexpr(IN_PROMPT), tl.constexpr(MOST_COUNTED)
+_BIASED, _PENALIZED = tl.constexpr(BIASED), tl.constexpr(PENALIZED)
+_LIMITED, _BAD_WORDS = tl.constexpr(LIMITED), tl.constexpr(BAD_WORDS)
 
 
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
@@ -43,8 +45,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
     tables, plan, (rows, n) = batch.adjustments, batch.plan, logits.shape
     assert tables is not None, "nothing says how"
     assert plan is not None, "no step"
-    assert tables.counts.shape[1] == n, (tables.counts.shape, n)
-    if not enabled(logits, __name__):
+    if not enabled(logits):
         return replace(batch, capped=_reference(logits, batch, tables, plan, first))
     capped = torch.empty(rows, dtype=torch.int32, device=logits.device)
     launch(
@@ -54,8 +55,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
         tables.mask_rows, capped, first, batch.softcap or 1.0, batch.width,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
         WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1], WIDE=batch.width > 1,
-        BIASED=BIASED, PENALIZED=PENALIZED, LIMITED=LIMITED, BAD_WORDS=BAD_WORDS, STEP=batch.step, PROMPT=IN_PROMPT,
-        MOST=MOST_COUNTED, BLOCK=_BLOCK, warps=4,
+        STEP=batch.step, warps=4,
     )  # fmt: skip
     return replace(batch, capped=capped)
 
@@ -69,13 +69,12 @@ def count_accepted(
     inputs            int32 [n, W]: a row's token and the drafts behind it;  accepted  int32 [n]: how many of them stand
     """
     (rows, width), n = inputs.shape, tables.counts.shape[1]
-    assert len(slots) == len(positions) == len(accepted) == rows, (slots.shape, positions.shape, inputs.shape, accepted.shape)
-    assert inputs.is_contiguous(), inputs.stride()
-    if enabled(inputs, __name__):
+    check_contiguous(slots, positions, inputs, accepted)
+    if enabled(inputs):
         launch(
             _count_accepted, (rows,),
             slots, positions, inputs, accepted, tables.flags, tables.counts, tables.starts, first,
-            N=n, WIDTH=width, LANES=next_power_of_2(width), PENALIZED=PENALIZED, PROMPT=IN_PROMPT, MOST=MOST_COUNTED, warps=1,
+            N=n, WIDTH=width, LANES=next_power_of_2(width), warps=1,
         )  # fmt: skip
         return
     for slot, position, ids, count in zip(slots.tolist(), positions.tolist(), inputs.tolist(), accepted.tolist(), strict=True):
@@ -174,14 +173,13 @@ def _ban(line: tl.tensor, entry: tl.tensor, here: tl.tensor) -> None:
 @triton.jit
 def _with_inputs(
     bits: tl.tensor, ids: tl.tensor, history: tl.tensor, position: tl.tensor, index: tl.tensor, counted: tl.tensor,
-    PROMPT: tl.constexpr, MOST: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Counts of `ids` with the inputs from the slot's first row to this, its `index`-th, at positions that the counts lack."""
-    generated = bits & MOST
+    generated = bits & _MOST
     for back in range(index + 1):
         came = tl.load(history + position - back, position - back >= counted, -1)
         generated += (ids == came).to(tl.int32)
-    return tl.minimum(generated, MOST) | (bits & PROMPT)
+    return tl.minimum(generated, _MOST) | (bits & _PROMPT)
 
 
 @triton.jit(do_not_specialize=["tokens_width", "first", "width"])
@@ -191,9 +189,7 @@ def _adjust(
     allowed: tl.tensor, bad_words: tl.tensor, word_ends: tl.tensor, masks: tl.tensor, mask_rows: tl.tensor, capped: tl.tensor,
     first: tl.tensor, cap: tl.tensor, width: tl.tensor,
     N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, BIASES: tl.constexpr, WORD_IDS: tl.constexpr, WORDS: tl.constexpr,
-    MASK_WORDS: tl.constexpr, WIDE: tl.constexpr,
-    BIASED: tl.constexpr, PENALIZED: tl.constexpr, LIMITED: tl.constexpr, BAD_WORDS: tl.constexpr,
-    STEP: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    MASK_WORDS: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row's part of this rank's ids; each entry of the counts is read and written by one part alone."""
     trigger(PDL)
@@ -214,15 +210,15 @@ def _adjust(
         tl.store(capped + row, adjusted.to(tl.int32))
     if adjusted:
         line, own_counts, history = logits + row * N, counts + slot * N, tokens + slot * tokens_width
-        biased, penalized, limited = (flag & BIASED) != 0, (flag & PENALIZED) != 0, (flag & LIMITED) != 0
+        biased, penalized, limited = (flag & _BIASED) != 0, (flag & _PENALIZED) != 0, (flag & _LIMITED) != 0
         if biased:
             if CAP:
-                for at in range(start, end, BLOCK):
-                    entry = at + tl.arange(0, BLOCK)
+                for at in range(start, end, _BLOCK):
+                    entry = at + tl.arange(0, _BLOCK)
                     tl.store(line + entry, _capped_finite(tl.load(line + entry, entry < end, 0.0), cap), entry < end)
                 tl.debug_barrier()
-            for at in range(0, BIASES, BLOCK):
-                lane = at + tl.arange(0, BLOCK)
+            for at in range(0, BIASES, _BLOCK):
+                lane = at + tl.arange(0, _BLOCK)
                 ids = tl.load(bias_ids + slot * BIASES + lane, lane < BIASES, -1)
                 entry = ids - first
                 here = (ids >= 0) & (entry >= start) & (entry < end)
@@ -238,10 +234,10 @@ def _adjust(
                 here = (position >= tl.load(starts + slot * 2 + 1)) & (entry >= start) & (entry < end)
                 bits = tl.load(own_counts + entry, here, 0).to(tl.int32)
                 tl.debug_barrier()
-                tl.store(own_counts + entry, (tl.minimum((bits & MOST) + 1, MOST) | (bits & PROMPT)).to(tl.int16), here)
+                tl.store(own_counts + entry, (tl.minimum((bits & _MOST) + 1, _MOST) | (bits & _PROMPT)).to(tl.int16), here)
                 tl.debug_barrier()
-        for at in range(start, end, BLOCK):
-            entry = at + tl.arange(0, BLOCK)
+        for at in range(start, end, _BLOCK):
+            entry = at + tl.arange(0, _BLOCK)
             live = entry < end
             x = tl.load(line + entry, live, 0.0)
             bad = x != x
@@ -251,8 +247,8 @@ def _adjust(
                 bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
                 if WIDE:
                     counted = tl.load(starts + slot * 2 + 1)
-                    bits = _with_inputs(bits, first + entry, history, position, index, counted, PROMPT, MOST)
-                generated = (bits & MOST).to(tl.float32)
+                    bits = _with_inputs(bits, first + entry, history, position, index, counted)
+                generated = (bits & _MOST).to(tl.float32)
                 x = tl.where(bits != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
                 x = x - frequency * generated - tl.where(generated > 0.0, presence, 0.0)
             if limited:
@@ -261,7 +257,7 @@ def _adjust(
                 x = tl.where(_kept(mask, first + entry, first, live) | bad, x, float("-inf"))
             tl.store(line + entry, x, live)
         tl.debug_barrier()
-        if (flag & BAD_WORDS) != 0:
+        if (flag & _BAD_WORDS) != 0:
             generated = position + 1 - tl.load(starts + slot * 2)
             word = tl.arange(0, WORDS)
             word_end = tl.load(word_ends + slot * WORDS + word)
@@ -280,8 +276,7 @@ def _adjust(
 def _count_accepted(
     slots: tl.tensor, positions: tl.tensor, inputs: tl.tensor, accepted: tl.tensor, flags: tl.tensor, counts: tl.tensor,
     starts: tl.tensor, first: tl.tensor,
-    N: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PENALIZED: tl.constexpr, PROMPT: tl.constexpr, MOST: tl.constexpr,
-    PDL: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One slot; lanes of the same id write the same count."""
     trigger(PDL)
@@ -289,7 +284,7 @@ def _count_accepted(
     lane = tl.arange(0, LANES)
     wait(PDL)
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
-    if (position >= 0) & ((tl.load(flags + slot) & PENALIZED) != 0):
+    if (position >= 0) & ((tl.load(flags + slot) & _PENALIZED) != 0):
         live = (lane < tl.load(accepted + row)) & (position + lane >= tl.load(starts + slot * 2 + 1))
         entry = tl.load(inputs + row * WIDTH + lane, live, -1) - first
         live = live & (entry >= 0) & (entry < N)
@@ -297,4 +292,4 @@ def _count_accepted(
         times = tl.sum((entry[:, None] == entry[None, :]).to(tl.int32), 1)
         bits = tl.load(counts + slot * N + entry, live, 0).to(tl.int32)
         tl.debug_barrier()
-        tl.store(counts + slot * N + entry, (tl.minimum((bits & MOST) + times, MOST) | (bits & PROMPT)).to(tl.int16), live)
+        tl.store(counts + slot * N + entry, (tl.minimum((bits & _MOST) + times, _MOST) | (bits & _PROMPT)).to(tl.int16), live)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import Configured, configured, enabled, launch, trigger, wait
+from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -30,24 +30,21 @@ def axial_tables(x: Tensor, y: Tensor, frequencies: Tensor) -> tuple[Tensor, Ten
 
 def norm_axial_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, d/2] -> [T, heads, d] in x's dtype."""
-    rows, _, d = x.shape
-    assert weight.shape == (d,), (weight.shape, x.shape)
-    assert cos.shape == sin.shape == (rows, d // 2), (cos.shape, sin.shape, x.shape)
-    if not rows or not enabled(x, __name__):
+    if not len(x) or not enabled(x):
         return _reference(x, weight, cos, sin, eps)
     return _launch(x, weight, cos, sin, eps)
 
 
 def head_norm(x: Tensor, eps: float) -> Tensor:
     """x [T, heads, d] -> [T, heads, d] in x's dtype."""
-    if not len(x) or not enabled(x, __name__):
+    if not len(x) or not enabled(x):
         return rms_norm(x, None, eps)
     return _launch(x, x, x, x, eps)
 
 
 def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Without weight and rotation, x stands for what they need."""
-    assert x.is_contiguous(), x.stride()
+    check_contiguous(x)
     (rows, heads, d), out = x.shape, torch.empty_like(x)
     kernel = _configured(heads, d, eps, weight is not x)
     launch(kernel, (cdiv(rows * heads, _ROWS),), x, weight, cos, sin, out, rows * heads)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.slots import first_page, row_entries
 
 
@@ -26,28 +26,21 @@ def block_tables(
     null page.
     """
     rows, width = tables.shape
-    assert tables.dtype == lengths.dtype == torch.int32, (tables.dtype, lengths.dtype)
-    assert tables.is_contiguous(), tables.stride()
+    check_contiguous(tables)
     assert lengths.shape == slots.shape == positions.shape == (rows,), (lengths.shape, slots.shape, positions.shape)
-    if not enabled(table, __name__):
-        return _reference(table, slots, positions, page, window, tables, lengths)
+    if not enabled(table):
+        first = first_page(positions, page, window)
+        entries = first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)
+        found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1).long()]
+        tables.copy_(torch.where(entries * page <= positions[:, None], found, 0))
+        lengths.copy_((positions + 1 - first * page).clamp(min=1))
+        return
     block = min(1024, next_power_of_2(width))
     launch(
         _tables, (rows, cdiv(width, block)),
         table, slots, positions, tables, lengths, table.shape[1], width,
         PAGE=page, WINDOW=window or 0, BLOCK=block, warps=2,
     )  # fmt: skip
-    return None
-
-
-def _reference(
-    table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, tables: Tensor, lengths: Tensor
-) -> None:
-    first = first_page(positions, page, window)
-    entries = first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)
-    found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1).long()]
-    tables.copy_(torch.where(entries * page <= positions[:, None], found, 0))
-    lengths.copy_((positions + 1 - first * page).clamp(min=1))
 
 
 @triton.jit(do_not_specialize=["columns", "width", "slots", "positions"])  # rows may begin anywhere

@@ -18,29 +18,31 @@ from torch.nn import functional
 
 from kernels.choose import scaled, store
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
-from kernels.noise import gumbel_noise, noise_key, soft_capped
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
-_BLOCK = 64  # ids whose largest value is noted
-_CTA_BLOCKS = 64
+_BLOCK = tl.constexpr(64)  # ids whose largest value is noted
+_BLOCKS = tl.constexpr(64)  # of a CTA
 
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits fp32 [R, n], as `kernels.choose.local_best` leaves them -> fp32 [R, blocks]: the largest s of every _BLOCK ids. Rows
     without a small top_k are left out."""
     (rows, n), parameters = logits.shape, batch.parameters
-    assert logits.is_contiguous(), logits.stride()
-    blocks = cdiv(n, _BLOCK)
+    check_contiguous(logits)
+    blocks = cdiv(n, _BLOCK.value)
     peaks = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
-    if not enabled(logits, __name__):
-        _peaks_reference(logits, batch, peaks)
+    if not enabled(logits):
+        small = _small(batch).nonzero().flatten()
+        values = functional.pad(scaled(logits[small], batch, small), (0, -n % _BLOCK.value), value=-torch.inf)
+        peaks[small] = values.unflatten(1, (-1, _BLOCK.value)).amax(-1)
         return peaks
     launch(
-        _peaks, (rows, cdiv(blocks, _CTA_BLOCKS)),
+        _peaks, (rows, cdiv(blocks, _BLOCKS.value)),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, NB=blocks, N=n,
-        CAP=batch.softcap is not None, GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K, BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
+        CAP=batch.softcap is not None, warps=8,
     )  # fmt: skip
     return peaks
 
@@ -49,15 +51,15 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
     """logits fp32 [R, n] of ids first .. first + n - 1 and their `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id of a row's
     candidates, ids ascending; -inf where there are fewer. Rows without a small top_k are left out."""
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
-    if not enabled(logits, __name__):
+    if not enabled(logits):
         return _candidates_reference(logits, batch, first)
     listed = torch.empty((rows, SMALL_TOP_K), dtype=torch.int32, device=logits.device)
     best = torch.empty((rows, SMALL_TOP_K, 2), dtype=torch.float32, device=logits.device)
     launch(
         _candidates, (rows,),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, listed, best, first,
-        NB=blocks, WIDTH=next_power_of_2(blocks), N=n, CAP=batch.softcap is not None, GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K,
-        BLOCK=_BLOCK, warps=16,
+        NB=blocks, WIDTH=next_power_of_2(blocks), N=n, CAP=batch.softcap is not None, FEW=min(SMALL_TOP_K, blocks),
+        COUNT=min(SMALL_TOP_K, n), warps=16,
     )  # fmt: skip
     return best
 
@@ -65,15 +67,21 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
 def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
     """best fp32 [R, n, 2]: `candidates` of every rank, in their order. Tokens of rows with a small top_k -> chosen int32 [R, 2],
     and behind the rows' inputs; but not where a flag is set."""
-    assert best.is_contiguous(), best.stride()
+    check_contiguous(best)
     rows, count, _ = best.shape
-    if not enabled(best, __name__):
-        _choose_reference(best, batch, chosen)
+    if not enabled(best):
+        small = (_small(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
+        seeds, top_k, _ = batch.parameters.integers[batch.slots[small].long()].unbind(1)
+        _, top_p, min_p = batch.parameters.floats[batch.slots[small].long()].unbind(1)
+        values, ids = best[small].unbind(-1)
+        ahead = batch.positions[small].long() + 1
+        chosen[small, 0] = choose_kept(values, ids.long(), seeds, ahead, top_k, top_p, min_p).int()
+        store(batch, chosen[:, 0])
         return
     launch(
         _choose_candidates, (rows,),
         best, batch.slots, batch.positions, batch.parameters.integers, batch.parameters.floats, batch.tokens,
-        batch.tokens.shape[1], chosen, COUNT=count, WIDTH=next_power_of_2(count), GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K, warps=4,
+        batch.tokens.shape[1], chosen, COUNT=count, WIDTH=next_power_of_2(count), warps=4,
     )  # fmt: skip
 
 
@@ -87,12 +95,6 @@ def _small(batch: SamplingBatch) -> Tensor:
     return (top_k > 0) & (top_k <= SMALL_TOP_K) & (batch.parameters.floats[slots, 0] >= GREEDY_BELOW)
 
 
-def _peaks_reference(logits: Tensor, batch: SamplingBatch, peaks: Tensor) -> None:
-    rows = _small(batch).nonzero().flatten()
-    values = functional.pad(scaled(logits[rows], batch, rows), (0, -logits.shape[1] % _BLOCK), value=-torch.inf)
-    peaks[rows] = values.unflatten(1, (-1, _BLOCK)).amax(-1)
-
-
 def _candidates_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:
     best = torch.zeros((len(logits), SMALL_TOP_K, 2), device=logits.device)
     best[:, :, 0] = -torch.inf
@@ -103,21 +105,11 @@ def _candidates_reference(logits: Tensor, batch: SamplingBatch, first: int) -> T
     return best
 
 
-def _choose_reference(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-    rows = (_small(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
-    seeds, top_k, _ = batch.parameters.integers[batch.slots[rows].long()].unbind(1)
-    _, top_p, min_p = batch.parameters.floats[batch.slots[rows].long()].unbind(1)
-    values, ids = best[rows].unbind(-1)
-    ahead = batch.positions[rows].long() + 1
-    chosen[rows, 0] = choose_kept(values, ids.long(), seeds, ahead, top_k, top_p, min_p).int()
-    store(batch, chosen[:, 0])
-
-
 # ---- kernels
 
 
 @triton.jit
-def _is_small(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl.constexpr, SMALL: tl.constexpr) -> tl.tensor:
+def _is_small(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor) -> tl.tensor:
     """Whether a slot's rows have a small top_k."""
     top_k = tl.load(integers + slot * 3 + 1)
     return (top_k > 0) & (top_k <= SMALL) & (tl.load(floats + slot * 3) >= GREEDY)
@@ -157,16 +149,15 @@ def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
 def _peaks(
     logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, cap: tl.tensor,
     peaks: tl.tensor,
-    NB: tl.constexpr, BLOCKS: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NB: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some blocks of a row."""
     trigger(PDL)
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    if _is_small(integers, floats, slot, GREEDY, SMALL):
-        entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if _is_small(integers, floats, slot):
+        entry = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
         x = scaled_logits(logits + row * N + entry, entry < N, capped, row, tl.load(floats + slot * 3), cap, CAP)
         tl.store(peaks + row * NB + block, tl.max(x, 1), block < NB)
 
@@ -175,28 +166,26 @@ def _peaks(
 def _candidates(
     logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, cap: tl.tensor,
     peaks: tl.tensor, listed: tl.tensor, best: tl.tensor, first: tl.tensor,
-    NB: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NB: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, FEW: tl.constexpr, COUNT: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    if _is_small(integers, floats, slot, GREEDY, SMALL):
+    if _is_small(integers, floats, slot):
         block = tl.arange(0, WIDTH)
         orders = tl.where(block < NB, float_order(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -2147483648)
-        FEW: tl.constexpr = min(SMALL, NB)
         member = _among_best(orders, FEW)
         list_ = listed + row * SMALL
         tl.store(list_ + tl.cumsum(member.to(tl.int32), 0) - 1, block, member)
         tl.debug_barrier()
-        lane = tl.arange(0, SMALL * BLOCK)
-        live = lane // BLOCK < FEW
-        entry = tl.load(list_ + lane // BLOCK, live, 0) * BLOCK + lane % BLOCK
+        lane = tl.arange(0, SMALL * _BLOCK)
+        live = lane // _BLOCK < FEW
+        entry = tl.load(list_ + lane // _BLOCK, live, 0) * _BLOCK + lane % _BLOCK
         live = live & (entry < N)
         x = scaled_logits(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
-        COUNT: tl.constexpr = min(SMALL, N)
         kept = _among_best(tl.where(live, float_order(x), -2147483648), COUNT)
         out = best + row * SMALL * 2
         at = tl.cumsum(kept.to(tl.int32), 0) - 1
@@ -211,14 +200,14 @@ def _candidates(
 def _choose_candidates(
     best: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, tokens: tl.tensor,
     tokens_width: tl.tensor, chosen: tl.tensor,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int64)
-    if _is_small(integers, floats, slot, GREEDY, SMALL) & (tl.load(chosen + row * 2 + 1) == 0) & (position >= 0):
+    if _is_small(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (position >= 0):
         lane = tl.arange(0, WIDTH)
         live = lane < COUNT
         x = tl.load(best + (row * COUNT + lane) * 2, live, float("-inf"))

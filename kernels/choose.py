@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.fused_allreduce_norm import polled
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
-from kernels.noise import gumbel_noise, noise_key, soft_capped
+from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
 from kernels.sample import cap, gumbel, mask
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 from kernels.slots import put
@@ -26,8 +26,8 @@ from kernels.slots import put
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
 ROW_NO_TOKEN = 4  # every id is forbidden
 _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
-_EMPTY = -(1 << 31)  # -0.0
-_BLOCK = 1024
+_EMPTY = tl.constexpr(-(1 << 31))  # -0.0
+_BLOCK = tl.constexpr(1024)
 _PART = 4096  # ids of a part at least
 PROGRAMS = 16  # that a processor runs side by side
 
@@ -43,12 +43,12 @@ class ArgmaxInbox:
         self.rank, self.size, self.rows = rank, pointers.shape[0], rows
         self.pointers, self.errors = pointers, errors
         self.inbox = memory.view(torch.int32)
-        self.inbox.fill_(_EMPTY)
+        self.inbox.fill_(_EMPTY.value)
 
     @property
     def empty(self) -> bool:
         """Whether this rank has read all that came. Asks the device."""
-        return bool((self.inbox == _EMPTY).all())
+        return bool((self.inbox == _EMPTY.value).all())
 
     @staticmethod
     def bytes(size: int, rows: int) -> int:
@@ -72,7 +72,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     """
     rows, n = logits.shape
     parameters, suppress = batch.parameters, batch.suppress
-    if not enabled(logits, __name__):
+    if not enabled(logits):
         return _local_best_reference(logits, batch, first)
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
@@ -80,43 +80,36 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
         logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
         batch.capped, best, first, batch.softcap or 1.0,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
-        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), GREEDY=GREEDY_BELOW, SMALL=SMALL_TOP_K, BLOCK=_BLOCK, warps=4,
+        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), warps=4,
     )  # fmt: skip
     return best
 
 
-def choose_best(best: Tensor, batch: SamplingBatch, results: Tensor, inbox: ArgmaxInbox | None) -> None:
+def choose_best(
+    best: Tensor, batch: SamplingBatch, results: Tensor, inbox: ArgmaxInbox | None, stages: tuple[bool, bool] = (True, True)
+) -> None:
     """best fp32 [R, parts, 4] -> results int32 [R, 2]: token and flags; with a NaN, or every id forbidden, the token is 0.
 
-    The token is also written behind the row's input. inbox: None where `best` has the parts of all ranks.
+    The token is also written behind the row's input. inbox: None where `best` has the parts of all ranks. stages: send and receive,
+    apart for the interpreter, which runs ranks one after the other.
     """
-    if not enabled(best, __name__):
+    if not enabled(best):
         assert inbox is None, "only kernels write into other ranks' memory"
-        _choose_reference(best, batch, results)
+        values, ids, nan, _ = best.unbind(-1)
+        top = values.amax(-1)
+        bad = nan.any(-1)
+        none = ~bad & top.isneginf()
+        results[:, 0] = ids.masked_fill(values != top[:, None], torch.inf).amin(-1).masked_fill(bad | none, 0).int()
+        results[:, 1] = torch.where(bad, ROW_HAS_NAN, 0) + torch.where(none, ROW_NO_TOKEN, 0)
+        store(batch, results[:, 0])
         return
-    parts = best.shape[1]
-    assert parts & (parts - 1) == 0, parts
+    (rows, parts, _), size = best.shape, 1 if inbox is None else inbox.size
     shared = (None, None, None, 0, 0) if inbox is None else (
         inbox.pointers, inbox.inbox, inbox.errors, inbox.rank, inbox.rows * _FIELDS
     )  # fmt: skip
-    _launch_choose(best, batch, results, shared, 1 if inbox is None else inbox.size)
-
-
-def _launch_choose(
-    best: Tensor,
-    batch: SamplingBatch,
-    results: Tensor,
-    shared: tuple[object, ...],
-    size: int,
-    send: bool = True,
-    receive: bool = True,
-) -> None:
-    """`send` and `receive` apart: the interpreter runs ranks one after the other."""
     launch(
-        _choose, (best.shape[0],),
-        best, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], results, *shared,
-        PARTS=best.shape[1], SIZE=size, WIDTH=max(1, next_power_of_2(size)), EMPTY=_EMPTY, SEND=send,
-        RECEIVE=receive, warps=1,
+        _choose, (rows,), best, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], results, *shared,
+        PARTS=parts, SIZE=size, WIDTH=next_power_of_2(size), SEND=stages[0], RECEIVE=stages[1], warps=1,
     )  # fmt: skip
 
 
@@ -151,16 +144,6 @@ def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> T
     return torch.stack([top, (first + at).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
 
 
-def _choose_reference(best: Tensor, batch: SamplingBatch, results: Tensor) -> None:
-    values, ids, nan, _ = best.unbind(-1)
-    top = values.amax(-1)
-    bad = nan.any(-1)
-    none = ~bad & top.isneginf()
-    results[:, 0] = ids.masked_fill(values != top[:, None], torch.inf).amin(-1).masked_fill(bad | none, 0).int()
-    results[:, 1] = torch.where(bad, ROW_HAS_NAN, 0) + torch.where(none, ROW_NO_TOKEN, 0)
-    store(batch, results[:, 0])
-
-
 def store(batch: SamplingBatch, chosen: Tensor) -> None:
     """The rows' tokens int32 [R], behind their inputs; padding rows have none."""
     rows = (batch.positions >= 0).nonzero().flatten()
@@ -181,9 +164,7 @@ def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
 def _local_best(
     logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
     suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
-    N: tl.constexpr, PART: tl.constexpr,
-    CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, GREEDY: tl.constexpr, SMALL: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -202,8 +183,8 @@ def _local_best(
     bad = _nans(line + ids, here)
     tl.store(line + ids, float("-inf"), here)
     if position < may_stop:
-        for at in range(0, STOP, BLOCK):
-            entry = at + tl.arange(0, BLOCK)
+        for at in range(0, STOP, _BLOCK):
+            entry = at + tl.arange(0, _BLOCK)
             stops = tl.load(stop + slot * STOP + entry, entry < STOP, -1)
             among = (stops >= 0) & (stops - first >= start) & (stops - first < end)
             bad = tl.maximum(bad, _nans(line + stops - first, among))
@@ -211,8 +192,8 @@ def _local_best(
     tl.debug_barrier()
     key = noise_key(seed, position)
     top, top_id = float("-inf"), start
-    for at in range(start, end, BLOCK):
-        entry = at + tl.arange(0, BLOCK)
+    for at in range(start, end, _BLOCK):
+        entry = at + tl.arange(0, _BLOCK)
         x = tl.load(line + entry, entry < end, float("-inf"))
         bad = tl.maximum(bad, tl.max((x != x).to(tl.int32), 0))
         value = x
@@ -244,8 +225,7 @@ def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
 def _choose(
     best: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, results: tl.tensor,
     pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -260,7 +240,7 @@ def _choose(
                 field = tl.arange(0, 4)
                 values = tl.where(field == 0, top, tl.where(field == 1, token, tl.where(field == 2, bad, 0.0)))
                 sent = values.to(tl.int32, bitcast=True)
-                tl.store(base + field, tl.where(sent == EMPTY, 0, sent))
+                tl.store(base + field, tl.where(sent == _EMPTY, 0, sent))
         if RECEIVE:
             word = tl.arange(0, 4 * WIDTH)
             entry = inbox + (word // 4) * rank_stride + row * 4 + word % 4
@@ -268,7 +248,7 @@ def _choose(
             missing, polls, deadline = 1, 0, tl.full((), 0, tl.int64)
             while (missing > 0) & (deadline >= 0):
                 bits = tl.load(entry, live, 0, volatile=True)
-                missing = tl.max((bits == EMPTY).to(tl.int32), 0)
+                missing = tl.max((bits == _EMPTY).to(tl.int32), 0)
                 polls, deadline = polled(polls, deadline, errors)
             if missing > 0:
                 tl.store(errors, 1)
@@ -280,7 +260,7 @@ def _choose(
             flags = tl.load(theirs + 2, here, 0, volatile=True).to(tl.float32, bitcast=True)
             top, token, bad = _first_best(tl.where(here, values, float("-inf")), ids, tl.where(here, flags, 0.0))
             tl.debug_barrier()
-            tl.store(entry, tl.full([4 * WIDTH], EMPTY, tl.int32), live)
+            tl.store(entry, tl.full([4 * WIDTH], _EMPTY, tl.int32), live)
     if RECEIVE:
         failed = 0
         if SIZE > 1:

@@ -48,7 +48,7 @@ def chunk_inputs(
     """
     assert rows.ids.shape == rows.positions.shape == rows.slots.shape, (rows.ids.shape, rows.positions.shape, rows.slots.shape)
     assert results.rows.shape == results.slots.shape == results.positions.shape, (results.rows.shape, results.slots.shape)
-    if enabled(plan, __name__):
+    if enabled(plan):
         launch(
             _chunk_inputs, (cdiv(prompts, 32),), plan, tokens, tokens.shape[1], padding, *rows, prompts, chunks, len(chunks),
             *results, len(results.rows), HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, CHUNK=layout.chunk,
@@ -61,7 +61,7 @@ def chunk_inputs(
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
     """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4]."""
     tiles = torch.empty((rows // tokens + len(chunks), 4), dtype=torch.int32, device=chunks.device)
-    if enabled(chunks, __name__):
+    if enabled(chunks):
         launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK, warps=4)
     else:
         cut = [

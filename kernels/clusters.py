@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.numerics import cast
 
 _COLUMNS = 64
@@ -23,13 +23,15 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
     """x [R, n], table [rows, n] of `count` clusters of equal size, order int64 [rows], the id of each row; clusters int64 [R, k] of
     each query -> fp32 [R, k, 4]: value, id, 1 where there was a NaN, nothing."""
     (rows, n), chosen, size = x.shape, clusters.shape[1], len(table) // count
-    assert table.shape == (count * size, n), (table.shape, count, x.shape)
-    assert clusters.shape == (rows, chosen), (clusters.shape, x.shape)
-    assert x.dtype == table.dtype, (x.dtype, table.dtype)
-    for tensor in (x, table, order, clusters):
-        assert tensor.is_contiguous(), tensor.stride()
-    if not enabled(x, __name__):
-        return _reference(x, table, order, clusters, size)
+    check_contiguous(x, table, order, clusters)
+    if not enabled(x):
+        blocks, ids = table.view(-1, size, n)[clusters].float(), order.view(-1, size)[clusters].float()
+        scores = (blocks @ x.float()[:, None, :, None]).squeeze(3)
+        nan = scores.isnan().any(2).float()
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)
+        top = scores.amax(2)
+        lowest = ids.masked_fill(scores != top[:, :, None], torch.inf).amin(2)
+        return torch.stack([top, lowest, nan, torch.zeros_like(top)], dim=2)
     best = torch.empty((rows, chosen, 4), dtype=torch.float32, device=x.device)
     launch(
         _best_of_clusters, (rows, chosen),
@@ -37,16 +39,6 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
         SIZE=size, LANES=next_power_of_2(size), COLUMNS=min(_COLUMNS, next_power_of_2(n)), warps=4,
     )  # fmt: skip
     return best
-
-
-def _reference(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, size: int) -> Tensor:
-    blocks, ids = table.view(-1, size, x.shape[1])[clusters].float(), order.view(-1, size)[clusters].float()
-    scores = (blocks @ x.float()[:, None, :, None]).squeeze(3)
-    nan = scores.isnan().any(2).float()
-    scores = scores.masked_fill(scores.isnan(), -torch.inf)
-    top = scores.amax(2)
-    lowest = ids.masked_fill(scores != top[:, :, None], torch.inf).amin(2)
-    return torch.stack([top, lowest, nan, torch.zeros_like(top)], dim=2)
 
 
 @triton.jit(do_not_specialize=["n"])

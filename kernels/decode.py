@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.grid import cdiv
-from kernels.launch import Configured, configured, enabled, launch, shared_memory
+from kernels.launch import Configured, check_contiguous, configured, enabled, launch, shared_memory
 from kernels.norm import rms_norm
 from kernels.prefill import gather
 from kernels.qkv import norm_rope, split_heads, store
@@ -55,7 +55,7 @@ class DecodeScratch:
     def __init__(self, max_rows: int, heads: int, kv_heads: int, head_dim: int, max_parts: int, device: torch.device) -> None:
         self.max_rows, self.max_parts = max_rows, max_parts
         self.tickets = torch.zeros(max_rows * kv_heads * _MOST_VALUES, dtype=torch.int32, device=device)
-        size = max_parts if enabled(self.tickets, __name__) else 0
+        size = max_parts if enabled(self.tickets) else 0
         self.parts = torch.empty((size, heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.empty((size, _MOST_VALUES, heads), dtype=torch.float32, device=device)
 
@@ -120,7 +120,7 @@ def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[in
     """
     kv_heads, page, d = pool.shape[2:]
     splits = decode_splits(rows, kv_heads, d, pages, processors)
-    shared = shared_memory(pool) if enabled(pool, __name__) else LARGE_SHARED
+    shared = shared_memory(pool) if enabled(pool) else LARGE_SHARED
     return splits, decode_tile(d, page, rows * kv_heads * splits, cdiv(pages, splits), pool.element_size(), shared)
 
 
@@ -154,18 +154,27 @@ def decode_attention(
     tile      in place of `decode_tile`'s
     """
     rows, d = qkv.shape[0], pool.shape[4]
-    assert out.shape[0] == page_ids.shape[0] == positions.shape[0] == cos_sin.shape[0] == rows, (qkv.shape, out.shape)
-    assert out.shape[1] % (pool.shape[2] * d) == 0, (out.shape, pool.shape)
+    assert len(out) == len(page_ids) == len(positions) == rows, (qkv.shape, out.shape)
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert rows * splits <= scratch.max_parts, (rows, splits, scratch.max_parts)
     inputs = (qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm)
-    if not enabled(qkv, __name__):
-        return paged_decode_step(*inputs, eps, window, out)
+    if not enabled(qkv):
+        paged_decode_step(*inputs, eps, window, out)
+        return
+    kv_heads, page, _ = pool.shape[2:]
     if tile is None:
-        page = pool.shape[3]
         turns = cdiv(_pages(page_ids.shape[1] * page, page, window), splits)
-        tile = decode_tile(d, page, rows * pool.shape[2] * splits, turns, pool.element_size(), shared_memory(qkv))
-    return _launch(inputs, eps, window, scratch, out, splits, tile)
+        tile = decode_tile(d, page, rows * kv_heads * splits, turns, pool.element_size(), shared_memory(qkv))
+    heads = out.shape[1] // d
+    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
+    assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
+    check_contiguous(*inputs, out)
+    launch(
+        _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, window, page, splits, tile),
+        (qkv.shape[0], kv_heads * tile.values, splits),
+        qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
+        scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
+    )  # fmt: skip
 
 
 def paged_decode_step(
@@ -244,36 +253,10 @@ def decode_reference(q: Tensor, pool: Tensor, found: Tensor, first: Tensor, posi
     return (weights @ v).sum(1).reshape(rows, heads, d).to(q.dtype)
 
 
-def _launch(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    eps: float,
-    window: int | None,
-    scratch: DecodeScratch,
-    out: Tensor,
-    splits: int,
-    tile: DecodeTile,
-) -> None:
-    qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm = inputs
-    kv_heads, page, d = pool.shape[2:]
-    heads = out.shape[1] // d
-    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
-    assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
-    for x in (*inputs, out):
-        assert x is None or x.is_contiguous(), (x.shape, x.stride())
-    launch(
-        _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, window, page, splits, tile),
-        (qkv.shape[0], kv_heads * tile.values, splits),
-        qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
-        scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
-    )  # fmt: skip
-
-
 @cache
 def _configured(
     heads: int, kv_heads: int, d: int, pairs: int, kv_projections: int, window: int | None, page: int, splits: int, tile: DecodeTile
 ) -> Configured:
-    assert d >= 16, d
-    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     return configured(
         decode_kernel, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, WINDOW=window or 0,

@@ -19,29 +19,19 @@ def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = 
 
     placeholders int32 [m]: ids that stand for images, video or audio, and embed as `pad` where they occur in text.
     """
-    assert ids.dim() == 1, ids.shape
-    assert table.dim() == 2, table.shape
-    if enabled(ids, __name__):
-        return _launch(ids, table, first, placeholders, pad)
-    if placeholders is not None:
-        ids = torch.where(torch.isin(ids, placeholders), pad, ids)
-    return _embed_reference(ids, table, first)
-
-
-def _embed_reference(ids: Tensor, table: Tensor, first: int) -> Tensor:
-    local = ids - first
-    mine = (local >= 0) & (local < table.shape[0])
-    return table[local.clamp(0, table.shape[0] - 1)].masked_fill(~mine[:, None], 0.0)
-
-
-def _launch(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None, pad: int) -> Tensor:
+    if not enabled(ids):
+        if placeholders is not None:
+            ids = torch.where(torch.isin(ids, placeholders), pad, ids)
+        local = ids - first
+        mine = (local >= 0) & (local < table.shape[0])
+        return table[local.clamp(0, table.shape[0] - 1)].masked_fill(~mine[:, None], 0.0)
     out = table.new_empty(ids.shape[0], table.shape[1])
     count = 0 if placeholders is None else placeholders.shape[0]
     block = min(2048, next_power_of_2(table.shape[1]))
     launch(
         _embed, (ids.shape[0], cdiv(table.shape[1], block)),
         ids, table, placeholders, out, first, pad,
-        ROWS=table.shape[0], N=table.shape[1], COUNT=count, WIDTH=max(1, next_power_of_2(count)), BLOCK=block, warps=4,
+        ROWS=table.shape[0], N=table.shape[1], COUNT=count, WIDTH=next_power_of_2(count), BLOCK=block, warps=4,
     )  # fmt: skip
     return out
 

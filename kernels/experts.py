@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu, gelu
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, shared_memory, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 
 _GROUP_BLOCK = 4096
@@ -38,19 +38,19 @@ _TURN = 64  # of the inner dimension, in `_grouped`
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, beside: Tensor) -> Tensor:
     """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; beside [T, n] ->
     [T, 2 n]: beside, y."""
-    assert weights.shape == chosen.shape, (weights.shape, chosen.shape)
-    assert weights.shape[0] == x.shape[0], (weights.shape, x.shape)
-    assert beside.shape == x.shape, (beside.shape, x.shape)
-    assert gate_up.shape[0] == down.shape[0], (gate_up.shape, down.shape)
-    assert gate_up.shape[1:] == (2 * down.shape[2], x.shape[1]), (gate_up.shape, down.shape, x.shape)
-    assert down.shape[1] == x.shape[1], (down.shape, x.shape)
-    if not enabled(x, __name__):
+    if not enabled(x):
         return torch.cat([beside, _experts_reference(x, weights, chosen, gate_up, down)], dim=-1)
-    assert chosen.dtype == torch.int32, chosen.dtype
-    for tensor in (x, weights, chosen, gate_up, down, beside):
-        assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
-    out = x.new_empty(x.shape[0], 2 * x.shape[1])
-    _launch(x, weights, chosen, gate_up, down, beside, out)
+    check_contiguous(x, weights, chosen, gate_up, down, beside)
+    (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
+    up_tile, down_tile = _tiles(rows * top_k, count, x.element_size(), shared_memory(x))
+    tiles, order, position, one = chosen, None, None, rows == 1
+    if not one:
+        tiles, order, position = _sorted(chosen, count, up_tile.rows)
+    inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
+    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, one=one)
+    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, one=one)
+    block = min(1024, next_power_of_2(n))
+    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, beside, out, N=n, TOP=top_k, BLOCK=block, warps=4)
     return out
 
 
@@ -93,24 +93,6 @@ def _tiles(assignments: int, count: int, itemsize: int, shared: int) -> tuple[_T
         if held <= shared - 1024:
             return up, down
     return _TILES[0][1:]
-
-
-def _launch(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, beside: Tensor, out: Tensor) -> None:
-    rows, n = x.shape
-    count = gate_up.shape[0]
-    m = down.shape[2]
-    top_k = chosen.shape[1]
-    assignments = rows * top_k
-    up_tile, down_tile = _tiles(assignments, count, x.element_size(), shared_memory(x))
-    tiles, order, position = chosen, None, None
-    if rows > 1:
-        tiles, order, position = _sorted(chosen, count, up_tile.rows)
-    inner, parts = x.new_empty(assignments, m), x.new_empty(assignments, n)
-    one = rows == 1
-    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, one=one)
-    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, one=one)
-    block = min(1024, next_power_of_2(n))
-    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, beside, out, N=n, TOP=top_k, BLOCK=block, warps=4)
 
 
 def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,14 +26,14 @@ from torch import Tensor
 from kernels.candidates import float_order, scaled_logits
 from kernels.choose import scaled, store
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
-from kernels.noise import gumbel_noise, noise_key
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.noise import GREEDY, gumbel_noise, noise_key
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-_BLOCK = 64  # ids whose largest value is noted
-_CTA_BLOCKS = 64
-_LISTED = 128  # blocks read at once; at least so many are listed
+_BLOCK = tl.constexpr(64)  # ids whose largest value is noted
+_BLOCKS = tl.constexpr(64)  # of a CTA
+_TILE = tl.constexpr(128)  # blocks read at once; at least so many are listed
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,19 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     Rows that do not filter are left out. `batch`: all rows. Columns from `vocabulary` on are nobody's.
     """
     (ranks, rows, n), parameters = logits.shape, batch.parameters
-    assert ranks == share.ranks, (logits.shape, share)
-    assert logits.is_contiguous(), logits.stride()
-    assert vocabulary <= ranks * n, (vocabulary, logits.shape)
-    blocks = cdiv(vocabulary, _BLOCK)
+    check_contiguous(logits)
+    blocks = cdiv(vocabulary, _BLOCK.value)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
-    if not enabled(logits, __name__):
+    if not enabled(logits):
         own, at = _filtering(batch, share)
         values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, at)
         return ScaledRows(values, peaks, masses)
     launch(
-        _scale, (rows, cdiv(blocks, _CTA_BLOCKS)),
+        _scale, (rows, cdiv(blocks, _BLOCKS.value)),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, values, peaks, masses, len(batch.slots),
-        share.rank, rows, batch.softcap or 1.0, N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None, GREEDY=GREEDY_BELOW,
-        BLOCK=_BLOCK, BLOCKS=_CTA_BLOCKS, warps=8,
+        share.rank, rows, batch.softcap or 1.0, N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None,
+        warps=8,
     )  # fmt: skip
     return ScaledRows(values, peaks, masses)
 
@@ -86,23 +84,30 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
     blocks = rows.peaks.shape[1]
     parameters = batch.parameters
     tokens = torch.empty(count, dtype=torch.int32, device=chosen.device)
-    if not enabled(chosen, __name__):
-        _filtered_reference(rows.values, batch, chosen, share, tokens)
+    if not enabled(chosen):
+        mine = chosen[share.rank :: share.ranks]
+        tokens[: len(mine)] = mine[:, 0]
+        own, at = _filtering(batch, share)
+        sound = chosen[at, 1] == 0
+        own, at = own[sound], at[sound]
+        seeds, top_k, _ = batch.parameters.integers[batch.slots[at].long()].unbind(1)
+        _, top_p, min_p = batch.parameters.floats[batch.slots[at].long()].unbind(1)
+        ids = torch.arange(vocabulary, device=chosen.device).expand(len(own), -1)
+        tokens[own] = choose_kept(rows.values[own], ids, seeds, batch.positions[at].long() + 1, top_k, top_p, min_p).int()
         return tokens
     listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
     launch(
         _filter, (count,),
         rows.values, rows.peaks, rows.masses, batch.slots, batch.positions, parameters.integers, parameters.floats, chosen, listed,
-        tokens, len(batch.slots), share.rank, V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=share.ranks,
-        GREEDY=GREEDY_BELOW, BLOCK=_BLOCK, TILE=_LISTED, warps=8,
+        tokens, len(batch.slots), share.rank, V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=share.ranks, warps=8,
     )  # fmt: skip
     return tokens
 
 
 def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
     """drawn int32 [>= R], the rows' tokens in order: written to chosen int32 [R, 2] and behind each row's input."""
-    assert drawn.is_contiguous(), drawn.stride()
-    if enabled(drawn, __name__):
+    check_contiguous(drawn)
+    if enabled(drawn):
         launch(
             _write_tokens, (len(chosen),),
             drawn, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], chosen, warps=1,
@@ -113,18 +118,6 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 # ---- reference
-
-
-def _filtered_reference(values: Tensor, batch: SamplingBatch, chosen: Tensor, share: Share, tokens: Tensor) -> None:
-    mine = chosen[share.rank :: share.ranks]
-    tokens[: len(mine)] = mine[:, 0]
-    own, at = _filtering(batch, share)
-    sound = chosen[at, 1] == 0
-    own, at = own[sound], at[sound]
-    seeds, top_k, _ = batch.parameters.integers[batch.slots[at].long()].unbind(1)
-    _, top_p, min_p = batch.parameters.floats[batch.slots[at].long()].unbind(1)
-    ids = torch.arange(values.shape[1], device=values.device).expand(len(own), -1)
-    tokens[own] = choose_kept(values[own], ids, seeds, batch.positions[at].long() + 1, top_k, top_p, min_p).int()
 
 
 def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
@@ -140,7 +133,7 @@ def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl.constexpr) -> tl.tensor:
+def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor) -> tl.tensor:
     """Whether a slot's rows are drawn from less than everything."""
     cuts = (tl.load(integers + slot * 3 + 1) > 0) | (tl.load(floats + slot * 3 + 1) < 1.0) | (tl.load(floats + slot * 3 + 2) > 0.0)
     return cuts & (tl.load(floats + slot * 3) >= GREEDY)
@@ -150,19 +143,18 @@ def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor, GREEDY: tl
 def _scale(
     logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, values: tl.tensor,
     peaks: tl.tensor, masses: tl.tensor, T: tl.tensor, rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
-    N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank
-    NB: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    NB: tl.constexpr = (V + _BLOCK - 1) // _BLOCK
+    block = tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
     wait(PDL)
     if row < T:
         slot = tl.load(slots + row).to(tl.int64)
-        if _filters(integers, floats, slot, GREEDY):
-            ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        if _filters(integers, floats, slot):
+            ids = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
             at = logits + (ids // N * share + own) * N + ids % N
             x = scaled_logits(at, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
             tl.store(values + own * V + ids, x, ids < V)
@@ -174,12 +166,12 @@ def _scale(
 
 @triton.jit
 def _listed(
-    line: tl.tensor, listed: tl.tensor, at: tl.tensor, count: tl.tensor, V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    line: tl.tensor, listed: tl.tensor, at: tl.tensor, count: tl.tensor, V: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(ids, values) [TILE, BLOCK] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
-    entry = at + tl.arange(0, TILE)
+    """(ids, values) [_TILE, _BLOCK] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
+    entry = at + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
-    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    ids = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     return ids, tl.load(line + ids, (entry < count)[:, None] & (ids < V), float("-inf"))
 
 
@@ -191,13 +183,12 @@ def _value(order: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _mass_from(
-    line: tl.tensor, listed: tl.tensor, count: tl.tensor, key: tl.tensor, peak: tl.tensor,
-    V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    line: tl.tensor, listed: tl.tensor, count: tl.tensor, key: tl.tensor, peak: tl.tensor, V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
     mass, members = 0.0, 0
-    for at in range(0, count, TILE):
-        _, x = _listed(line, listed, at, count, V, BLOCK, TILE)
+    for at in range(0, count, _TILE):
+        _, x = _listed(line, listed, at, count, V)
         over = float_order(x) >= key
         mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
         members += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
@@ -206,15 +197,15 @@ def _mass_from(
 
 @triton.jit
 def _kth_key(
-    line: tl.tensor, listed: tl.tensor, count: tl.tensor, k: tl.tensor, V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    line: tl.tensor, listed: tl.tensor, count: tl.tensor, k: tl.tensor, V: tl.constexpr
 ) -> tl.tensor:
     """The order of the k-th largest listed value, found from its highest bit to its lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
         above = 0
-        for at in range(0, count, TILE):
-            _, x = _listed(line, listed, at, count, V, BLOCK, TILE)
+        for at in range(0, count, _TILE):
+            _, x = _listed(line, listed, at, count, V)
             above += tl.sum(tl.sum((float_order(x) >= trial).to(tl.int32), 1), 0)
         key = tl.where(above >= k, trial, key)
     return key
@@ -224,8 +215,7 @@ def _kth_key(
 def _filter(
     values: tl.tensor, peaks: tl.tensor, masses: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor,
     floats: tl.tensor, chosen: tl.tensor, listed: tl.tensor, tokens: tl.tensor, T: tl.tensor, rank: tl.tensor,
-    V: tl.constexpr, NB: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, NB: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row."""
     trigger(PDL)
@@ -236,7 +226,7 @@ def _filter(
     if row < T:
         token = tl.load(chosen + row * 2)
         slot = tl.load(slots + row).to(tl.int64)
-        if _filters(integers, floats, slot, GREEDY) & (tl.load(chosen + row * 2 + 1) == 0) & (tl.load(positions + row) >= 0):
+        if _filters(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (tl.load(positions + row) >= 0):
             line, list_ = values + own * V, listed + own * NB
             top_k = tl.minimum(tl.load(integers + slot * 3 + 1), V)
             top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
@@ -246,7 +236,7 @@ def _filter(
             total = tl.sum(tl.load(masses + own * NB + block, block < NB, 0.0) * tl.exp(highest - peak), 0)
             floor = tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
             # the blocks that can hold what is kept
-            wanted = tl.minimum(tl.where(top_k > 0, top_k, TILE), NB)
+            wanted = tl.minimum(tl.where(top_k > 0, top_k, _TILE), NB)
             orders = tl.where(block < NB, float_order(highest), -2147483648)
             key = tl.full([], -2147483648, tl.int32)
             for bit in range(32):
@@ -258,23 +248,23 @@ def _filter(
             tl.store(list_ + tl.cumsum(member.to(tl.int32), 0) - 1, block, member)
             tl.debug_barrier()
             if (top_k == 0) & (min_p == 0.0):
-                mass, _ = _mass_from(line, list_, count, key, peak, V, BLOCK, TILE)
+                mass, _ = _mass_from(line, list_, count, key, peak, V)
                 if mass < top_p * total * 1.00001:
                     count = NB
                     tl.store(list_ + block, block, block < NB)
                     tl.debug_barrier()
             kept_mass = total
             if (top_k > 0) & (top_p < 1.0):
-                lowest = _kth_key(line, list_, count, top_k, V, BLOCK, TILE)
-                kept_mass, members = _mass_from(line, list_, count, lowest, peak, V, BLOCK, TILE)
+                lowest = _kth_key(line, list_, count, top_k, V)
+                kept_mass, members = _mass_from(line, list_, count, lowest, peak, V)
                 kept_mass -= (members - top_k) * tl.exp(_value(lowest) - peak)  # of its equals only the first are kept
             noise = noise_key(tl.load(integers + slot * 3), tl.load(positions + row).to(tl.int64) + 1)
             searching = 1
             while searching > 0:
                 value = tl.load(line + token)
                 before, above = 0.0, 0
-                for at in range(0, count, TILE):
-                    ids, x = _listed(line, list_, at, count, V, BLOCK, TILE)
+                for at in range(0, count, _TILE):
+                    ids, x = _listed(line, list_, at, count, V)
                     over = (x > value) | ((x == value) & (ids < token))
                     before += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
                     above += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
@@ -283,8 +273,8 @@ def _filter(
                 searching = tl.where(kept | (above == 0) | (value == float("-inf")), 0, 1)
                 if searching > 0:
                     best, successor = float("-inf"), token
-                    for at in range(0, count, TILE):
-                        ids, x = _listed(line, list_, at, count, V, BLOCK, TILE)
+                    for at in range(0, count, _TILE):
+                        ids, x = _listed(line, list_, at, count, V)
                         over = (x > value) | ((x == value) & (ids < token))
                         noisy = tl.where(over, x + gumbel_noise(noise, ids), float("-inf"))
                         high = tl.max(tl.max(noisy, 1), 0)

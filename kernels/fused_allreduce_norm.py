@@ -38,6 +38,8 @@ INBOXES = 5
 WAIT_S = 10.0  # for a peer's part, until `AllReduceInbox.wait_at_most` says otherwise
 EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_WHOLE = (True, True)  # stages: send this rank's part, receive all parts
+_SHARDED = (True, True, True)  # send parts to their rows' owners, norm own rows and send x, take in x
 _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inbox is read and emptied by words of 32 bits
 
 
@@ -137,24 +139,23 @@ def fused_allreduce_norm(
         assert norms.each is None, "two branches are sent together"
         h = torch.empty_like(residual)
         x = None if norms.next_norm is None else torch.empty_like(residual)
-        _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, send=False)
+        _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, (False, True))
         return h, x
     rows, width = part.shape[-2:]
     n = width // 2 if norms.each else width
     assert part.ndim == 2 or (residual is not None and peers is None and norms.each is None), part.shape
     assert residual is None or residual.shape == (rows, n), (residual and residual.shape, part.shape)
     assert (residual is None) == (norms.post is None), "a residual is added behind a norm"
-    if not enabled(part, __name__):
+    if not enabled(part):
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
         return _reference(part, residual, norms, eps, scalar, scale)
     h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.next_norm is None else torch.empty_like(h)
-    if peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.each is None:
-        _launch_sharded(part, residual, norms, eps, scalar, scale, peers, h, x, peers.call())
-    else:
-        _launch(part, residual, norms, eps, scalar, scale, peers, h, x, 0 if peers is None else peers.call())
+    sharded = peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.each is None
+    turn = 0 if peers is None else peers.call()
+    _launch(part, residual, norms, eps, scalar, scale, peers, h, x, turn, _SHARDED if sharded else _WHOLE)
     return h, x
 
 
@@ -182,58 +183,31 @@ def _launch(
     h: Tensor,
     x: Tensor | None,
     turn: int,
-    send: bool = True,
-    receive: bool = True,
+    stages: tuple[bool, ...] = _WHOLE,
 ) -> None:
-    """`send` is off where the product has sent the part; and so that the interpreter can run ranks one after the other."""
+    """`stages` of the kernel that are run: not all where the product has sent the part; one by one by the interpreter, which runs
+    ranks one after the other."""
     rows, n = h.shape
-    each = norms.each or (None, None)
+    each = () if len(stages) == len(_SHARDED) else norms.each or (None, None)
     over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
+    group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
     launch(
-        _configured(n, h.dtype, *over, send, receive, part.shape[0] if part.ndim == 3 else 1), (rows,),
-        part, residual, norms.post, each[0], each[1], norms.next_norm, scalar, h, x,
-        *_peer_arguments(peers), turn, eps, scale,
+        _configured(n, h.dtype, *over, stages, part.shape[0] if part.ndim == 3 else 1), (rows,),
+        part, residual, norms.post, *each, norms.next_norm, scalar, h, x, *group, turn, eps, scale,
     )  # fmt: skip
 
 
 @cache
-def _configured(n: int, dtype: torch.dtype, size: int, rows: int, width: int, send: bool, receive: bool, parts: int) -> Configured:
+def _configured(n: int, dtype: torch.dtype, size: int, rows: int, width: int, stages: tuple[bool, ...], parts: int) -> Configured:
+    own: dict[str, int]
+    if len(stages) == len(_SHARDED):
+        kernel, own = _allreduce_norm_sharded, {"NORM": stages[1], "TAKE": stages[2]}
+    else:
+        kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": parts}
     return configured(
-        _allreduce_norm, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SEND=send, RECEIVE=receive,
-        PARTS=parts, warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
+        kernel, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SEND=stages[0], **own,
+        warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
-
-
-def _launch_sharded(
-    part: Tensor,
-    residual: Tensor | None,
-    norms: Norms,
-    eps: float,
-    scalar: Tensor | None,
-    scale: float,
-    peers: AllReduceInbox,
-    h: Tensor,
-    x: Tensor,
-    turn: int,
-    stages: tuple[bool, bool, bool] = (True, True, True),
-) -> None:
-    """`stages`: send parts, norm own rows, take in x; apart for the interpreter."""
-    rows, n = h.shape
-    launch(
-        _allreduce_norm_sharded, (rows,),
-        part, residual, norms.post, norms.next_norm, scalar, h, x,
-        *_peer_arguments(peers), turn, eps, scale,
-        N=n, SIZE=peers.size, ROWS=peers.rows, WIDTH=peers.width, EMPTY=_EMPTY_WORD[part.dtype],
-        SEND=stages[0], NORM=stages[1], TAKE=stages[2],
-        warps=_warps(n, part.dtype), BLOCK=next_power_of_2(n),
-    )  # fmt: skip
-
-
-def _peer_arguments(peers: AllReduceInbox | None) -> tuple[Tensor | int | None, ...]:
-    """pointers, inbox, errors, rank."""
-    if peers is None:
-        return None, None, None, 0
-    return peers.pointers, peers.inbox, peers.errors, peers.rank
 
 
 def _warps(n: int, dtype: torch.dtype) -> int:

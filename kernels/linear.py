@@ -21,16 +21,16 @@ from torch import Tensor
 from kernels.activation import geglu, gelu
 from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.grid import cdiv
-from kernels.launch import INTERPRET, Configured, configured, enabled, launch, shared_memory, trigger, wait
+from kernels.launch import INTERPRET, Configured, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import GemmShape, Tile, choose, split
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in `dtype`, by default x's. fp32 keeps the products unrounded: bf16 logits would tie in one
-    row of fourteen. `out` [T, m], contiguous, is written and returned; then nothing is allocated."""
-    out = _checked(x, weight, weight.shape[0], out, dtype)
-    tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1]))
+    row of fourteen."""
+    out = _output(x, weight, weight.shape[0], dtype)
+    tile = _tile(x, _shape(weight))
     if tile is None:
         return _linear_reference(x, weight, out)
     return _run(tile, x, weight, out, gated=False)
@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, *, dtype: torch
 def linear_send(x: Tensor, weight: Tensor, peers: AllReduceInbox) -> InboxPart | None:
     """x [T, n], weight [m, n]: this rank's part of a sum over ranks, written to every rank's inbox by the product's own kernel, for
     the next fused norm. None, and nothing done, for more rows than pay, or where the library computes the product."""
-    tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1])) if x.shape[0] <= peers.sent_rows else None
+    tile = _tile(x, _shape(weight)) if x.shape[0] <= peers.sent_rows else None
     if tile is None:
         return None
     assert weight.shape[0] <= peers.width, (weight.shape, peers.width)
@@ -51,49 +51,42 @@ def linear_send(x: Tensor, weight: Tensor, peers: AllReduceInbox) -> InboxPart |
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
     each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
-    shape = GemmShape(weight.shape[0], weight.shape[1])
+    shape = _shape(weight)
     tile = _tile(x, shape)
     if tile is None or (tile := split(tile, shape)).splits == 1:
         return linear(x, weight)
     return _run(tile, x, weight, x.new_empty(tile.splits, x.shape[0], shape.m, dtype=torch.float32), gated=False)
 
 
-def linear_geglu(x: Tensor, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+def linear_geglu(x: Tensor, gate_up: Tensor) -> Tensor:
     """x [T, n], gate_up [2 m, n], gate rows first -> [T, m] in x's dtype.
 
     Up to 128 rows on a GPU both products stay fp32 until the one cast; elsewhere they are rounded to x's dtype before the gate."""
     assert gate_up.shape[0] % 2 == 0, gate_up.shape
-    out = _checked(x, gate_up, gate_up.shape[0] // 2, out, None)
-    tile = _tile(x, GemmShape(gate_up.shape[0] // 2, gate_up.shape[1], gated=True))
+    out = _output(x, gate_up, gate_up.shape[0] // 2)
+    tile = _tile(x, _shape(gate_up, gated=True))
     if tile is None:
-        return geglu(linear(x, gate_up), out=out)
+        return geglu(linear(x, gate_up))
     return _run(tile, x, gate_up, out, gated=True)
 
 
 def linear_gelu_mul(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
     """x [T, n], weight [m, n], up [T, m], whose rows may lie apart -> [T, m] in x's dtype, rounded as in `linear_geglu`."""
-    out = _checked(x, weight, weight.shape[0], None, None)
+    out = _output(x, weight, weight.shape[0])
     assert up.shape == out.shape, (up.shape, out.shape)
-    tile = _tile(x, GemmShape(weight.shape[0], weight.shape[1]))
+    tile = _tile(x, _shape(weight))
     if tile is None:
         return geglu(linear(x, weight), up)
     assert up.stride(1) == 1, up.stride()
     return _run(tile, x, weight, out, gated=False, up=up)
 
 
-def _checked(x: Tensor, weight: Tensor, m: int, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """`out`, made if it is None; shapes, dtypes and contiguity are as the kernels take them for granted."""
-    (rows, n), shape = x.shape, weight.shape
-    assert shape == (shape[0], n), (x.shape, shape)
+def _output(x: Tensor, weight: Tensor, m: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[T, m]; shapes, dtypes and contiguity are as the kernels take them for granted."""
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
-    assert x.is_contiguous(), x.stride()
-    assert weight.is_contiguous(), weight.stride()
-    if out is None:
-        return x.new_empty(rows, m, dtype=dtype)
-    assert out.shape == (rows, m), (out.shape, x.shape, m)
-    assert out.dtype == (dtype or x.dtype), (out.dtype, dtype, x.dtype)
-    assert out.is_contiguous(), out.stride()
-    return out
+    check_contiguous(x, weight)
+    return x.new_empty(len(x), m, dtype=dtype)
 
 
 def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -104,10 +97,15 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
 
 
+def _shape(weight: Tensor, *, gated: bool = False) -> GemmShape:
+    m, n = weight.shape
+    return GemmShape(m // (1 + gated), n, gated)
+
+
 def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
     """None: the library computes this product."""
     rows = x.shape[0]
-    if rows == 0 or not enabled(x, __name__) or not (x.dtype == torch.bfloat16 or INTERPRET):
+    if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
     return choose(rows, shape, shared_memory(x))
 

@@ -1,7 +1,12 @@
-"""What sampling kernels share: the soft cap, and Gumbel noise of (seed, position, id), as `kernels.sample` has them."""
+"""What sampling kernels share: the bounds of `kernels.sampling_batch`; the soft cap, and Gumbel noise of (seed, position, id), as
+`kernels.sample` has them."""
 
 import triton
 import triton.language as tl
+
+from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K
+
+GREEDY, SMALL = tl.constexpr(GREEDY_BELOW), tl.constexpr(SMALL_TOP_K)
 
 
 @triton.jit

@@ -13,7 +13,11 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """x [..., n], weight [n] or None (no weight) -> [..., n] in `dtype`, by default x's."""
     assert weight is None or weight.shape == x.shape[-1:], (weight.shape, x.shape)
-    return _rms_norm_reference(x, weight, eps, dtype or x.dtype)
+    wide = x.float()
+    normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    if weight is not None:
+        normed = normed * weight.float()
+    return normed.to(dtype or x.dtype)
 
 
 def norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
@@ -22,11 +26,3 @@ def norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, scalar: Te
     assert residual.dtype == x.dtype, (residual.dtype, x.dtype)
     total = residual + rms_norm(x, weight, eps)
     return total if scalar is None else total * scalar
-
-
-def _rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    wide = x.float()
-    normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
-    if weight is not None:
-        normed = normed * weight.float()
-    return normed.to(dtype)

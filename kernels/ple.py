@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -19,14 +19,10 @@ _BLOCK = 2048  # elements of a CTA
 
 def per_layer_inputs(context: Tensor, tokens: Tensor, norm: Tensor, eps: float, a: float, b: float) -> Tensor:
     """context and tokens [T, layers * n] of one dtype, contiguous; norm [n] -> [T, layers, n]."""
-    assert context.shape == tokens.shape, (context.shape, tokens.shape)
-    assert context.dtype == tokens.dtype, (context.dtype, tokens.dtype)
-    assert context.shape[1] % len(norm) == 0, (context.shape, norm.shape)
     shape = (context.shape[0], context.shape[1] // len(norm), len(norm))
-    if not enabled(context, __name__):
+    if not enabled(context):
         return (rms_norm((context * a).view(shape), norm, eps) + (tokens * b).view(shape)) * 2.0**-0.5
-    assert context.is_contiguous(), context.stride()
-    assert tokens.is_contiguous(), tokens.stride()
+    check_contiguous(context, tokens)
     out = context.new_empty(shape)
     width = next_power_of_2(len(norm))
     layers = min(next_power_of_2(shape[1]), max(1, _BLOCK // width))

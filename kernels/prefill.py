@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import Configured, configured, enabled, launch, shared_memory, trigger, wait
+from kernels.launch import Configured, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot
 
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
@@ -49,18 +49,19 @@ def extend_attention(
     window keys a position sees, its own included; None: all
     last_seen int32 [T]: the last position that each row sees, its own or one behind it in the same chunk; None: its own
     """
-    assert q.shape == out.shape, (q.shape, out.shape)
-    assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
-    assert tiles.shape[1] == 4, tiles.shape
-    if enabled(q, __name__):
-        return _launch(q, pool, table, tiles, window, out, tokens, last_seen)
-    for slot, row, position, count in _whole(tiles.tolist()):
-        rows = slice(row, row + count)
-        if position < 0:
-            out[rows] = 0
-            continue
-        out[rows] = paged_prefill(q[rows], pool, table[slot], position, window, None if last_seen is None else last_seen[rows])
-    return None
+    if not enabled(q):
+        for slot, row, position, count in _whole(tiles.tolist()):
+            rows = slice(row, row + count)
+            if position < 0:
+                out[rows] = 0
+                continue
+            seen = None if last_seen is None else last_seen[rows]
+            out[rows] = paged_prefill(q[rows], pool, table[slot], position, window, seen)
+        return
+    check_contiguous(q, pool, table, tiles, out)
+    kv_heads, page, d = pool.shape[2:]
+    kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, tokens, q.element_size(), shared_memory(q))
+    launch(kernel, (tiles.shape[0], kv_heads, parts), q, pool, table, tiles, out, table.shape[1], last_seen)
 
 
 def paged_prefill(
@@ -73,9 +74,7 @@ def paged_prefill(
     window keys a position sees, its own included; None: all
     last_seen int32 [n], as in `extend_attention`
     """
-    n, heads, d = q.shape
-    assert d == pool.shape[4], (q.shape, pool.shape)
-    assert heads % pool.shape[2] == 0, (q.shape, pool.shape)
+    n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
     out, last_seen = torch.empty_like(q), torch.arange(start, start + n, device=q.device) if last_seen is None else last_seen
     block = max(1, _SCORES // (heads * (start + n)))
@@ -121,24 +120,11 @@ def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
     return chunks
 
 
-def _launch(
-    q: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, window: int | None, out: Tensor, tokens: int | None,
-    last_seen: Tensor | None,
-) -> None:  # fmt: skip
-    kv_heads, page, d = pool.shape[2:]
-    for x in (q, pool, table, tiles, out):
-        assert x.is_contiguous(), (x.shape, x.stride())
-    kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, tokens, q.element_size(), shared_memory(q))
-    launch(kernel, (tiles.shape[0], kv_heads, parts), q, pool, table, tiles, out, table.shape[1], last_seen)
-
-
 @cache
 def _configured(
     heads: int, kv_heads: int, d: int, page: int, window: int | None, tokens: int | None, itemsize: int, shared: int
 ) -> tuple[Configured, int]:
     """The kernel for tiles of up to `tokens` queries, and in how many parts it takes them."""
-    assert d >= 16, d
-    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     group, tokens = heads // kv_heads, tokens or tile_tokens(heads, kv_heads, d)
     rows, keys = _cut(tokens * group, d, itemsize, shared)
     held = max(1, rows // group)

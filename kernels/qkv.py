@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import Configured, configured, enabled, launch, trigger, wait
+from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -29,8 +29,6 @@ def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float =
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in x's dtype."""
-    assert cos.shape == sin.shape == (x.shape[0], cos.shape[1]), (cos.shape, sin.shape, x.shape)
-    assert 2 * cos.shape[1] <= x.shape[2], (cos.shape, x.shape)
     return _rope_reference(rms_norm(x, weight, eps, torch.float32), cos, sin).to(x.dtype)
 
 
@@ -68,54 +66,36 @@ def qkv_post(
     qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `decode_attention`;
     table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing into pages; its q is zero.
     """
-    assert q.shape[0] == slots.shape[0] == positions.shape[0] == cos_sin.shape[0] == qkv.shape[0], (q.shape, qkv.shape)
-    assert q.shape[2] == pool.shape[4], (q.shape, pool.shape)
-    if not enabled(qkv, __name__):
-        return _post_reference(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, eps, q)
+    if not enabled(qkv):
+        raw, k, v = split_heads(qkv, q.shape[1], pool)
+        cos, sin = cos_sin.chunk(2, dim=1)
+        q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
+        q.masked_fill_((positions < 0)[:, None, None], 0)
+        if k is None or v is None:
+            return
+        assert k_norm is not None, "a layer that writes K needs its norm"
+        k, v = norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps)
+        live = positions >= 0
+        if not live.all():
+            slots, positions, k, v = slots[live], positions[live], k[live], v[live]
+        page = pool.shape[3]
+        store(pool, table[slots, positions // page], positions % page, k, v)
+        return
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
     assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
-    assert all(x.is_contiguous() for x in inputs), [x.stride() for x in inputs]
+    check_contiguous(*inputs)
     kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, page)
     launch(kernel, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps)
-    return None
 
 
 @cache
 def _configured(heads: int, kv_heads: int, d: int, pairs: int, kv_projections: int, page: int) -> Configured:
-    assert d & (d - 1) == 0, f"head dim {d} is no power of two"
     warps = 4 if heads // kv_heads * d >= 1024 else 2
     return configured(
         _post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, PAGE=page, warps=warps
     )
-
-
-def _post_reference(
-    qkv: Tensor,
-    pool: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor | None,
-    eps: float,
-    q: Tensor,
-) -> None:
-    raw, k, v = split_heads(qkv, q.shape[1], pool)
-    cos, sin = cos_sin.chunk(2, dim=1)
-    q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
-    q.masked_fill_((positions < 0)[:, None, None], 0)
-    if k is None or v is None:
-        return
-    assert k_norm is not None, "a layer that writes K needs its norm"
-    k, v = norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps)
-    live = positions >= 0
-    if not live.all():
-        slots, positions, k, v = slots[live], positions[live], k[live], v[live]
-    page = pool.shape[3]
-    store(pool, table[slots, positions // page], positions % page, k, v)
 
 
 def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,17 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.grid import cdiv
-from kernels.launch import Configured, configured, enabled, launch, trigger, wait
+from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
 from kernels.numerics import LOG2E, cast, dot
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
     """q, k and v [T, heads, d], contiguous, starts int32 [pictures + 1], rows of the longest one -> [T, heads, d]."""
-    assert q.shape == k.shape == v.shape, (q.shape, k.shape, v.shape)
-    if not len(q) or not enabled(q, __name__):
+    if not len(q) or not enabled(q):
         return _reference(q, k, v, starts)
-    for x in (q, k, v, starts):
-        assert x.is_contiguous(), (x.shape, x.stride())
+    check_contiguous(q, k, v, starts)
     out = torch.empty_like(q)
     kernel, rows = _configured(q.shape[1], q.shape[2], q.element_size())
     launch(kernel, (cdiv(longest, rows), q.shape[1], len(starts) - 1), q, k, v, starts, out)
@@ -46,7 +44,6 @@ def _configured(heads: int, d: int, itemsize: int) -> tuple[Configured, int]:
     """The kernel, and rows of a program."""
     whole = 1 << d.bit_length() - 1
     rest = max(16, d - whole) if d > whole else 0
-    assert whole >= 16, d
     assert rest & (rest - 1) == 0, f"head dim {d} is no power of two and a power of two"
     rows, keys = (128, 64) if itemsize == 2 else (16, 16)
     kernel = configured(

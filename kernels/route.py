@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import add_product, cast
 
@@ -26,29 +26,11 @@ _TILE = (32, 64, 128, 4, 3)  # rows, experts, inner dimension of a turn, warps, 
 
 def router_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """h [T, n], proj fp32 [experts, n], scale fp32 [n], norm [n] -> (logits fp32 [T, experts], x [T, n])."""
-    assert proj.dtype == scale.dtype == torch.float32, (proj.dtype, scale.dtype)
-    assert proj.shape[1:] == scale.shape == norm.shape == h.shape[1:], (proj.shape, scale.shape, norm.shape, h.shape)
-    if enabled(h, __name__):
-        return _launch_logits(h, proj, scale, norm, eps)
-    z = rms_norm(h, None, eps, torch.float32) * scale * h.shape[1] ** -0.5
-    return z @ proj.t(), rms_norm(h, norm, eps)
-
-
-def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k], experts int32 [T, top_k])."""
-    assert logits.dtype == per_expert_scale.dtype == torch.float32, (logits.dtype, per_expert_scale.dtype)
-    assert per_expert_scale.shape == logits.shape[1:], (per_expert_scale.shape, logits.shape)
-    assert 0 < top_k <= logits.shape[1], (top_k, logits.shape)
-    if enabled(logits, __name__):
-        return _launch_route(logits, per_expert_scale, top_k)
-    weights, chosen = logits.softmax(-1).topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen.int()
-
-
-def _launch_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not enabled(h):
+        z = rms_norm(h, None, eps, torch.float32) * scale * h.shape[1] ** -0.5
+        return z @ proj.t(), rms_norm(h, norm, eps)
     (rows, n), experts = h.shape, proj.shape[0]
-    assert h.is_contiguous(), h.stride()
-    assert proj.is_contiguous(), proj.stride()
+    check_contiguous(h, proj)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=h.device)
     x = torch.empty_like(h)
     if rows > _MANY:
@@ -71,7 +53,11 @@ def _launch_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: fl
     return logits, x
 
 
-def _launch_route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k], experts int32 [T, top_k])."""
+    if not enabled(logits):
+        weights, chosen = logits.softmax(-1).topk(top_k, dim=-1)
+        return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen.int()
     rows, experts = logits.shape
     weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)

@@ -42,15 +42,20 @@ def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengt
     the appends must be made unique before: the device writes them in any order.
     """
     assert 1 <= len(tables) <= 2, len(tables)
-    assert plan.dtype == lengths.dtype == torch.int32, (plan.dtype, lengths.dtype)
-    if enabled(plan, __name__):
+    if enabled(plan):
         first, last = tables[0], tables[-1]
         launch(
             _apply, (1,), plan, first, first.shape[1], last, last.shape[1], lengths, HEADER=layout.header, COUNTS=layout.counts,
             ROW=layout.row, CHUNK=layout.chunk, APPEND=layout.append, RELEASE=layout.release, BLOCK=128, warps=4,
         )  # fmt: skip
     else:
-        _apply_reference(plan, layout, tables, lengths)
+        _, chunks, appends, releases = plan_sections(plan, layout)
+        for group, slot, first, count in releases.tolist():
+            tables[group][slot, first : first + count] = 0
+        for index, table in enumerate(tables):
+            mine = appends[appends[:, 0] == index]
+            put(table, mine[:, 1], mine[:, 2], mine[:, 3])
+        lengths[chunks[:, 0]] = chunks[:, 2].int()
 
 
 def decode_inputs(
@@ -62,20 +67,26 @@ def decode_inputs(
     tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row begins at its slot's length, with the token there, and goes on
     with the drafts behind it. width: of each row here; of rows that the plan has narrower the rest is padding, at position -1.
     """
-    assert ids.shape == positions.shape == slots.shape, (ids.shape, positions.shape, slots.shape)
     rows = ids.shape[0]
-    if enabled(plan, __name__) and width > 1:
+    if enabled(plan) and width > 1:
         launch(
             _wide_inputs, (rows // width,), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots,
             HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, WIDTH=width, LANES=next_power_of_2(width), warps=1,
         )  # fmt: skip
-    elif enabled(plan, __name__):
+    elif enabled(plan):
         launch(
             _inputs, (cdiv(rows, 32),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows,
             HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, BLOCK=32, warps=1,
         )  # fmt: skip
     else:
-        _inputs_reference(plan, layout, tokens, lengths, padding, ids, positions, slots, width)
+        decodes, widths, *_ = plan_sections(plan, layout)[0].unbind(1)
+        count, lane = len(decodes) * width, torch.arange(width, device=plan.device)
+        at = lengths[decodes].long()[:, None] + lane
+        live = lane < widths[:, None]
+        slots[:count], slots[count:] = decodes.int().repeat_interleave(width), padding
+        positions[:count], positions[count:] = torch.where(live, at, -1).flatten().int(), -1
+        ids[:count], ids[count:] = torch.where(live, tokens[decodes[:, None], at.clamp(max=tokens.shape[1] - 1)], 0).flatten(), 0
+        lengths[decodes] += 1
 
 
 def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
@@ -86,7 +97,7 @@ def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, win
     """
     (sequences, width), q_len = out.shape, max(1, len(slots) // max(1, len(out)))
     assert sequences * q_len == len(slots) == len(positions), (out.shape, slots.shape, positions.shape)
-    if enabled(table, __name__):
+    if enabled(table):
         block = min(1024, next_power_of_2(width))
         launch(
             _pages, (sequences, cdiv(width, block)),
@@ -94,7 +105,11 @@ def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, win
             PAGE=page, WINDOW=window or 0, BLOCK=block, Q_LEN=q_len, warps=2,
         )  # fmt: skip
     else:
-        _pages_reference(table, slots.view(-1, q_len)[:, 0], positions.view(-1, q_len), page, window, out)
+        slots, positions = slots.view(-1, q_len)[:, 0], positions.view(-1, q_len)
+        entries = first_page(positions[:, :1], page, window) + torch.arange(out.shape[1], device=out.device)
+        used = (entries * page <= positions.amax(1, keepdim=True)) & (positions[:, :1] >= 0)
+        found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
+        out.copy_(torch.where(used, found, out))
 
 
 def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
@@ -104,10 +119,8 @@ def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
 
 def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
     """positions int32 [rows], frequencies fp32 [pairs] -> out fp32 [rows, 2 * pairs]: cos, then sin, of position * frequency."""
-    assert frequencies.dtype == torch.float32, frequencies.dtype
-    assert out.shape == (positions.shape[0], 2 * frequencies.shape[0]), (out.shape, positions.shape, frequencies.shape)
     pairs = frequencies.shape[0]
-    if enabled(positions, __name__):
+    if enabled(positions):
         launch(_rotary, (positions.shape[0],), positions, frequencies, out, pairs, warps=1, BLOCK=next_power_of_2(pairs))
     else:
         angles = positions[:, None].float() * frequencies
@@ -116,18 +129,12 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
 
 def put(table: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
     """table [m, n], rows and columns int64 [k], values [k] of any integer dtype; pairs are distinct."""
-    assert rows.shape == columns.shape == values.shape, (rows.shape, columns.shape, values.shape)
-    _flat(table)[rows * table.shape[1] + columns] = values.to(table.dtype)
+    table.view(-1)[rows * table.shape[1] + columns] = values.to(table.dtype)  # `view` raises where the table is not contiguous
 
 
 def clear(table: Tensor, rows: Tensor) -> None:
     """table [m, n], rows int64 [k]: those rows become 0."""
     table.index_fill_(0, rows, 0)
-
-
-def _flat(table: Tensor) -> Tensor:
-    assert table.dim() == 2, table.shape
-    return table.view(-1)  # raises where the table is not contiguous
 
 
 # ---- references
@@ -140,37 +147,6 @@ def plan_sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     sections = plan[layout.header : layout.header + sum(sizes)].long().split(sizes)
     return [section.view(-1, width) for section, width in zip(sections, widths, strict=True)]
-
-
-def _apply_reference(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengths: Tensor) -> None:
-    _, chunks, appends, releases = plan_sections(plan, layout)
-    for group, slot, first, count in releases.tolist():
-        tables[group][slot, first : first + count] = 0
-    for index, table in enumerate(tables):
-        mine = appends[appends[:, 0] == index]
-        put(table, mine[:, 1], mine[:, 2], mine[:, 3])
-    lengths[chunks[:, 0]] = chunks[:, 2].int()
-
-
-def _inputs_reference(
-    plan: Tensor, layout: PlanLayout, tokens: Tensor, lengths: Tensor, padding: int, ids: Tensor, positions: Tensor, slots: Tensor,
-    width: int,
-) -> None:  # fmt: skip
-    decodes, widths, *_ = plan_sections(plan, layout)[0].unbind(1)
-    count, lane = len(decodes) * width, torch.arange(width, device=plan.device)
-    at = lengths[decodes].long()[:, None] + lane
-    live = lane < widths[:, None]
-    slots[:count], slots[count:] = decodes.int().repeat_interleave(width), padding
-    positions[:count], positions[count:] = torch.where(live, at, -1).flatten().int(), -1
-    ids[:count], ids[count:] = torch.where(live, tokens[decodes[:, None], at.clamp(max=tokens.shape[1] - 1)], 0).flatten(), 0
-    lengths[decodes] += 1
-
-
-def _pages_reference(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
-    entries = first_page(positions[:, :1], page, window) + torch.arange(out.shape[1], device=out.device)
-    used = (entries * page <= positions.amax(1, keepdim=True)) & (positions[:, :1] >= 0)
-    found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
-    out.copy_(torch.where(used, found, out))
 
 
 # ---- kernels

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.grid import next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.slots import first_entry
 
 RECORD, RECORDS = 8, 64
@@ -52,41 +52,30 @@ def check_rows(
     positions int32 [rows]: column 0 is the first entry that a query at the row's position sees through `window`
     """
     rows, width = actual.shape
-    assert slots.shape == positions.shape == (rows,), (slots.shape, positions.shape, actual.shape)
-    assert actual.is_contiguous(), actual.stride()
-    if not enabled(actual, __name__):
-        _reference(kind, group, plan, step, actual, expected, pages, slots, positions, page, window, every, violations)
+    check_contiguous(actual)
+    if not enabled(actual):
+        turn = int(plan[step]) % every
+        for row in range(turn, len(actual), every):
+            slot, position = int(slots[row]), int(positions[row])
+            first = 0 if window is None else max(position - window + 1, 0) // page
+            needed = min(max(position, -1) // page + 1 - first, actual.shape[1])
+            held = expected[slot, first : first + needed]
+            correct = torch.zeros_like(actual[row])
+            correct[: len(held)] = held
+            bad = actual[row] != correct
+            if kind == ROW_ENTRY:
+                bad |= correct == 0
+                bad[needed:] = False
+            for at in bad.nonzero().flatten().tolist():
+                _record(violations, kind, group, slot, first + at, int(actual[row, at]), int(correct[at]), row, position)
+                if not 0 <= actual[row, at] < pages:
+                    actual[row, at] = correct[at]
         return
     launch(
         _check_rows, (rows,), group, plan, actual, width, expected, expected.shape[1], pages, slots, positions, violations,
         KIND=kind, STEP=step, PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS,
         warps=4,
     )  # fmt: skip
-
-
-# ---- reference
-
-
-def _reference(
-    kind: int, group: int, plan: Tensor, step: int, actual: Tensor, expected: Tensor, pages: int, slots: Tensor, positions: Tensor,
-    page: int, window: int | None, every: int, violations: Tensor,
-) -> None:
-    turn = int(plan[step]) % every
-    for row in range(turn, len(actual), every):
-        slot, position = int(slots[row]), int(positions[row])
-        first = 0 if window is None else max(position - window + 1, 0) // page
-        needed = min(max(position, -1) // page + 1 - first, actual.shape[1])
-        held = expected[slot, first : first + needed]
-        correct = torch.zeros_like(actual[row])
-        correct[: len(held)] = held
-        bad = actual[row] != correct
-        if kind == ROW_ENTRY:
-            bad |= correct == 0
-            bad[needed:] = False
-        for at in bad.nonzero().flatten().tolist():
-            _record(violations, kind, group, slot, first + at, int(actual[row, at]), int(correct[at]), row, position)
-            if not 0 <= actual[row, at] < pages:
-                actual[row, at] = correct[at]
 
 
 def _record(violations: Tensor, *values: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.decode import DecodeScratch, decode_reference, row_blocks
 from kernels.grid import next_power_of_2
-from kernels.launch import enabled, launch, shared_memory, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot
 from kernels.slots import first_page
 from kernels.splitkv import combine, load_run, page_of
@@ -87,14 +87,21 @@ def verify_attention(
     q_len = count // rows
     assert count == rows * q_len == len(positions), (q.shape, page_ids.shape, positions.shape)
     assert 1 <= q_len <= MOST_QUERIES, q_len
-    assert q.dtype == pool.dtype == out.dtype, (q.dtype, pool.dtype, out.dtype)
-    if not enabled(q, __name__):
-        _reference(q, pool, page_ids, positions, window, out)
+    if not enabled(q):
+        first = first_page(positions[::q_len], page, window)
+        live = (positions >= 0).nonzero().squeeze(1)
+        sequences = live // q_len
+        q, positions, page_ids, first = q[live], positions[live], page_ids[sequences], first[sequences]
+        attended = torch.empty_like(q)
+        reach = None if window is None else window + q_len - 1  # keys from the oldest of a row's first query to its last one's own
+        for block, pages in row_blocks((positions + 1).tolist(), pool, reach):
+            attended[block] = decode_reference(q[block], pool, page_ids[block, :pages], first[block], positions[block], window)
+        out.zero_()
+        out[live] = attended
         return
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
-    for x in (q, pool, page_ids, positions, out):
-        assert x.is_contiguous(), (x.shape, x.stride())
+    check_contiguous(q, pool, page_ids, positions, out)
     if tile is None:
         tile = verify_tile(heads // kv_heads * q_len, d, page, pool.element_size(), shared_memory(q))
     launch(
@@ -103,20 +110,6 @@ def verify_attention(
         HEADS=heads, KV_HEADS=kv_heads, D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, SPLITS=splits,
         ROWS=tile.rows, KEYS=tile.keys, VALUES=tile.values, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
-
-
-def _reference(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, window: int | None, out: Tensor) -> None:
-    q_len = len(q) // len(page_ids)
-    first = first_page(positions[::q_len], pool.shape[3], window)
-    live = (positions >= 0).nonzero().squeeze(1)
-    rows = live // q_len
-    q, positions, page_ids, first = q[live], positions[live], page_ids[rows], first[rows]
-    attended = torch.empty_like(q)
-    reach = None if window is None else window + q_len - 1  # keys from the oldest of a row's first query to its last one's own
-    for block, pages in row_blocks((positions + 1).tolist(), pool, reach):
-        attended[block] = decode_reference(q[block], pool, page_ids[block, :pages], first[block], positions[block], window)
-    out.zero_()
-    out[live] = attended
 
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere

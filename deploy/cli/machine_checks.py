@@ -112,9 +112,9 @@ def kernels() -> Finding:
         return Finding("kernel checks", "fail", "torch sees no GPU to run them on", "run it on a node with GPUs")
     device = torch.device("cuda", 0)
     with torch.inference_mode():
-        wrong = failures(device)
-    verdict = "; ".join(map(str, wrong)) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
-    return checked("kernel checks", not wrong, verdict, "plain torch runs in their place, slowly: please report it", "fail")
+        wrong = failures(CHECKS, device, torch.bfloat16)
+    verdict = "; ".join(wrong) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
+    return checked("kernel checks", not wrong, verdict, "no rank starts on such a GPU: please report it", "fail")
 
 
 def _kind(gpu: Gpu) -> str:

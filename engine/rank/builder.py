@@ -30,7 +30,7 @@ from engine.rank.models.vision import encoder_of
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, Single
 from engine.rank.runner import Runner
-from engine.rank.start_checks import check_attention, check_kernels, checked_inboxes
+from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, untried
 from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import weight_format
 from kernels.fused_allreduce_norm import AllReduceInbox
@@ -74,7 +74,7 @@ def load_rank(
 ) -> Rank:
     """This rank's shard of `config.model`, filled as `config.load_format` says; on the meta device it stays empty.
 
-    checked: leave out what `start_checks` find wrong. Every rank must call it.
+    checked: run `start_checks`. Every rank must call it.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
@@ -86,11 +86,12 @@ def load_rank(
         geometry = with_head(geometry, architecture.tensors, folder, progress=first)
     fallbacks: list[str] = []
     failed_checks: FailedChecks = ()
+    new_gpu = checked and untried(device)
     if checked:
         with torch.inference_mode():
-            fallbacks = check_kernels(parallel, device)
-            failed_checks, without = check_attention(parallel, config, geometry, device)
-            fallbacks += without
+            if new_gpu:
+                check_kernels(device)
+            failed_checks, fallbacks = check_attention(parallel, config, geometry, device)
     model = architecture.build(geometry, parallel, dtype, device)
     if source == "safetensors":
         load(model, architecture.tensors, folder, progress=first, weights=weights)
@@ -102,12 +103,11 @@ def load_rank(
     encoders = _encoders(config, source, dtype, device, progress=first)
     width = geometry.hidden * (2 if geometry.moe else 1)
     rows = inbox_rows(config, AllReduceInbox.bytes(parallel.size, 1, width, dtype))
-    if checked:
+    inboxes = parallel.inboxes(rows, width, dtype)
+    if new_gpu and inboxes is not None:
+        inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         with torch.inference_mode():
-            inboxes, alone = checked_inboxes(parallel, rows, width, geometry.hidden, device, dtype)
-            fallbacks += alone
-    else:
-        inboxes = parallel.inboxes(rows, width, dtype)
+            check_inboxes(parallel, inboxes, geometry.hidden, device, dtype)
     return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks), drafter, encoders)
 
 

@@ -45,7 +45,6 @@ from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleSt
 from engine.rank.step import BESIDE, CHUNKS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
-from kernels.launch import disabled
 
 
 def warm_rows(most: int) -> tuple[int, ...]:
@@ -115,7 +114,7 @@ class Runner:
         self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= config.prefill_budget]
         own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
         self._pads_chunks = on_gpu and own
-        self.capturable = on_gpu and config.graphs and not disabled()  # plain torch synchronises with the host
+        self.capturable = on_gpu and config.graphs
         self.graphs: StageGraphs | None = None
 
     @property
@@ -311,7 +310,7 @@ class Runner:
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
-        self.slots.set_masks(step, masks.slots, masks.bits, after=self.report_stage.end)
+        self.slots.adjustments.set_masks(step, masks.slots, masks.bits, after=self.report_stage.end)
 
     def _padded_forward(self, sizes: int | MixedSizes, width: int, uploaded: Tensor) -> FinalRows:
         """The forward of a plan padded to these sizes, or of decode rows alone, to so many of `width` tokens."""

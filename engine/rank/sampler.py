@@ -109,7 +109,7 @@ class Sampler:
     def _argmax(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
         """int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
         best = local_best(logits, batch, self._first(logits), self._parts(logits))
-        if inbox is None or not enabled(best, "kernels.choose"):
+        if inbox is None or not enabled(best):
             inbox = None
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
         chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)

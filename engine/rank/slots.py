@@ -109,10 +109,6 @@ class SlotState:
         self.parameters.integers[slots] = integer_rows
         self.parameters.floats[slots] = float_bits.view(torch.float64).float()
 
-    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: torch.cuda.Event | None = None) -> None:
-        """As `Adjustments.set_masks`."""
-        self.adjustments.set_masks(step, slots, bits, after)
-
     def result_rows(self, slots: np.ndarray, step: int, width: int = 1) -> ResultRows:
         """How the rows sample for result slots int32 [R], `width` rows each, of plan `step`, whose masks are set."""
         adjusted, slots = any(self.adjustments.of(slots, step)), slots.repeat(width)

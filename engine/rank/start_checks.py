@@ -1,6 +1,7 @@
-"""What a rank checks of its own GPU and model before it serves, and what all ranks then leave out.
+"""What a rank checks of its own GPU and model before it serves.
 
-Ranks run one program: what one finds wrong, none uses.
+    our kernels         on a GPU of an architecture that nobody tried: where one is wrong the rank refuses to start
+    other backends'     wherever they were chosen: what one rank finds wrong, all ranks leave to our own
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +12,7 @@ import torch
 from engine.attention import BACKENDS, OWN
 from engine.attention.backend_entry import ROW_KINDS, RowKind
 from engine.config import EngineConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, KVGroup
 from engine.rank.attention import attention_backend, make_parts, parts_check
 from engine.rank.attention.base import PartSettings
@@ -20,59 +21,34 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.models.architecture import Model
 from engine.rank.parallel import Inboxes, Parallel
 from kernels import selfcheck
-from kernels.inbox_check import inbox_checks, uncompiled
-from kernels.launch import disable, disabled
-from kernels.selfcheck import failure
+from kernels.inbox_check import inbox_checks
 
 MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
-_INBOXES = "the ranks' inboxes"
 
 
-def check_kernels(parallel: Parallel, device: torch.device) -> list[str]:
-    """On a GPU of an architecture that nobody tried: runs each kernel against plain torch and turns off what any rank found wrong.
-
-    A sentence for each. Every rank must call it.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) in selfcheck.RUN_ON:
-        return []
-    failed = {failure.module: str(failure) for failure in selfcheck.failures(device)}
-    wrong = agreed(parallel, list(dict.fromkeys(selfcheck.checked_modules())), failed, device)
-    disable(wrong)
-    elsewhere = "is wrong on another rank, or needs one that is"
-    return [f"{failed.get(module, f'{module} {elsewhere}')}: plain torch in its place" for module in sorted(wrong)]
+def untried(device: torch.device) -> bool:
+    """Whether `device` is a GPU of an architecture on which our kernels' tests have not run."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) not in selfcheck.RUN_ON
 
 
-def checked_inboxes(
-    parallel: Parallel, rows: int, width: int, n: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Inboxes | None, list[str]]:
-    """The group's inboxes (`Parallel.inboxes`) for fused norms of `n` elements; None without sound kernels for them. A sentence
-    where a GPU that nobody tried fails its check. Every rank must call it."""
-    if "kernels.fused_allreduce_norm" in disabled():
-        return None, []
-    inboxes = parallel.inboxes(rows, width, dtype)
-    if inboxes is None or torch.cuda.get_device_capability(device) in selfcheck.RUN_ON:
-        return inboxes, []
-    wrong = check_inboxes(parallel, inboxes, n, device, dtype)
-    if not wrong:
-        return inboxes, []
-    disable(["kernels.choose"])  # tokens are chosen over the same memory
-    return None, [f"{wrong}: collectives and plain torch's sampling in their place"]
+def check_kernels(device: torch.device) -> None:
+    """Runs each kernel against plain torch. ConfigError names those that are wrong."""
+    _refuse(selfcheck.failures(selfcheck.CHECKS, device, torch.bfloat16))
 
 
-def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with the kernels that write into other ranks' memory, or with that memory; None: nothing, on any rank. Every
-    rank must call it."""
-    checks = inbox_checks(inboxes.allreduce, inboxes.argmax, n)
-    failed = uncompiled(checks, device, dtype)
-    if not agreed(parallel, [_INBOXES], [_INBOXES] if failed else [], device):  # else some rank would wait for what never comes
-        failed = [wrong for check in inbox_checks(inboxes.allreduce, inboxes.argmax, n) if (wrong := failure(check, device, dtype))]
-        agreed(parallel, [_INBOXES], [], device)  # nobody writes any more
-    empty = inboxes.allreduce.empty and inboxes.argmax.empty
-    if not agreed(parallel, [_INBOXES], [_INBOXES] if failed or not empty else [], device):
-        return None
-    if failed:
-        return "; ".join(map(str, failed))
-    return f"{_INBOXES} are wrong on another rank" if empty else f"{_INBOXES} are not left empty, or a rank's part did not come"
+def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Runs each kernel that writes into other ranks' memory, for fused norms of `n` elements. ConfigError names those that are
+    wrong. Every rank must call it."""
+    wrong = selfcheck.failures(inbox_checks(inboxes.allreduce, inboxes.argmax, n), device, dtype)
+    parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes any more
+    if not (inboxes.allreduce.empty and inboxes.argmax.empty):
+        wrong.append("the ranks' inboxes are not left empty, or a rank's part did not come")
+    _refuse(wrong)
+
+
+def _refuse(wrong: Sequence[str]) -> None:
+    if wrong:
+        raise ConfigError(f"kernels have failed their checks on this GPU, whose architecture nobody tried: {'; '.join(wrong)}")
 
 
 def check_attention(

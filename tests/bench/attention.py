@@ -23,10 +23,10 @@ from torch import Tensor
 
 from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile, paged_decode_step
-from kernels.launch import variants
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.bench.timing import FAILURES, READ_RATE, precompile_all
 from tests.support.attention import Shape, decode_node
+from tests.support.launches import variants
 
 PAGE = 32
 HOPPER, PROCESSORS = (9, 0), 132  # what variants are compiled for

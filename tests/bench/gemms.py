@@ -69,7 +69,7 @@ def multiply(choice: Tile | None, x: Tensor, weight: Tensor, out: Tensor, gated:
     if choice is not None:
         _run(choice, x, weight, out, gated=gated)
     elif gated:
-        geglu(torch.mm(x, weight.t()), out=out)
+        out.copy_(geglu(torch.mm(x, weight.t())))
     else:
         torch.mm(x, weight.t(), out=out)
 

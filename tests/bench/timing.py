@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from kernels.launch import Node, record, variants
-from kernels.precompile import precompile
+from tests.support.launches import Node, precompile, record, variants
 
 READ_RATE = 4.56e12    # bytes a second: the best that reading alone reached on an H200
 L2_RATE = 5.5e12       # bytes a second from L2 to all SMs together

@@ -71,7 +71,7 @@ def test_values_are_the_references(rows: int) -> None:
         adjust(found, batch, FIRST, parts)
         after = adjustments.tables.counts.clone()
         adjustments.tables.counts.copy_(counts)
-        with plain_torch("kernels.adjust"):
+        with plain_torch():
             adjust(want, batch, FIRST)
             assert torch.equal(adjustments.tables.counts, after)
             adjustments.tables.counts.copy_(counts)
@@ -145,7 +145,7 @@ def results(device: str, dtype: str, *, graphs: bool, masked: bool = True) -> li
     found, bits = [], np.full((1, 1 << 13), 0x11111111, np.int32)[:, : -(-made.slots.adjustments.tables.counts.shape[1] // 32)]
     for plan in stream():
         if plan.step in (5, 9) and masked:
-            made.slots.set_masks(plan.step, np.array([2 if plan.step == 5 else 0], np.int32), bits)
+            made.slots.adjustments.set_masks(plan.step, np.array([2 if plan.step == 5 else 0], np.int32), bits)
         found.append(run(made, plan))
     return found
 

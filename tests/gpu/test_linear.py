@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.launch import compilations, record
 from kernels.linear import linear, linear_geglu
 from kernels.tiles import choose
 from tests.nano.model_shapes import PUBLIC
 from tests.support.engine.products import Product, products
+from tests.support.launches import compilations, record
 
 pytestmark = pytest.mark.gpu
 
@@ -69,20 +69,20 @@ class Stack:
 
         torch.manual_seed(rows)
         self.x = torch.randn(rows, width, device=DEVICE).bfloat16()
-        self.h, self._a, self._b = (torch.empty_like(self.x) for _ in range(3))
+        self.h = torch.empty_like(self.x)
         self._layers = list(zip(weights(2 * width), weights(width), weights(width), strict=True))
 
     def step(self, after: Callable[[], None]) -> None:
         """x -> h; `after` is called behind every launch."""
         self.h.copy_(self.x)
         for gate_up, down, square in self._layers:
-            linear_geglu(self.h, gate_up, self._a)
+            gated = linear_geglu(self.h, gate_up)
             after()
-            linear(self._a, down, self._b)
+            projected = linear(gated, down)
             after()
-            linear(self._b, square, self._a)
+            squared = linear(projected, square)
             after()
-            self.h.copy_(functional.rms_norm(self._a, self._a.shape[1:]))
+            self.h.copy_(functional.rms_norm(squared, squared.shape[1:]))
             after()
 
 

@@ -1,4 +1,4 @@
-"""Each kernel against plain torch on a GPU: the checks of a boot on a GPU that nobody tried, and of `quartet doctor --kernels`."""
+"""Each kernel against plain torch on a GPU, as `quartet doctor --kernels` and a boot on a GPU that nobody tried run it."""
 
 import pytest
 import torch

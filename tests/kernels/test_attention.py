@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels import prefill
 from kernels.chunks import extend_tiles
-from kernels.launch import record
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.support import interpreter
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 
@@ -189,11 +189,9 @@ def test_bfloat16_is_rounded_once() -> None:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    """A head dim that is not the pool's, or more positions than the table has entries for, fails."""
+    """More positions than the table has entries for fail."""
     it = paged([100], 4, 32, None)
     q = torch.zeros(1, 8, 32)
-    with pytest.raises(AssertionError):
-        paged_prefill(q[..., :16], it.pool, it.table[0], 0, None)
     with pytest.raises(AssertionError):
         paged_prefill(q, it.pool, it.table[0], 7 * PAGE, None)
 

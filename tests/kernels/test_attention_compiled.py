@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kernels.decode import DecodeTile, decode_splits
-from kernels.launch import Node, record
 from kernels.prefill import extend_attention
 from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem
 from tests.support.attention import Shape, decode_node, ints, meta, precompile_decode
 from tests.support.compiled import Compiled, compile_node
+from tests.support.launches import Node, record
 
 pytestmark = pytest.mark.cpu
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import sample
-from kernels.choose import ROW_HAS_NAN, ArgmaxInbox, _launch_choose, choose_best, local_best
+from kernels.choose import ROW_HAS_NAN, ArgmaxInbox, choose_best, local_best
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 from tests.support.engine.choose_reference import choose
@@ -74,8 +74,7 @@ def chosen(it: Case, size: int, parts: int) -> tuple[Tensor, Tensor]:
         return results[0], tokens[0]
     for send in (True, False):
         for rank, inbox in enumerate(inboxes):
-            shared = (inbox.pointers, inbox.inbox, inbox.errors, inbox.rank, inbox.rows * 4)
-            _launch_choose(best[rank], batches[rank], results[rank], shared, size, send=send, receive=not send)
+            choose_best(best[rank], batches[rank], results[rank], inbox, (send, not send))
     assert all(torch.equal(result, results[0]) for result in results)
     assert all(torch.equal(table, tokens[0]) for table in tokens)
     return results[0], tokens[0]

@@ -9,8 +9,8 @@ import torch
 from engine.plan import StepPlan, encode_plan, read_plan
 from engine.rank.step import LAYOUT
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs, extend_tiles
-from kernels.launch import record
 from tests.support import interpreter
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 

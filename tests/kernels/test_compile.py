@@ -33,7 +33,7 @@ from kernels.clusters import best_of_clusters
 from kernels.experts import experts
 from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
-from kernels.launch import Node, launch, record, trigger, wait
+from kernels.launch import launch, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
 from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits
@@ -45,6 +45,7 @@ from tests.bench.gemms import GemmCase
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
 from tests.support.attention import verify_node
 from tests.support.compiled import Compiled, compile_node
+from tests.support.launches import Node, record
 from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
 
 pytestmark = pytest.mark.cpu

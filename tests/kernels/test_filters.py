@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 import kernels.filters
@@ -115,7 +116,7 @@ def test_under_the_interpreter() -> None:
 def interpreted_tokens_are_the_references(ranks: int, listed: int, seeds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every filter gives the sorting reference's tokens, stored behind each row's input, over any number of ranks and however few
     blocks are read at once; nothing is stored of padding. Rows that do not filter keep theirs."""
-    monkeypatch.setattr(kernels.filters, "_LISTED", listed)
+    monkeypatch.setattr(kernels.filters, "_TILE", tl.constexpr(listed))
     for seed in seeds:
         it = case(seed)
         chosen, tokens = drawn(it, ranks)
@@ -136,7 +137,7 @@ def interpreted_flat_rows(spread: float) -> None:
 def interpreted_what_is_listed_is_just_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the listed blocks hold 0.95 of the mass that top_p keeps, the others are read too: an id there is kept only if what
     stands above it, wherever that is, holds less."""
-    monkeypatch.setattr(kernels.filters, "_LISTED", 2)
+    monkeypatch.setattr(kernels.filters, "_TILE", tl.constexpr(2))
     it = case(0, 0.1)
     it.parameters.integers[:, 1:], it.parameters.floats[:] = 0, torch.tensor([1.0, 0.5, 0.0])
     it.parameters.stop[:] = -1

@@ -15,14 +15,13 @@ from kernels.fused_allreduce_norm import (
     AllReduceInbox,
     Norms,
     _launch,
-    _launch_sharded,
     _reference,
     fused_allreduce_norm,
 )
-from kernels.launch import record
 from kernels.linear import linear_send
 from kernels.norm import norm_add, rms_norm
 from tests.support import interpreter
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 
@@ -79,7 +78,7 @@ def one_shot(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor
     turns = [rank.call() for rank in peers]
     for send in (True, False):
         for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
-            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, send=send, receive=not send)
+            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, (send, not send))
     return found
 
 
@@ -89,7 +88,7 @@ def sharded(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor]
     turns = [rank.call() for rank in peers]
     for stage in ((True, False, False), (False, True, False), (False, False, True)):
         for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
-            _launch_sharded(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, stages=stage)
+            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, stage)
     return found
 
 
@@ -178,7 +177,7 @@ def receive(it: Case, peers: AllReduceInbox, turn: int) -> tuple[float, Tensor]:
     """Seconds until a fused norm of what others have sent is done, and its h."""
     out = torch.empty_like(it.residual), torch.empty_like(it.residual)
     began = time.monotonic()
-    _launch(it.parts[0], it.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, turn, send=False)
+    _launch(it.parts[0], it.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, turn, (False, True))
     return time.monotonic() - began, out[0]
 
 
@@ -199,7 +198,7 @@ def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
     it, peers = case(rows=1), group(N)
     turns = [rank.call() for rank in peers]
     for part, rank in zip(it.parts, peers, strict=True):
-        _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *it.want, turns[0], receive=False)
+        _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *it.want, turns[0], (True, False))
     sent = peers[0].inbox.clone()
     peers[0].inbox.fill_(EMPTY[torch.float32])
     peers[0].wait_at_most(wait_s)

@@ -13,21 +13,10 @@ import triton
 import triton.language as tl
 
 from kernels import launch as launcher
-from kernels.launch import (
-    Node,
-    compilations,
-    enabled,
-    late_compilations,
-    launch,
-    ready,
-    record,
-    shared_memory,
-    trigger,
-    wait,
-    without_overlap,
-)
+from kernels.launch import enabled, late_compilations, launch, ready, shared_memory, trigger, wait
 from tests.support import interpreter
 from tests.support.engine.groups import alive
+from tests.support.launches import Node, compilations, record, without_overlap
 
 pytestmark = pytest.mark.cpu
 

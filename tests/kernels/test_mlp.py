@@ -6,10 +6,10 @@ from torch.nn import functional
 
 from kernels.activation import geglu
 from kernels.embed import embed
-from kernels.launch import record
 from kernels.norm import rms_norm
 from kernels.ple import per_layer_inputs
 from tests.support import interpreter
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 

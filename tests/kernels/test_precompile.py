@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from kernels.launch import Node, compiler_options, launch, record, wait
-from kernels.precompile import precompile
+from kernels.launch import compiler_options, launch, wait
+from tests.support.launches import Node, precompile, record
 
 pytestmark = pytest.mark.cpu
 

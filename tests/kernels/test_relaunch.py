@@ -15,10 +15,12 @@ from triton.runtime import driver
 
 from kernels import launch as launcher
 from kernels import relaunch
-from kernels.launch import Configured, compilations, compiler_options, configured, late_compilations, launch, ready
+from kernels.launch import Configured, compiler_options, configured, late_compilations, launch, ready
 from kernels.relaunch import Variant, launch_key
+from tests.support import launches
 from tests.support.engine import listed_steps
 from tests.support.fake_driver import DEVICE, Start, fake_driver
+from tests.support.launches import compilations
 
 pytestmark = pytest.mark.cpu
 
@@ -69,19 +71,20 @@ class Call:
 def calls(step: str) -> tuple[Call, ...]:
     """The launches of a listed step, those of equal layers once, on tensors of the CPU that begin as aligned as the listed ones."""
     found: dict[str, Call] = {}
-    listed = launcher._node
+    listed = launches._node
 
-    def keep(kernel: Any, grid: tuple[int, ...], constexprs: dict[str, Any], args: tuple[Any, ...]) -> launcher.Node:
-        node = listed(kernel, grid, constexprs, args)
+    def keep(made: Configured, grid: tuple[int, ...], args: tuple[Any, ...]) -> launches.Node:
+        node = listed(made, grid, args)
         stand_ins = tuple(stand_in(arg) if isinstance(arg, Tensor) else arg for arg in args)
-        found.setdefault(f"{node} {node.types} {node.aligned} {node.constants}", Call(kernel, grid, stand_ins, constexprs))
+        call = Call(made.kernel, grid, stand_ins, node.constexprs)
+        found.setdefault(f"{node} {node.types} {node.aligned} {node.constants}", call)
         return node
 
-    launcher._node = keep
+    launches._node = keep
     try:
         STEPS[step]()
     finally:
-        launcher._node = listed
+        launches._node = listed
     return tuple(found.values())
 
 

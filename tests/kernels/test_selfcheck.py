@@ -1,4 +1,4 @@
-"""The check at start: nothing to find in our kernels under the interpreter, and one wrong number of any kernel is found."""
+"""The kernels' checks: nothing to find under the interpreter, and one wrong number of any kernel is found."""
 
 import importlib
 import json
@@ -17,9 +17,10 @@ from triton.runtime.errors import OutOfResources
 from deploy.cli.main import main
 from kernels import launch as launcher
 from kernels import linear, selfcheck
-from kernels.launch import disable, disabled, enabled, plain_torch, record
-from kernels.selfcheck import CHECKS, Check, Failure, checked_modules, failures
+from kernels.launch import enabled, plain_torch
+from kernels.selfcheck import CHECKS, Check, RandomInputs, failure, failures
 from tests.support import interpreter
+from tests.support.launches import record
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
@@ -30,10 +31,7 @@ OVER_RANKS = {"kernels.allreduce"}
 BETWEEN_RANKS = {"_allreduce_norm_sharded"}  # checked by kernels.inbox_check, as are those that do more where there are other ranks
 
 
-@pytest.fixture
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher of the test's own."""
-    monkeypatch.setattr(launcher, "_launcher", launcher._Launcher({}))
+CHECKED = {check.module for check in CHECKS}
 
 
 def modules_with_kernels() -> set[str]:
@@ -44,8 +42,8 @@ def modules_with_kernels() -> set[str]:
 
 def test_every_kernel_is_checked() -> None:
     """A module that launches kernels has a check, or stands in the list of those that need other ranks."""
-    assert modules_with_kernels() - OVER_RANKS == set(checked_modules())
-    assert all(Path(importlib.import_module(name).__file__ or "").is_file() for name in checked_modules())
+    assert modules_with_kernels() - OVER_RANKS == CHECKED
+    assert all(Path(importlib.import_module(name).__file__ or "").is_file() for name in CHECKED)
 
 
 def kernels_of_ours() -> set[str]:
@@ -58,10 +56,18 @@ def kernels_of_ours() -> set[str]:
 
 
 def test_every_check_holds_between_plain_torch_and_itself() -> None:
-    """On a CPU without the interpreter both are plain torch, but for sampling, which has no op of its own there."""
-    for check in CHECKS:
-        if check.want is None:
-            assert selfcheck.failure(check, CPU, torch.float32) is None, check.what
+    """On a CPU without the interpreter both are plain torch."""
+    assert failures(CHECKS, CPU, torch.float32) == []
+
+
+def fine() -> tuple[Tensor, ...]:
+    return torch.ones(2, 3), torch.tensor([1, 2])
+
+
+def checked(*wrong: Tensor) -> str | None:
+    """What is said of an op that gives `wrong`, and in plain torch what is fine."""
+    answers = iter([wrong, fine()])
+    return failure(Check("kernels.linear", "a product", lambda _: next(answers)), CPU, torch.float32)
 
 
 def test_a_kernel_that_does_not_start_is_a_failure() -> None:
@@ -70,35 +76,25 @@ def test_a_kernel_that_does_not_start_is_a_failure() -> None:
     def raises(_: object) -> tuple[Tensor, ...]:
         raise OutOfResources(240000, 101376, "shared memory")
 
-    def fine(_: object) -> tuple[Tensor, ...]:
-        return (torch.ones(2, 3), torch.tensor([1, 2]))
-
-    found = selfcheck.failure(Check("kernels.linear", "a product", raises, fine), CPU, torch.float32)
-    assert found is not None
-    assert found.error == math.inf
-    assert "out of resource" in str(found)
+    said = failure(Check("kernels.linear", "a product", raises), CPU, torch.float32)
+    assert "a product (kernels.linear) does not run: OutOfResources: out of resource" in str(said)
+    rows, numbers = fine()
+    assert checked(rows, numbers) is None
     for wrong in (torch.tensor([[1, 1, 1], [1, 1, math.nan]]), torch.tensor([[1.0, 1, 1], [0, 0, 0]])):
-        check = Check("kernels.linear", "", lambda _, it=wrong: (it, torch.tensor([1, 2])), fine)  # type: ignore[misc]
-        assert selfcheck.failure(check, CPU, torch.float32)
-    other = Check("kernels.linear", "", lambda _: (torch.ones(2, 3), torch.tensor([1, 3])), fine)
-    assert selfcheck.failure(other, CPU, torch.float32) == Failure("kernels.linear", "", 1.0)
+        assert "is wrong by" in str(checked(wrong, numbers))
+    assert checked(rows, torch.tensor([1, 3])) == "a product (kernels.linear) is wrong by 1"
 
 
-@pytest.mark.usefixtures("trusted")
-def test_a_disabled_module_runs_plain_torch() -> None:
-    """What is disabled takes no tensor of any device; others still do, and `plain_torch` ends with its block."""
-    x = torch.empty(1, 512, dtype=torch.bfloat16, device="meta")
+def test_plain_torch_ends_with_its_block() -> None:
+    """Inside it no tensor of any device is a kernel's; behind it they are again."""
+    x, weight = (torch.empty(rows, 512, dtype=torch.bfloat16, device="meta") for rows in (1, 512))
     with record(target=(9, 0)) as nodes:
-        linear.linear(x, torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
+        with plain_torch():
+            linear.linear(x, weight)
+            assert not enabled(x)
+        assert not nodes
+        linear.linear(x, weight)
         assert len(nodes) == 1
-        with plain_torch("kernels.linear"):
-            linear.linear(x, torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
-            assert enabled(x, "kernels.fused_allreduce_norm")
-        assert len(nodes) == 1
-        assert enabled(x, "kernels.linear")
-        disable(["kernels.linear"])
-        assert not enabled(x, "kernels.linear")
-    assert disabled() == {"kernels.linear"}
 
 
 def test_doctor_runs_the_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +108,9 @@ def test_doctor_runs_the_checks(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "no GPU" in found(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(selfcheck, "failures", lambda device: [])
+    monkeypatch.setattr(selfcheck, "failures", lambda *_: [])
     assert found(0) == f"{len(CHECKS)} hold on a GPU"
-    monkeypatch.setattr(selfcheck, "failures", lambda device: [Failure("kernels.embed", "the embedding", 0.5)])
+    monkeypatch.setattr(selfcheck, "failures", lambda *_: ["the embedding (kernels.embed) is wrong by 0.5"])
     assert found(1) == "the embedding (kernels.embed) is wrong by 0.5"
 
 
@@ -126,7 +122,7 @@ def test_under_the_interpreter() -> None:
 def interpreted_nothing_is_wrong() -> None:
     """Every kernel is started, and agrees with plain torch."""
     with record() as nodes:
-        assert failures(CPU) == []
+        assert failures(CHECKS, CPU, torch.float32) == []
     assert {node.kernel for node in nodes} == kernels_of_ours() - BETWEEN_RANKS
 
 
@@ -134,8 +130,8 @@ def interpreted_nothing_is_wrong() -> None:
 def launched(check: Check) -> list[str]:
     """Names of the kernels that a check starts, without those of modules that have checks of their own."""
     with record(target=(9, 0)) as nodes:
-        check.run(selfcheck.RandomInputs(CPU, torch.float32, torch.Generator().manual_seed(7)))
-    others = set(checked_modules()) - {check.module}
+        check.run(RandomInputs(CPU, torch.float32), *check.arguments)
+    others = CHECKED - {check.module}
     return list(dict.fromkeys(node.kernel for node in nodes if node.function.fn.__module__ not in others))
 
 
@@ -195,7 +191,6 @@ def spoiled_is_found(check: Check, names: list[str], monkeypatch: pytest.MonkeyP
                 spoiled += sum(1 for _ in spoil(tensors, before, by))
 
         monkeypatch.setattr(module, "launch", faulty)
-        found = selfcheck.failure(check, CPU, torch.float32)
+        said = failure(check, CPU, torch.float32)
         assert spoiled, name
-        assert found is not None, name
-        assert found.module == check.module
+        assert f"({check.module}) is wrong" in str(said), name

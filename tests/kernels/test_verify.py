@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.decode import DecodeScratch
-from kernels.launch import record
 from kernels.slots import gather_pages
 from kernels.verify import VerifyTile, verify_attention, verify_tile
 from tests.support import interpreter
 from tests.support.attention import OUTSIDE, Shape, attended, verify_node
 from tests.support.compiled import compile_node
+from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 

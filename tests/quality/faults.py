@@ -24,7 +24,7 @@ from engine.geometry import Geometry, KVGroup, Layer
 from engine.lifeline import BootArgs
 from engine.plan import PlanView
 from engine.rank import runner, worker
-from engine.rank.attention import paged
+from engine.rank.attention import base, paged
 from engine.rank.models import gemma4
 from kernels.allreduce import MappedCollectives
 
@@ -115,7 +115,7 @@ def _window(by: int) -> None:
 
 
 def _key_as_value() -> None:
-    decode, post = paged.decode_attention, paged.qkv_post
+    decode, post = paged.decode_attention, base.qkv_post
 
     def copy(pool: Tensor, pages: Tensor, positions: Tensor) -> None:
         offsets = positions.long() % pool.shape[3]
@@ -133,7 +133,7 @@ def _key_as_value() -> None:
         if qkv.shape[1] > rest[4].shape[1] * rest[4].shape[2]:
             copy(pool, table[slots.long(), positions.long() // pool.shape[3]], positions)
 
-    paged.decode_attention, paged.qkv_post = decode_attention, qkv_post  # type: ignore[attr-defined]
+    paged.decode_attention, base.qkv_post = decode_attention, qkv_post  # type: ignore[attr-defined]
 
 
 def _rope_dims() -> None:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention
-from kernels.launch import Node, record
-from kernels.precompile import precompile
 from kernels.verify import verify_attention
+from tests.support.launches import Node, precompile, record
 
 EPS = 1e-6
 OUTSIDE = 2**31 - 7  # a page id that no pool has

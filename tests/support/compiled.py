@@ -8,8 +8,7 @@ from functools import cached_property
 
 import triton
 
-from kernels.launch import Node
-from kernels.precompile import precompile
+from tests.support.launches import Node, precompile
 
 _RESOURCE = re.compile(r"\b(REG|STACK|SHARED|LOCAL):(\d+)")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)

@@ -364,7 +364,7 @@ _KERNELS = (
     ),
     Fault(
         "negative-zero-is-never-seen", "kernels/choose.py",
-        "tl.where(sent == EMPTY, 0, sent)", "sent", "kernels/test_choose.py",
+        "tl.where(sent == _EMPTY, 0, sent)", "sent", "kernels/test_choose.py",
     ),
     Fault(
         "nan-row-gives-a-token", "kernels/choose.py",

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.geometry import KVGroup, Layer
 from engine.rank.batch import ForwardBatch, RowBlock
 from engine.rank.kv import GroupCache
+from kernels.qkv import qkv_post
 
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
 
@@ -68,6 +69,17 @@ class AttentionParts:
 
     decode: Callable[[GroupCache], AttentionPart]
     extend: Callable[[GroupCache], AttentionPart]
+
+
+def normed_queries(
+    cache: GroupCache, settings: PartSettings, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, q: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Writes K and V of the block's rows into their pages; the rows' normed and roped queries [rows, heads, d], in `q` where it is
+    given, and the pool that they read."""
+    q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim) if q is None else q
+    pool, rope = cache.layer(layer.kv_source), block.rope[layer.rope, layer.head_dim]
+    qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
+    return q, pool
 
 
 class AttentionBackend(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Layer
-from engine.rank.attention.base import AttentionParts, Norms, PartSettings
+from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
 from engine.rank.batch import Chunk, RowBlock
 from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
@@ -20,7 +20,6 @@ from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_cut
 from kernels.launch import processors
 from kernels.prefill import extend_attention, tile_tokens
-from kernels.qkv import qkv_post
 from kernels.verify import verify_attention
 
 ExtendPlan = tuple[Tensor, Tensor | None]
@@ -43,15 +42,14 @@ class PagedDecode:
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: None, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
         assert plan is None, plan
-        group, settings, pool = self._cache.group, self._settings, self._cache.layer(layer.kv_source)
-        pages, rope = block.pages[group.index], block.rope[layer.rope, layer.head_dim]
+        cache, group, settings = self._cache, self._cache.group, self._settings
+        pages = block.pages[group.index]
         splits, tile = self._cuts[bisect.bisect_left(settings.buckets, len(pages))]
         if block.width == 1:
-            reads = qkv, pool, pages, block.positions, rope
+            reads = qkv, cache.layer(layer.kv_source), pages, block.positions, block.rope[layer.rope, layer.head_dim]
             decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, splits, tile)
             return
-        q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
-        qkv_post(qkv, pool, self._cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
+        q, pool = normed_queries(cache, settings, qkv, layer, norms, block)
         verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), splits)
 
 
@@ -74,10 +72,8 @@ class PagedExtend:
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: ExtendPlan, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
-        cache, settings = self._cache, self._settings
-        q, pool = qkv.new_empty(len(qkv), settings.heads, layer.head_dim), cache.layer(layer.kv_source)
-        rope = block.rope[layer.rope, layer.head_dim]
-        qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
+        cache = self._cache
+        q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         tiles, last_seen = plan
         extend_attention(q, pool, cache.table, tiles, cache.group.window, out.view(q.shape), last_seen=last_seen)
 

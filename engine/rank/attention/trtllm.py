@@ -30,13 +30,12 @@ from torch import Tensor
 from engine.attention.trtllm_mha import PAGES, TRTLLM_MHA
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, Layer
-from engine.rank.attention.base import AttentionParts, Norms, PartSettings
+from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
 from engine.rank.batch import RowBlock
 from engine.rank.kv import ROW_TOKENS, GroupCache
 from engine.rank.upload import uploaded
 from kernels.block_tables import block_tables
 from kernels.launch import processors
-from kernels.qkv import qkv_post
 
 Kernels = Literal["trtllm-gen", "xqa"]
 HEAD_DIMS = (256, 512)
@@ -192,9 +191,7 @@ class TrtllmDecode:
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: TableRows, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
-        pool, q = self._cache.layer(layer.kv_source), self._q[: len(qkv)]
-        rope = block.rope[layer.rope, layer.head_dim]
-        qkv_post(qkv, pool, self._cache.table, block.slots, block.positions, rope, *norms, self._settings.eps, q)
+        q, pool = normed_queries(self._cache, self._settings, qkv, layer, norms, block, self._q[: len(qkv)])
         call_decode(self._scratch, self._cache.group, q, pool, plan, out.view(q.shape))
 
 
@@ -240,9 +237,7 @@ class TrtllmExtend:
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: ChunkRows, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
         cache, rows, scratch = self._cache, plan.rows, self._scratch
-        q, pool = qkv.new_empty(len(qkv), self._settings.heads, layer.head_dim), cache.layer(layer.kv_source)
-        rope = block.rope[layer.rope, layer.head_dim]
-        qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, self._settings.eps, q)
+        q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
         scratch.flashinfer.context(
             **_arguments(scratch, q, pool, rows, cache.group, out.view(q.shape)),
             max_q_len=plan.longest,

@@ -9,7 +9,6 @@ A pass gives one draft a row; the target's embedding gives the rows of ids.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
-from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of
+from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of, with_next_norms
 from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
@@ -34,17 +33,12 @@ Embed = Callable[[Tensor, AllReduceNorm], Tensor]
 Choose = Callable[[Tensor, int], Tensor]
 
 
-class Head(Protocol):
-    """The drafter's head."""
-
-    def __call__(self, rows: Tensor, sampler: Sampler, batch: SamplingBatch, inbox: ArgmaxInbox | None, /) -> Tensor:
-        """Final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`), the likeliest ids, the same on every rank; of equal logits the
-        lowest id. They are written behind the rows' inputs; `batch` is greedy."""
-        ...
-
-
 class DenseHead(Module):
-    """The drafter's own table, cut along the vocabulary."""
+    """The drafter's own table, cut along the vocabulary.
+
+    forward: final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`), the likeliest ids, the same on every rank; of equal logits
+    the lowest id. They are written behind the rows' inputs; `batch` is greedy.
+    """
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
@@ -57,7 +51,7 @@ class DenseHead(Module):
 class OrderedHead(Module):
     """A table whose rows lie by cluster, each with a centroid; of the best clusters alone rows are read. Every rank has all of it.
 
-    order: int64 [vocab], the id of each row
+    order: int64 [vocab], the id of each row;  forward: as `DenseHead.forward`
     """
 
     def __init__(self, shard: Shard, geometry: AssistantGeometry) -> None:
@@ -92,7 +86,7 @@ class Assistant(Shard):
         self.blocks = nn.ModuleList(Block(self, layer) for layer in geometry.layers)
         self.norm = self.parameter(geometry.hidden)
         self.post = self.matrix(geometry.backbone, geometry.hidden)
-        self.head: Head
+        self.head: DenseHead | OrderedHead
         self.head = OrderedHead(self, geometry) if geometry.centroids else DenseHead(self)
         self.frequencies: dict[RopeKey, Tensor] = frequencies_of(geometry, device)
 
@@ -102,10 +96,9 @@ class Assistant(Shard):
         A row sees keys up to its position; its rotary embedding is of `step.batch.rope`.
         """
         norm = step.allreduce_norm
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        first = [block.norms["pre_attention"] for block in blocks]
-        h, x = norm(self.pre(torch.cat([embedded, hidden], dim=1)), None, None, first[0], summed=True)
-        for block, next_norm in zip(blocks, [*first[1:], self.norm], strict=True):
+        first_norm, blocks = with_next_norms(self.blocks, self.norm)
+        h, x = norm(self.pre(torch.cat([embedded, hidden], dim=1)), None, None, first_norm, summed=True)
+        for block, next_norm in blocks:
             h, x = block(h, x, next_norm, step)
         return x
 

@@ -134,6 +134,13 @@ class Block(Module):
         return self.experts(inner, weights, chosen, beside=self.mlp(x))
 
 
+def with_next_norms(blocks: nn.ModuleList, last: Tensor) -> tuple[Tensor, list[tuple[Block, Tensor]]]:
+    """The first block's norm; each block, and the norm of what comes behind it, which is `last` behind them all."""
+    made = [block for block in blocks if isinstance(block, Block)]
+    first, *rest = [block.norms["pre_attention"] for block in made]
+    return first, list(zip(made, [*rest, last], strict=True))
+
+
 class Embedding(Module):
     """Token rows times sqrt(hidden), the factor rounded to the table's dtype as transformers does, and the per-layer embeddings.
 
@@ -205,12 +212,11 @@ class Gemma4(Model):
         assert peers is None or not batch.prompts, "chunks are summed by collectives"
         residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
         allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, keep_full_residual=residual_is_read)
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        first = [block.norms["pre_attention"] for block in blocks]
-        h, x, ple = self.embedding(batch.ids, first[0], allreduce_norm, batch.soft)
+        first_norm, blocks = with_next_norms(self.blocks, self.norm)
+        h, x, ple = self.embedding(batch.ids, first_norm, allreduce_norm, batch.soft)
         step = LayerStep(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and (len(batch.logit_rows) < batch.rows or batch.width > 1)
-        for index, (block, next_norm) in enumerate(zip(blocks, [*first[1:], self.norm], strict=True)):
+        for index, (block, next_norm) in enumerate(blocks):
             if narrow and index == self._sharing:
                 h, x, step, narrow = h[batch.logit_rows], x[batch.logit_rows], step.logit_rows(), False
             if h.shape[0]:

@@ -21,20 +21,31 @@ BLOCK_NORMS = {  # of a block, by its own names: drafters and towers have the sa
     "post_feedforward_layernorm": "post_mlp",
 }
 _I, _B = "layers.{i}.", "blocks.{i}."
+
+
+def block_rules(layer: str) -> tuple[Rule, ...]:
+    """Of what blocks of drafters have too: queries, a dense MLP, norms and a scalar. layer: how a layer's tensors begin."""
+    return (
+        Rule(layer + "self_attn.q_proj.weight", _B + "attention.qkv", ("q", "hidden"), "q"),
+        Rule(layer + "self_attn.o_proj.weight", _B + "attention.o", ("hidden", "q"), "columns"),
+        Rule(layer + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), kind="head_norm"),
+        Rule(layer + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "gate"),
+        Rule(layer + "mlp.up_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "up"),
+        Rule(layer + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "width"), "columns"),
+        *(_norm(f"{layer}{name}.weight", f"{_B}norms.{norm}") for name, norm in BLOCK_NORMS.items()),
+        Rule(layer + "layer_scalar", _B + "scalar", ("one",), kind="scalar"),
+    )
+
+
 _RULES = (
     Rule("embed_tokens.weight", "embedding.tokens.head", ("vocab", "hidden"), "vocab", "embedding"),
     Rule("embed_tokens_per_layer.weight", "embedding.ple_tokens.head", ("ple_vocab", "ples"), "vocab", "ple_table"),
     Rule("per_layer_model_projection.weight", "embedding.ple_projection", ("ples", "hidden")),
     _norm("per_layer_projection_norm.weight", "embedding.ple_norm", "ple"),
-    Rule(_I + "self_attn.q_proj.weight", _B + "attention.qkv", ("q", "hidden"), "q"),
+    *block_rules(_I),
     Rule(_I + "self_attn.k_proj.weight", _B + "attention.qkv", ("kv", "hidden"), "k"),
     Rule(_I + "self_attn.v_proj.weight", _B + "attention.qkv", ("v", "hidden"), "v"),
-    Rule(_I + "self_attn.o_proj.weight", _B + "attention.o", ("hidden", "q"), "columns"),
-    Rule(_I + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), kind="head_norm"),
     Rule(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", ("head_dim",), kind="head_norm", present="kv"),
-    Rule(_I + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "gate"),
-    Rule(_I + "mlp.up_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "up"),
-    Rule(_I + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "width"), "columns"),
     Rule(_I + "router.proj.weight", _B + "router.proj", ("experts", "hidden"), kind="unpacked"),
     Rule(_I + "router.scale", _B + "router.scale", ("hidden",), kind="one", present="experts"),
     _norm(_I + "router.per_expert_scale", _B + "router.per_expert_scale", "experts"),
@@ -46,8 +57,6 @@ _RULES = (
     Rule(_I + "per_layer_input_gate.weight", _B + "ple_gate", ("ple", "hidden")),
     Rule(_I + "per_layer_projection.weight", _B + "ple_out", ("hidden", "ple")),
     _norm(_I + "post_per_layer_input_norm.weight", _B + "norms.post_ple", present="ple"),
-    *(_norm(f"{_I}{name}.weight", f"{_B}norms.{norm}") for name, norm in BLOCK_NORMS.items()),
-    Rule(_I + "layer_scalar", _B + "scalar", ("one",), kind="scalar"),
     _norm("norm.weight", "norm"),
     Rule(HEAD, "own_head.head", ("head", "hidden"), "vocab", "embedding"),
 )

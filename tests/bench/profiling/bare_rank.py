@@ -12,7 +12,7 @@ from engine.rank.kv import KVCache
 from engine.rank.models.layers import AttentionModule, Experts, VocabTable
 from engine.rank.runner import Runner
 from engine.rank.synthetic_plans import SyntheticPlans
-from kernels import launch
+from tests.support.launches import compilations
 
 READ_RATE = 4.56e12  # bytes a second, the best seen on an H200
 _SPARE = 8           # tokens that pages are held for behind the last step
@@ -79,5 +79,5 @@ def build(
     if runner.capturable:
         began = time.monotonic()
         runner.capture(None if batches is None else sorted({runner.bucket(batch) for batch in batches}))
-        report(f"{launch.compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
+        report(f"{compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
     return BareRank(**vars(rank), runner=runner)

@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.geometry import Layer
 from engine.rank.models.architecture import Model
-from kernels.launch import without_overlap
 from tests.bench.profiling.bare_rank import BareRank
 from tests.bench.profiling.decode_times import admit, lengths_kept, replay, replay_ms
+from tests.support.launches import without_overlap
 
 REPEATS = 5
 _REPLAYS = 64  # for the step's time without a profiler

@@ -6,10 +6,10 @@ import pytest
 
 from engine.rank.runner import warm_rows
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
-from kernels.launch import Node, record
 from kernels.slots import gather_pages
 from tests.support.compiled import compile_node
 from tests.support.engine.listed_steps import SLOTS, drafts, int32, mixed, sampled, step
+from tests.support.launches import Node, record
 
 pytestmark = pytest.mark.cpu
 

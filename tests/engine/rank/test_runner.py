@@ -364,7 +364,7 @@ def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
             slot, token = forced[plan.step]
             bits = np.zeros((1, -(-vocabulary // 32)), np.int32)
             bits[0, token // 32] = 1 << token % 32
-            runner.slots.set_masks(plan.step, np.array([slot], np.int32), bits)
+            runner.slots.adjustments.set_masks(plan.step, np.array([slot], np.int32), bits)
         found[plan.step] = {row.slot: row.tokens[0] for row in run(runner, plan).rows}
     assert (found[1][2], found[3][0]) == (111, 222)
     for slot, prompt in ((2, PROMPTS[0]), (0, PROMPTS[1])):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,17 +11,17 @@ import torch
 
 from deploy.models.resolve import resolve
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
 from engine.rank import start_checks
 from engine.rank.attention import AskedAttention, trtllm
 from engine.rank.attention.base import AttentionParts, PartSettings
 from engine.rank.attention.parts_check import ROWS, PartMismatch, mismatches
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
+from engine.rank.builder import load_rank
+from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.parallel import Parallel, Single
-from kernels import launch as launcher
 from kernels import selfcheck
-from kernels.launch import disabled
-from kernels.selfcheck import Failure
 from tests.support.engine.threads import run_ranks
 from tests.support.flashinfer_calls import PROCESSORS, KernelStandIn, pinned
 
@@ -132,28 +133,29 @@ def test_ranks_agree_on_what_any_of_them_found() -> None:
     assert run_ranks(4, found_by) == [{"part 3", "part 69"}] * 4
 
 
-@pytest.fixture
-def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that nobody tried, as far as the checks ask; sums are on the CPU."""
+def boot() -> None:
+    """Of a rank without weights, on a GPU."""
+    asked = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "attention_decode": "triton"}
+    config = EngineConfig(model=str(resolve("dummy:31b")), tp=1, **asked)
+    load_rank(config, Single(), torch.device("cuda", 0), replace(GEMMA4, build=built))
+
+
+def built(*_: object) -> Any:
+    raise NotImplementedError
+
+
+def test_a_wrong_kernel_ends_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that nobody tried a kernel that fails its check is named before a model is made; a GPU that we know is not asked."""
+    monkeypatch.setattr(selfcheck, "failures", lambda *_: ["the embedding (kernels.embed) is wrong by 0.5"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    monkeypatch.setattr(start_checks, "agreed", lambda _, names, mine, __: {name for name in names if name in mine})
-    monkeypatch.setattr(launcher, "_launcher", launcher._Launcher({}))
-
-
-@pytest.mark.usefixtures("unknown_gpu")
-def test_a_wrong_kernel_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the check finds is disabled and said; a GPU that we know is not asked."""
-    cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(selfcheck, "failures", lambda _: [Failure("kernels.fused_allreduce_norm", "a fused norm of one rank", 0.5)])
-    said = start_checks.check_kernels(Single(), cuda)
-    assert disabled() == {"kernels.fused_allreduce_norm"}
-    assert "a fused norm of one rank (kernels.fused_allreduce_norm) is wrong by 0.5: plain torch in its place" in said
+    with pytest.raises(ConfigError, match=r"nobody tried: the embedding \(kernels.embed\) is wrong by 0.5"):
+        boot()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert start_checks.check_kernels(Single(), cuda) == []
-    assert start_checks.check_kernels(Single(), CPU) == []
+    with pytest.raises(NotImplementedError):
+        boot()
+    assert not start_checks.untried(CPU)
 
 
-@pytest.mark.usefixtures("unknown_gpu")
 def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is wrong in sliding decode rows leaves those to triton, and says so; nothing asked, nothing checked."""
 
@@ -164,6 +166,7 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     kernel = Faulty(narrow_rows)
     monkeypatch.setattr(trtllm, "load", lambda *_, **__: pinned("0.7.2.post1", kernel))
     real = PartSettings
+    monkeypatch.setattr(start_checks, "agreed", lambda _, names, mine, __: {name for name in names if name in mine})
     monkeypatch.setattr(start_checks, "PartSettings", lambda heads, eps, buckets, _: real(heads, eps, buckets, CPU))
     config = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16", attention_decode="trtllm_mha")
     failed, said = start_checks.check_attention(Single(), config, geometry, torch.device("cuda", 0))

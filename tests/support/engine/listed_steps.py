@@ -25,11 +25,11 @@ from engine.rank.step import LAYOUT, StepBuffers
 from kernels.choose import ArgmaxInbox
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.fused_allreduce_norm import AllReduceInbox
-from kernels.launch import Node, record
 from kernels.sampling_batch import SlotParameters
 from kernels.slots import apply_plan, decode_inputs, rotary_table
 from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
+from tests.support.launches import Node, record
 
 META = torch.device("meta")
 SLOTS, MAX_LEN = 257, 8192
