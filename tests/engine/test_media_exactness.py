@@ -86,11 +86,11 @@ class Served:
     results: list[StepResult] = field(default_factory=list)
 
 
-def serve(runner: Runner, config: EngineConfig, asked: list[Prompt]) -> Served:
+def serve(runner: Runner, config: EngineConfig, asked: list[Prompt], params: SamplingParams = ASKED) -> Served:
     """All of them at once, to their ends."""
     scheduler, served = Scheduler(scheduler_config(config, PAGES)), Served()
     for number, prompt in enumerate(asked):
-        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt.ids), params=ASKED, media=prompt.media))
+        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt.ids), params=params, media=prompt.media))
     while scheduler.requests.unfinished:
         plan = scheduler.schedule()
         assert plan is not None
@@ -278,5 +278,6 @@ def test_faults_are_seen(case: Callable[[str], Case], name: str, fault: str, kin
     asked = [prompt for prompt in it.prompts if {item.kind for item in prompt.media} == {kind}]
     asked = asked[:: len(asked) - 1] if fault == "prefix" else asked[:1]
     with planted(fault, read_geometry(Path(it.config.model)).embedding_scale):
-        served = serve(build(single(it.config), PAGES), it.config, asked)
+        params = msgspec.structs.replace(ASKED, prompt_logprobs=None if fault == "prefix" else 3)  # with any, all is computed
+        served = serve(build(single(it.config), PAGES), it.config, asked, params)
     assert it.match(asked, served).worst > FAULT

@@ -16,8 +16,8 @@ _wide = VisionShape(36, 3399, layers=3, heads=3, head_dim=20, mlp=52, clipped=Tr
 _narrow = VisionShape(52, 3360, layers=1, heads=1, head_dim=36, mlp=44, clipped=True)
 _deep = VisionShape(44, 3366, layers=3, heads=5, head_dim=12, mlp=60, standardize=True)
 _flat = VisionShape(76, 3375, layers=1, heads=2, head_dim=28, mlp=20, standardize=True)
-_tower = AudioShape(40, layers=1, heads=5, channels=(24, 12), output=28)
-_small_tower = AudioShape(24, layers=3, heads=3, channels=(8, 20), output=36)
+_tower = AudioShape(40, layers=1, heads=5, channels=(128, 12), output=28)
+_small_tower = AudioShape(24, layers=3, heads=3, channels=(128, 20), output=36)
 
 ODD: dict[str, ModelShape] = {
     member: replace(SHAPES[member], **sizes)
@@ -36,7 +36,6 @@ def save(member: str, folder: Path) -> Path:
     drafted = folder / "drafted"
     drafted.mkdir(parents=True)
     write(ODD[member], drafted, partial(draw, shape=ODD[member], seed=0), "float32")
-    load_oracle(drafted).save_pretrained(folder / "saved", max_shard_size="400KB")
-    family = "Gemma4Unified" if ODD[member].unified else "Gemma4"
-    getattr(transformers, f"{family}ImageProcessor")().save_pretrained(folder / "saved")
+    load_oracle(drafted).save_pretrained(folder / "saved", max_shard_size="1MB")
+    transformers.Gemma4ImageProcessorPil().save_pretrained(folder / "saved")  # the other, and the 12B's, need torchvision
     return folder / "saved"
