@@ -19,7 +19,7 @@ from tests.nano.nano_shapes import SHAPES
 pytestmark = pytest.mark.cpu
 
 # Of the text part: training, generation, serialisation, and what transformers' own runtime does.
-HARMLESS = {"attention_dropout", "initializer_range", "use_cache"}
+HARMLESS = {"attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "use_cache"}
 # Of the whole: ids of media that text never embeds (placeholders are read), and towers, whose tensors are skipped.
 HARMLESS_OUTER = {
     "audio_config", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id", "initializer_range",
