@@ -27,7 +27,6 @@ def block_tables(
     """
     rows, width = tables.shape
     check_contiguous(tables)
-    assert lengths.shape == slots.shape == positions.shape == (rows,), (lengths.shape, slots.shape, positions.shape)
     if not enabled(table):
         first = first_page(positions, page, window)
         entries = first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)

@@ -135,12 +135,19 @@ def float_order(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Whether each is among the `count` highest; equal ones: the first. The lowest of them is found bit by bit."""
+def kth_order(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """The lowest of the `count` highest, found from its highest bit to its lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
         key = tl.where(tl.sum((orders >= trial).to(tl.int32), 0) >= count, trial, key)
+    return key
+
+
+@triton.jit
+def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Whether each is among the `count` highest; equal ones: the first."""
+    key = kth_order(orders, count)
     over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
     return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))
 

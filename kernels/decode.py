@@ -23,7 +23,7 @@ from kernels.slots import first_page
 from kernels.splitkv import ROWS, decode_kernel
 from kernels.tiles import LARGE_SHARED
 
-_GATHERED = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements of K gathered at once: what a cache holds; what spares launches
+_GATHERED = 1 << 20  # elements of K gathered at once: what a cache holds
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[in
     """
     kv_heads, page, d = pool.shape[2:]
     splits = decode_splits(rows, kv_heads, d, pages, processors)
-    shared = shared_memory(pool) if enabled(pool) else LARGE_SHARED
-    return splits, decode_tile(d, page, rows * kv_heads * splits, cdiv(pages, splits), pool.element_size(), shared)
+    return splits, decode_tile(d, page, rows * kv_heads * splits, cdiv(pages, splits), pool.element_size(), shared_memory(pool))
 
 
 def decode_attention(
@@ -167,7 +166,6 @@ def decode_attention(
         tile = decode_tile(d, page, rows * kv_heads * splits, turns, pool.element_size(), shared_memory(qkv))
     heads = out.shape[1] // d
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
-    assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
     check_contiguous(*inputs, out)
     launch(
         _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, window, page, splits, tile),
@@ -214,7 +212,7 @@ def paged_decode_step(
 
 def row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
     """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, in all what is gathered at once."""
-    page, held = pool.shape[3], _GATHERED[pool.device.type] // pool[0, 0].numel()
+    page, held = pool.shape[3], _GATHERED // pool[0, 0].numel()
     first = 0
     while first < len(bounds):
         last, pages = first, 0

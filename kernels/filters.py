@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.candidates import float_order, scaled_logits
+from kernels.candidates import float_order, kth_order, scaled_logits
 from kernels.choose import scaled, store
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -238,10 +238,7 @@ def _filter(
             # the blocks that can hold what is kept
             wanted = tl.minimum(tl.where(top_k > 0, top_k, _TILE), NB)
             orders = tl.where(block < NB, float_order(highest), -2147483648)
-            key = tl.full([], -2147483648, tl.int32)
-            for bit in range(32):
-                trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
-                key = tl.where(tl.sum((orders >= trial).to(tl.int32), 0) >= wanted, trial, key)
+            key = kth_order(orders, wanted)
             only_floor = (top_k == 0) & (min_p > 0.0)
             member = tl.where(only_floor, (highest >= floor) & (block < NB), orders >= key)
             count = tl.sum(member.to(tl.int32), 0)

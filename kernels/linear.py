@@ -62,7 +62,6 @@ def linear_geglu(x: Tensor, gate_up: Tensor) -> Tensor:
     """x [T, n], gate_up [2 m, n], gate rows first -> [T, m] in x's dtype.
 
     Up to 128 rows on a GPU both products stay fp32 until the one cast; elsewhere they are rounded to x's dtype before the gate."""
-    assert gate_up.shape[0] % 2 == 0, gate_up.shape
     out = _output(x, gate_up, gate_up.shape[0] // 2)
     tile = _tile(x, _shape(gate_up, gated=True))
     if tile is None:
@@ -73,7 +72,6 @@ def linear_geglu(x: Tensor, gate_up: Tensor) -> Tensor:
 def linear_gelu_mul(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
     """x [T, n], weight [m, n], up [T, m], whose rows may lie apart -> [T, m] in x's dtype, rounded as in `linear_geglu`."""
     out = _output(x, weight, weight.shape[0])
-    assert up.shape == out.shape, (up.shape, out.shape)
     tile = _tile(x, _shape(weight))
     if tile is None:
         return geglu(linear(x, weight), up)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """x [..., n], weight [n] or None (no weight) -> [..., n] in `dtype`, by default x's."""
-    assert weight is None or weight.shape == x.shape[-1:], (weight.shape, x.shape)
     wide = x.float()
     normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     if weight is not None:
@@ -22,7 +21,5 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | 
 
 def norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
     """residual and x [T, n] of one dtype, weight [n], scalar [1] or None (one) -> [T, n]."""
-    assert residual.shape == x.shape, (residual.shape, x.shape)
-    assert residual.dtype == x.dtype, (residual.dtype, x.dtype)
     total = residual + rms_norm(x, weight, eps)
     return total if scalar is None else total * scalar

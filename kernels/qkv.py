@@ -42,9 +42,7 @@ def store(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) ->
 def split_heads(qkv: Tensor, heads: int, pool: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """[T, (heads + kv_projections * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one: v is k; none: None)."""
     kv_heads, d = pool.shape[2], pool.shape[4]
-    assert (qkv.shape[1] - heads * d) % (kv_heads * d) == 0, (qkv.shape, heads, pool.shape)
     kv_projections = (qkv.shape[1] - heads * d) // (kv_heads * d)
-    assert 0 <= kv_projections <= 2, (qkv.shape, heads, pool.shape)
     q, *kv = qkv.view(qkv.shape[0], qkv.shape[1] // d, d).split((heads, *(kv_heads,) * kv_projections), dim=1)
     return (q, kv[0], kv[-1]) if kv else (q, None, None)
 
@@ -83,7 +81,6 @@ def qkv_post(
         return
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
-    assert (kv_projections > 0) == (k_norm is not None), (qkv.shape, k_norm)
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
     check_contiguous(*inputs)
     kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, page)

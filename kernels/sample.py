@@ -28,7 +28,6 @@ def cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 def mask(logits: Tensor, ids: Tensor, first: int) -> Tensor:
     """logits [R, n] are those of ids first .. first + n - 1; ids int64 [R, m], negative: none -> -inf where forbidden."""
-    assert ids.shape[0] == logits.shape[0], (ids.shape, logits.shape)
     local = ids - first
     hit = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
     ceiling = torch.where(hit, -torch.inf, torch.inf).to(logits.dtype)

@@ -62,47 +62,35 @@ class GemmShape(NamedTuple):
         return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
 
 
-def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4, registers: int | None = None) -> Tile:
-    return Tile("gemv", rows, bn, bk, early, warps, registers=registers)
-
-
-def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
-    return Tile("gemm", rows, bn, bk, early, warps, stages, swap)
-
-
-def _gated(tiles: dict[int, Tile | None]) -> dict[int, Tile | None]:
-    """The MLP's down product follows: it may start with the gated one."""
-    return {rows: tile and replace(tile, start=True) for rows, tile in tiles.items()}
-
-
 # Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4.
 # Of 4 to 64 rows measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit. Two rows
 # by `gemv` took longer than four by this tile, which does no less for two.
-_SHALLOW = gemm(16, 64, 128, 4, early=1, swap=True)
-_FEW = dict.fromkeys((2, 4, 8, 16), gemm(16, 64, 128, 8, early=1, swap=True))
-_MORE: dict[int, Tile | None] = {32: gemm(32, 64, 128, 6, early=1, swap=True), 64: gemm(64, 64, 128, 6, early=1), 128: None}
+_SHALLOW = Tile("gemm", 16, 64, 128, 1, stages=4, swap=True)
+_FEW = dict.fromkeys((2, 4, 8, 16), Tile("gemm", 16, 64, 128, 1, stages=8, swap=True))
+_MORE: dict[int, Tile | None] = {
+    32: Tile("gemm", 32, 64, 128, 1, stages=6, swap=True),
+    64: Tile("gemm", 64, 64, 128, 1, stages=6),
+    128: None,
+}
 TABLE: dict[GemmShape, dict[int, Tile | None]] = {
-    GemmShape(4096, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
-    GemmShape(4608, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
-    GemmShape(5376, 2048): {1: gemv(1, 4, 1024, 2), **_FEW, **_MORE},
-    GemmShape(5376, 4096): {1: gemv(1, 4, 1024, 2), **_FEW, **_MORE},
-    GemmShape(5376, 5376): {1: gemv(1, 4, 1024, 4), **_FEW, **_MORE},
+    **{
+        GemmShape(m, n): {1: Tile("gemv", 1, 4, 1024, early), **_FEW, **_MORE}
+        for m, n, early in ((4096, 5376, 4), (4608, 5376, 4), (5376, 2048, 2), (5376, 4096, 2), (5376, 5376, 4))
+    },
     GemmShape(65536, 5376): {
-        1: gemv(1, 4, 1024, 4),
+        1: Tile("gemv", 1, 4, 1024, 4),
         **dict.fromkeys((2, 4, 8, 16), _SHALLOW),
-        32: gemm(32, 128, 128, 3, early=1),
-        64: gemm(64, 128, 128, 3, early=1),
+        32: Tile("gemm", 32, 128, 128, 1, stages=3),
+        64: Tile("gemm", 64, 128, 128, 1, stages=3),
         128: None,
     },
-    GemmShape(5376, 5376, gated=True): _gated(
-        {
-            1: gemv(1, 2, 1024, 4),
-            **dict.fromkeys((2, 4, 8, 16), _SHALLOW),
-            32: gemm(32, 64, 128, 4, early=1, swap=True),
-            64: gemm(64, 64, 128, 4, early=1),
-            128: None,
-        }
-    ),
+    GemmShape(5376, 5376, gated=True): {  # `start`: the MLP's down product follows
+        1: Tile("gemv", 1, 2, 1024, 4, start=True),
+        **dict.fromkeys((2, 4, 8, 16), replace(_SHALLOW, start=True)),
+        32: Tile("gemm", 32, 64, 128, 1, stages=4, swap=True, start=True),
+        64: Tile("gemm", 64, 64, 128, 1, stages=4, start=True),
+        128: None,
+    },
 }
 
 

@@ -123,32 +123,23 @@ class Distributed:
         distributed.all_to_all_single(received, sent)
         return received
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """None."""
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> "Inboxes | None":  # noqa: ARG002 (it has none of any size)
+        return None
 
 
-class CudaGroup:
-    """Symmetric memory where a message fits it, NCCL for the rest."""
+class CudaGroup(Distributed):
+    """NCCL, and symmetric memory where a sum's message fits it."""
 
     def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        self.rank = rank
-        self.size = size
-        self._large = Distributed("nccl", rank, size, store, timeout_s, device)
+        self._device = torch.device("cuda", rank)
+        torch.cuda.set_device(self._device)
+        super().__init__("nccl", rank, size, store, timeout_s, self._device)
         world = distributed.group.WORLD
         assert world is not None
-        self._world, self._device = world, device
-        self._small = SymmetricReduce(world, device, SYMMETRIC_BYTES)
+        self._world, self._small = world, SymmetricReduce(world, self._device, SYMMETRIC_BYTES)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._small.all_reduce(x) if self._small.fits(x) else self._large.all_reduce(x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._large.all_gather(x)
-
-    def exchange_rows(self, x: Tensor) -> Tensor:
-        return self._large.exchange_rows(x)
+        return self._small.all_reduce(x) if self._small.fits(x) else super().all_reduce(x)
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes:
         """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
@@ -180,17 +171,14 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
 
     Raises ConfigError, which names rank and message, when one comes out wrong. The values are small integers: exact in bf16.
     """
-    largest = max(SYMMETRIC_BYTES, SLOT_BYTES) // dtype.itemsize
-    for length in (64, largest + 64):
+    rank, size = parallel.rank, parallel.size
+    for length in (64, max(SYMMETRIC_BYTES, SLOT_BYTES) // dtype.itemsize + 64):
         pattern = torch.arange(length, device=device).remainder(7).to(dtype)
-        total = parallel.all_reduce(pattern * (parallel.rank + 1))
-        _expect(parallel, total, pattern * (parallel.size * (parallel.size + 1) // 2), "sum")
-        parts = [pattern + rank for rank in range(parallel.size)]
-        _expect(parallel, parallel.all_gather(pattern + parallel.rank), torch.cat(parts), "gather")
-    rows, ranks = torch.arange(2 * parallel.size, device=device), torch.arange(parallel.size, device=device)
-    exchanged = parallel.exchange_rows((10 * rows + parallel.rank).to(dtype)[:, None].expand(-1, 64).contiguous())
-    mine = 10 * rows[parallel.rank :: parallel.size] + ranks[:, None]
-    _expect(parallel, exchanged, mine.to(dtype)[:, :, None].expand(-1, -1, 64), "exchange")
+        _expect(parallel, parallel.all_reduce(pattern * (rank + 1)), pattern * (size * (size + 1) // 2), "sum")
+        _expect(parallel, parallel.all_gather(pattern + rank), torch.cat([pattern + other for other in range(size)]), "gather")
+    rows = torch.arange(2 * size, device=device, dtype=dtype)[:, None].expand(-1, 64)
+    own = torch.stack([10 * rows[rank::size] + other for other in range(size)])
+    _expect(parallel, parallel.exchange_rows(10 * rows + rank), own, "exchange")
 
 
 def _expect(parallel: Parallel, found: Tensor, expected: Tensor, what: str) -> None:

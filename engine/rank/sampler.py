@@ -28,7 +28,7 @@ from kernels.adjust import adjust
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
-from kernels.launch import enabled, processors
+from kernels.launch import processors
 from kernels.sample import cap
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 
@@ -109,8 +109,7 @@ class Sampler:
     def _argmax(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
         """int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
         best = local_best(logits, batch, self._first(logits), self._parts(logits))
-        if inbox is None or not enabled(best):
-            inbox = None
+        if inbox is None:
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
         chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
         choose_best(best, batch, chosen, inbox)

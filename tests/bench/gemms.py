@@ -15,11 +15,19 @@ from torch.nn import functional
 
 from kernels.activation import geglu
 from kernels.linear import _run
-from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, gemm, gemv, row_class
+from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, row_class
 from tests.bench.timing import COLD_BYTES, L2_RATE, READ_RATE, Case, Made
 from tests.support.engine.products import Product
 
 CHECKED = 4096  # outputs that are compared with fp32; all of them would take longer than the timing
+
+
+def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4, registers: int | None = None) -> Tile:
+    return Tile("gemv", rows, bn, bk, early, warps, registers=registers)
+
+
+def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
+    return Tile("gemm", rows, bn, bk, early, warps, stages, swap)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def _error(x: Tensor, weight: Tensor, out: Tensor, gated: bool) -> float:
 
 
 def describe(tile: Tile | None) -> str:
-    """`gemv 4x1024 early 4 warps 4`: the arguments of `kernels.tiles.gemv` and `gemm` in their order."""
+    """`gemv 4x1024 early 4 warps 4`: the arguments of `gemv` and `gemm` in their order."""
     if tile is None:
         return "cublas"
     parts = [f"{tile.kind} {tile.rows}x{tile.bn}x{tile.bk} early {tile.early} warps {tile.warps}"]

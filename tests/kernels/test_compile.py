@@ -40,8 +40,8 @@ from kernels.route import route, router_logits
 from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
-from kernels.tiles import TABLE, GemmShape, Tile, gemv
-from tests.bench.gemms import GemmCase
+from kernels.tiles import TABLE, GemmShape, Tile
+from tests.bench.gemms import GemmCase, gemv
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
 from tests.support.attention import verify_node
 from tests.support.compiled import Compiled, compile_node

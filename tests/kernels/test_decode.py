@@ -76,7 +76,7 @@ def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, shape: Shape) -
     """Every length, a padding row among them, equals dense attention, in blocks of rows or not; K and V of each are appended."""
     case = decode_case(shape, LENGTHS)
     check(case, attend(case))
-    monkeypatch.setitem(decode._GATHERED, "cpu", 4 * shape.page * shape.kv_heads * shape.d)
+    monkeypatch.setattr(decode, "_GATHERED", 4 * shape.page * shape.kv_heads * shape.d)
     check(case, attend(case))
 
 

@@ -80,26 +80,24 @@ def _sequences(
 ) -> tuple[GroupCache, ForwardBatch]:
     """A slot for each span of positions, its pages shuffled; behind its end, in its last page and its table's tail, lies poison."""
     generator = torch.Generator().manual_seed(group.head_dim)
-    needed = [group.pages_for(start, end) if start >= 0 else range(0) for start, end in spans]
-    count = sum(map(len, needed)) + 2
-    held = replace(group, dtype="bfloat16")
-    cache = GroupCache(held, count, len(spans), max(end for _, end in spans) + ROW_TOKENS, device)
+    needed = [group.pages_for(start, end) if end else range(0) for start, end in spans]
+    poisoned = 1 + sum(map(len, needed))
+    longest = max(end for _, end in spans) + ROW_TOKENS
+    cache = GroupCache(replace(group, dtype="bfloat16"), poisoned + 1, len(spans), longest, device)
     pool = torch.randn(cache.pool.shape[1:], generator=generator)
     pool[:, 0] *= group.head_dim**-0.25
-    pool[0], pool[-1] = 0, _POISON
-    table = torch.zeros(cache.table.shape, dtype=torch.int32)
-    free = (torch.randperm(count - 2, generator=generator) + 1).tolist()
-    for slot, ((_, end), entries) in enumerate(zip(spans, needed, strict=True)):
-        for entry in entries:
-            table[slot, entry] = free.pop()
-        table[slot, entries.stop :] = count - 1
-        if end % group.page and entries:
-            pool[table[slot, entries.stop - 1], :, :, end % group.page :] = _POISON
-    cache.pool[0], cache.table[:] = pool.to(device, _DTYPE), table.to(device)
+    pool[0], pool[poisoned] = 0, _POISON
+    free = (torch.randperm(poisoned - 1, generator=generator) + 1).int().split([len(entries) for entries in needed])
+    for slot, ((_, end), entries, pages) in enumerate(zip(spans, needed, free, strict=True)):
+        cache.table[slot, entries.stop :] = poisoned
+        cache.table[slot, entries.start : entries.stop] = pages.to(device)
+        if end % group.page:
+            pool[pages[-1], :, :, end % group.page :] = _POISON
+    cache.pool[0] = pool.to(device, _DTYPE)
     rope = layer.rope
     frequencies = {(rope, layer.head_dim): inverse_frequencies(rope.theta, rope.pairs, layer.head_dim, rope.factor).to(device)}
-    slots = torch.tensor([slot for slot, (start, end) in enumerate(spans) for _ in range(start, end)], device=device)
-    positions = torch.tensor([position for start, end in spans for position in range(start, end)], device=device)
+    slots = torch.cat([torch.full((end - start,), slot) for slot, (start, end) in enumerate(spans)]).to(device)
+    positions = torch.cat([torch.arange(*span) for span in spans]).to(device)
     return cache, eager_batch(KVCache([cache]), frequencies, torch.zeros_like(slots), slots, positions, chunks)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.attention.trtllm_mha import PAGES, TRTLLM_MHA
 from engine.errors import ConfigError
@@ -33,7 +34,6 @@ from engine.geometry import KVGroup, Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
 from engine.rank.batch import RowBlock
 from engine.rank.kv import ROW_TOKENS, GroupCache
-from engine.rank.upload import uploaded
 from kernels.block_tables import block_tables
 from kernels.launch import processors
 
@@ -216,16 +216,10 @@ class TrtllmExtend:
 
     def prepare(self, block: RowBlock) -> ChunkRows:
         """The chunks' rows of the page table, with nothing behind their ends, and their running sums."""
-        queries, keys = [0], [0]
-        for chunk in block.chunks:
-            queries.append(queries[-1] + chunk.size)
-            keys.append(keys[-1] + chunk.end)
-        offsets = [chunk.offset for chunk in block.chunks]
-        assert offsets == queries[:-1], f"chunks lie one behind the other, from row 0: {offsets}"
-        sections = [queries, keys, [chunk.end for chunk in block.chunks], [chunk.slot for chunk in block.chunks]]
-        packed = torch.tensor([number for section in sections for number in section], dtype=torch.int32)
-        packed = uploaded(packed, self._settings.device)
-        query_sums, key_sums, lengths, slots = packed.split([len(section) for section in sections])
+        assert block.chunk_list is not None
+        slots, _, starts, sizes = block.chunk_list[: len(block.chunks)].T.contiguous()
+        lengths = starts + sizes
+        query_sums, key_sums = (functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)) for counts in (sizes, lengths))
         table, page = self._cache.table, self._cache.group.page
         begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
         held = table[slots.long()].masked_fill_(begins >= lengths[:, None], 0)  # pages that are reserved ahead, or nobody's
