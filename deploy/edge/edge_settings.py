@@ -56,8 +56,11 @@ class MediaSettings(msgspec.Struct, frozen=True):
     max_soft_tokens: Annotated[
         Literal[70, 140, 280, 560, 1120], Meta(description="tokens that an image may have; who asks for more gets these")
     ] = 1120
-    pixels: Annotated[int, Meta(ge=1 << 16, le=1 << 28, description="pixels of an image, before it is resized")] = 25_000_000
+    pixels: Annotated[
+        int, Meta(ge=1 << 16, le=1 << 28, description="pixels of an image, or of a video's frame, before it is resized")
+    ] = 25_000_000
     audio_seconds: Annotated[float, Meta(gt=0, le=1000, description="seconds of a clip")] = 900.0
+    video_seconds: Annotated[float, Meta(gt=0, le=86_400, description="seconds of a video in a container")] = 3600.0
     waiting_bytes: Annotated[
         int, Meta(ge=1 << 20, description="bytes of decoded media that may wait for their prefill; one request always may")
     ] = 2 << 30

@@ -18,9 +18,9 @@ def wav(samples: Array, bits: int = 16, rate: int = RATE, *, code: int = 1, exte
     whole = channels * bits // 8
     form = struct.pack("<HHIIHH", 0xFFFE if extensible else code, channels, rate, rate * whole, whole, bits)
     if extensible:
-        form += struct.pack("<HHIH14s", 22, bits, 0, code, b"\0" * 14)
-    chunks = [(b"LIST", b"odd"), (b"fmt ", form), (b"data", data)]
-    body = b"".join(name + struct.pack("<I", len(each)) + each + b"\0" * (len(each) % 2) for name, each in chunks)
+        form += struct.pack("<HHIH", 22, bits, 0, code) + bytes.fromhex("000000001000800000aa00389b71")
+    chunks = [(b"LIST", b"oddly"), (b"fmt ", form), (b"data", data)]
+    body = b"".join(name + struct.pack("<I", len(chunk)) + chunk + b"\0" * (len(chunk) % 2) for name, chunk in chunks)
     return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body
 
 

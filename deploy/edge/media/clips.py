@@ -1,19 +1,26 @@
-"""A WAV file as an audio encoder takes it. For a tower, what is longer than 30 s becomes several clips, cut at silences."""
+"""A sound file as an audio encoder takes it. For a tower, what is longer than 30 s becomes several clips, cut at silences."""
+
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
+from av import AudioResampler
+from av.audio.stream import AudioStream
+from av.container import InputContainer
 
+from deploy.edge.media.containers import check_seconds, check_stream, demuxer, opened_container
 from deploy.edge.media.rasters import prepared
 from deploy.edge.media.tasks import DecodeTask, Prepared
 from engine.audio_geometry import tower_tokens
 from engine.errors import InvalidRequest
-from engine.front.audio_features import cut_at_silences, log_mels, raw_rows
-from engine.front.wav import read_wav
+from engine.front.audio_features import Array, cut_at_silences, log_mels, raw_rows, resampled
+
+_RATES = range(1000, 384_001)
 
 
 def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
     """InvalidRequest."""
-    samples = read_wav(data, task.seconds)
+    samples = read_audio(data, task.seconds)
     if task.row_samples:
         clips = [raw_rows(samples, task.row_samples)]
         tokens = [len(clips[0])]
@@ -25,3 +32,30 @@ def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
     text = "".join(f"<|audio>{'<|audio|>' * count}<audio|>" for count in tokens)
     whole = prepared("audio", np.concatenate(clips), text, runs=len(clips))
     return msgspec.structs.replace(whole, clips=tuple(map(len, clips)))
+
+
+def read_audio(data: bytes, most_seconds: float) -> Array:
+    """Its samples, float32 [n], mono at 16 kHz. InvalidRequest: it is of no format that we read, or longer than that."""
+    if (name := demuxer(data)) is None:
+        raise InvalidRequest("it is none of WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 and WebM")
+    with opened_container(data, name, pixels=1) as container:
+        stream = container.streams.best("audio")
+        check_stream(stream, "audio", most_seconds)
+        assert isinstance(stream, AudioStream), stream
+        if stream.rate not in _RATES:
+            raise InvalidRequest(f"audio at {stream.rate} Hz is not read")
+        stream.codec_context.thread_count = 1
+        return resampled(_mono(container, stream, most_seconds), stream.rate)
+
+
+def _mono(container: InputContainer, stream: AudioStream, most_seconds: float) -> Iterator[Array]:
+    """Its frames, the channels mixed to one."""
+    floats, samples = AudioResampler("fltp"), 0
+    for frame in container.decode(stream):
+        samples += frame.samples
+        check_seconds(samples / stream.rate, "audio", most_seconds)
+        for part in floats.resample(frame):
+            mono = part.to_ndarray().mean(axis=0, dtype=np.float32)
+            if not np.isfinite(mono).all():
+                raise InvalidRequest("it has samples that are no numbers")
+            yield mono

@@ -17,7 +17,7 @@ from deploy.edge.media.tasks import Fetch
 from engine.errors import InvalidRequest
 
 REDIRECTS = 3
-_HEADERS = {"User-Agent": "quartet", "Accept": "image/*, video/*", "Accept-Encoding": "identity", "Connection": "close"}
+_HEADERS = {"User-Agent": "quartet", "Accept": "image/*, video/*, audio/*", "Accept-Encoding": "identity", "Connection": "close"}
 # Addresses in which one of IPv4 hides, which may be any.
 _TUNNELS = [ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16")]
 

@@ -38,6 +38,7 @@ async def read_media(
         max_soft_tokens=settings.max_soft_tokens,
         pixels=settings.pixels,
         seconds=settings.audio_seconds,
+        video_seconds=settings.video_seconds,
         row_samples=row_samples,
     )
     prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {at}") for at, part in enumerate(media, 1))

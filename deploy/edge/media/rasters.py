@@ -8,6 +8,7 @@ A soft token stands for 48 x 48 pixels. Runs in a side process: a decoder is cod
 import hashlib
 import io
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from engine.protocol import MediaKind
 
 CELL = 48  # pixels of a soft token's side
 MAX_SIDE = 1 << 16
+MAX_SCANS = 50  # of a JPEG, each of which goes over all of it; encoders write some ten
+_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _STRIP_PIXELS = 1 << 20  # resized at once in width: the whole raster is never held twice
 
@@ -62,21 +65,37 @@ def soft_tokens(raster: "np.ndarray[Any, Any]") -> int:
 def prepared(kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: int = 1) -> Prepared:
     """With the digest of what the encoder gets."""
     data = raster.tobytes()
-    digest = hashlib.sha256(f"{kind}:{raster.shape}:".encode() + data).digest()
-    return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest, text=text, runs=runs)
+    digest = hashlib.sha256(f"{kind}:{raster.shape}:".encode())
+    digest.update(data)
+    return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest.digest(), text=text, runs=runs)
 
 
 def opened(data: bytes, pixels: int) -> Image.Image:
     """Its header is read, and nothing decoded. InvalidRequest: it is of no format that we read, or larger than `pixels`."""
     Image.MAX_IMAGE_PIXELS = None  # ours is looked at instead
+    if data.startswith(b"\xff\xd8"):
+        _check_scans(data)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(f"it is none of {', '.join(FORMATS)}, or its header is damaged") from None
-    width, height = image.size
-    if width * height > pixels or max(width, height) > MAX_SIDE:
-        raise InvalidRequest(f"it has {width} x {height} pixels; at most {pixels}, and {MAX_SIDE} a side, are read")
+    check_pixels(*image.size, pixels)
     return image
+
+
+def _check_scans(jpeg: bytes) -> None:
+    at, scans = 2, 0
+    while scans <= MAX_SCANS and (marker := _MARKER.search(jpeg, at)) and marker[1] != b"\xd9":
+        scans += marker[1] == b"\xda"
+        at = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
+    if scans > MAX_SCANS:
+        raise InvalidRequest(f"it has more than {MAX_SCANS} scans")
+
+
+def check_pixels(width: int, height: int, most: int) -> None:
+    """InvalidRequest: they are too many."""
+    if width * height > most or max(width, height) > MAX_SIDE:
+        raise InvalidRequest(f"it has {width} x {height} pixels; at most {most}, and {MAX_SIDE} a side, are read")
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -105,4 +124,4 @@ def _rgb(image: Image.Image) -> "np.ndarray[Any, Any]":
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    return np.array(image.convert("RGB"))
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deploy.edge.media.tasks import BEGUN, LENGTH, Prepared, Refused, Task, decode_answer, encode
+from deploy.edge.media.tasks import BEGUN, CPU_S, LENGTH, MEMORY_BYTES, Prepared, Refused, Task, decode_answer, encode
 from engine.errors import InvalidRequest, Overloaded
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +44,8 @@ class SidePool:
         if not answer.startswith(BEGUN):
             raise Overloaded("The process that decodes has ended; please try again shortly.")
         if answer == BEGUN:
-            raise InvalidRequest("it takes too much time or memory to fetch or decode")
+            limits = f"{CPU_S[task.kind]} s of CPU and {MEMORY_BYTES >> 20} MiB at most"
+            raise InvalidRequest(f"it takes too much time or memory to fetch or decode: {limits}")
         decoded = decode_answer(memoryview(answer)[len(BEGUN) :])
         if isinstance(decoded, Refused):
             raise InvalidRequest(decoded.why)
@@ -79,6 +80,7 @@ class SidePool:
             with theirs:
                 paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
                 environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # else half of a process' time is page faults
                 command = [sys.executable, "-m", "deploy.edge.media.side_process", str(theirs.fileno())]
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd=ROOT, env=environment

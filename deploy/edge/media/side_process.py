@@ -2,8 +2,8 @@
 
     edge --a socket for each task--> this --fork--> a process: reads its task, answers, and is gone
 
-What decodes was written by others, and reads what anybody sends. A process of its own has one task, CPU_S of time and MEMORY_BYTES,
-and whatever it did ends with it. Libraries are loaded once, before any fork. It ends when the edge closes its end.
+What decodes was written by others, and reads what anybody sends. A process of its own has one task, CPU_S of its kind and
+MEMORY_BYTES, and whatever it did ends with it. Libraries are loaded once, before any fork. It ends when the edge closes its end.
 """
 
 import base64
@@ -24,14 +24,24 @@ from PIL import Image
 from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
-from deploy.edge.media.tasks import BEGUN, FRAMES_TYPE, LENGTH, DecodeTask, Prepared, Refused, decode_task, encode
+from deploy.edge.media.tasks import (
+    BEGUN,
+    CPU_S,
+    FRAMES_TYPE,
+    LENGTH,
+    MEMORY_BYTES,
+    DecodeTask,
+    Prepared,
+    Refused,
+    decode_task,
+    encode,
+)
 from deploy.edge.media.videos import prepare_video
 from engine.errors import InvalidRequest
 from engine.front.audio_features import RATE, log_mels
+from engine.protocol import MediaKind
 
-CPU_S = 2
-MEMORY_BYTES = 448 << 20  # beside what the libraries take
-_PREPARERS: dict[str, Callable[[DecodeTask, bytes], Prepared]] = {
+_PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
     "image": prepare_image,
     "video": prepare_video,
     "audio": prepare_audio,
@@ -65,26 +75,26 @@ def _warm_up() -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    most = _data_bytes() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    connection.sendall(BEGUN)
     with connection.makefile("rb") as stream:
         (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-        answer = _answer(stream.read(length), stream.read())
+        task = decode_task(stream.read(length))
+        cpu_s, most = CPU_S[task.kind], _data_bytes() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        connection.sendall(BEGUN)
+        answer = _answer(task, stream.read())
     connection.sendall(encode(answer))
 
 
-def _answer(message: bytes, source: bytes) -> Prepared | Refused:
+def _answer(task: DecodeTask, source: bytes) -> Prepared | Refused:
     try:
-        task = decode_task(message)
         return _PREPARERS[task.kind](task, _data(task, source))
     except InvalidRequest as error:
         return Refused(str(error))
     except MemoryError:
         return Refused("it takes too much memory to decode")
     except Exception as error:  # noqa: BLE001 - decoders raise anything at all at what is damaged
-        return Refused(f"it cannot be decoded: {error}")
+        return Refused(f"it cannot be decoded: {getattr(error, 'strerror', None) or error}")
 
 
 def _data(task: DecodeTask, source: bytes) -> bytes:

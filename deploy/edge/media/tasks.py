@@ -25,9 +25,9 @@ class Fetch(msgspec.Struct, frozen=True):
 class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Decode a source, base64 of a media type or with `fetch` a URL, and make of it what the encoder gets.
 
-    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `pixels`: of an image, and
-    of a video's frames together; `frames` of a video are looked at. `seconds`: of audio at most; `row_samples`: of each
-    row of it, 0: it is log-mel frames.
+    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `pixels`: of an image
+    or of a frame; `frames` of a video are looked at. `seconds` of audio and `video_seconds` at most; `row_samples`: of each row
+    of audio, 0: it is log-mel frames.
     """
 
     kind: MediaKind = "image"
@@ -38,6 +38,7 @@ class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
     pixels: int = 1 << 25
     frames: int = 32
     seconds: float = 900.0
+    video_seconds: float = 3600.0
     row_samples: int = 0
 
 
@@ -62,6 +63,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     why: str
 
 
+CPU_S: dict[MediaKind, int] = {"image": 2, "video": 10, "audio": 10}  # that a process may take
+MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
 BEGUN = b"+"  # a process has the task
 LENGTH = struct.Struct("<I")
 Task = DecodeTask

@@ -2,22 +2,29 @@
 
     mm:ss <|image> n x <|video|> <image|>, joined by spaces
 
-Read are animated GIF, WebP and PNG, and vLLM's form of frames: data:video/jpeg;base64,FRAME,FRAME,... Containers of video codecs
-are not: their decoders are no dependency of ours.
+Read are MP4, MOV and WebM, animated GIF, WebP and PNG, and vLLM's form of frames: data:video/jpeg;base64,FRAME,FRAME,...
 """
 
 import base64
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
+from av import Packet, VideoFrame
+from av.container import InputContainer
+from av.video.stream import VideoStream
 from PIL import Image, ImageSequence
 
-from deploy.edge.media.rasters import opened, prepared, resized, soft_tokens, target_size, upright
+from deploy.edge.media.containers import check_stream, demuxer, opened_container
+from deploy.edge.media.rasters import check_pixels, opened, prepared, resized, soft_tokens, target_size, upright
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
 from engine.errors import InvalidRequest
 
 FRAME_BUDGET = 70
+FILMED_FRAMES = 108_000  # of a container: an hour at 30 a second
 DECODED_FRAMES = 4  # times the pixels of an image: an animation's frames are decoded up to the last that is looked at
+_FILMS = ("mov", "matroska")
 _UNTIMED_FPS = 24  # transformers' for frames without times
 _DEFAULT_MS = 100  # of an animation's frame that does not say how long it stays
 
@@ -25,12 +32,15 @@ _DEFAULT_MS = 100  # of an animation's frame that does not say how long it stays
 def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
     """InvalidRequest."""
     rasters, times, size = [], [], None
-    for frame, time in (_listed if task.media_type == FRAMES_TYPE else _animated)(task, data):
+    frames = _listed if task.media_type == FRAMES_TYPE else _filmed if demuxer(data) in _FILMS else _animated
+    for frame, time in frames(task, data):
         size = size or frame.size
         if frame.size != size:
             raise InvalidRequest("its frames differ in size")
         rasters.append(resized(frame, target_size(frame.height, frame.width, FRAME_BUDGET)))
         times.append(time)
+    if not rasters:
+        raise InvalidRequest("it has no frames")
     raster = np.stack(rasters)
     run = f"<|image>{'<|video|>' * soft_tokens(raster)}<image|>"
     text = " ".join(f"{int(time // 60):02d}:{int(time % 60):02d} {run}" for time in times)
@@ -49,7 +59,7 @@ def _animated(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, floa
     try:
         animation = opened(data, task.pixels)
     except InvalidRequest as error:
-        raise InvalidRequest(f"{error}; videos are read as animated GIF, WebP or PNG, or as {FRAMES_TYPE} frames") from None
+        raise InvalidRequest(f"{error}; videos are MP4, MOV, WebM, animated GIF, WebP or PNG, or {FRAMES_TYPE} frames") from None
     count = int(getattr(animation, "n_frames", 1))
     pixels = animation.width * animation.height * count
     if pixels > DECODED_FRAMES * task.pixels:
@@ -59,6 +69,60 @@ def _animated(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, floa
         if index in sampled:
             yield frame, time
         time += (frame.info.get("duration") or _DEFAULT_MS) / 1000
+
+
+def _filmed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]]:
+    """Frames of a container, of which those are decoded that a sampled one needs: from the key frame before it on."""
+    name = demuxer(data)
+    assert name is not None, "only containers come here"
+    with opened_container(data, name, task.pixels) as container:
+        stream = container.streams.best("video")
+        check_stream(stream, "video", task.video_seconds)
+        assert isinstance(stream, VideoStream), stream
+        check_pixels(stream.width, stream.height, task.pixels)
+        packets = _packets(container, stream)
+        shown = [at for at, packet in enumerate(packets) if not packet.is_discard]
+        order = sorted(shown, key=lambda at: _time(packets[at]))
+        sampled = _sampled(len(order), task.frames)
+        stream.codec_context.thread_count = 1
+        stream.codec_context.options = {"max_pixels": str(task.pixels)}
+        rate = float(stream.average_rate or _UNTIMED_FPS)
+        for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
+            turns = frame.rotation // 90
+            yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)), index / rate
+
+
+def _packets(container: InputContainer, stream: VideoStream) -> list[Packet]:
+    """Of all frames. InvalidRequest: they are too many."""
+    full = (packet for packet in container.demux(stream) if packet.size)
+    packets = [] if stream.frames > FILMED_FRAMES else list(islice(full, FILMED_FRAMES + 1))
+    if (count := max(stream.frames, len(packets))) > FILMED_FRAMES:
+        raise InvalidRequest(f"it has {count} frames or more; at most {FILMED_FRAMES} are read")
+    return packets
+
+
+def _decoded(stream: VideoStream, packets: Sequence[Packet], chosen: Sequence[int]) -> Iterator[VideoFrame]:
+    """The frames of these packets, in the order in which they are shown."""
+    keys, context = [at for at, packet in enumerate(packets) if packet.is_keyframe], stream.codec_context
+    frames: Iterator[VideoFrame] = iter(())
+    frame, begun = None, -1
+    for at in chosen:
+        before = keys[: bisect_right(keys, at)][-2:]  # a frame may be shown before the key frame that it is stored behind
+        begin = max((key for key in before if _time(packets[key]) <= _time(packets[at])), default=0)
+        if begin > begun:
+            context.flush_buffers()
+            frames, begun = (one for packet in [*packets[begin:], None] for one in context.decode(packet)), begin
+        while frame is None or _time(frame) < _time(packets[at]):
+            if (following := next(frames, None)) is None:
+                break
+            frame = following
+        if frame is None:
+            raise InvalidRequest("none of its frames can be decoded")
+        yield frame
+
+
+def _time(shown: Packet | VideoFrame) -> int:
+    return shown.pts or 0
 
 
 def _sampled(count: int, most: int) -> Sequence[int]:

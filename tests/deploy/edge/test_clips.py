@@ -13,6 +13,7 @@ from engine.front.audio_features import CLIP_SAMPLES, RATE, log_mels, raw_rows
 from engine.protocol import GenerateRequest
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge
+from tests.support.media_files import sound
 from tests.support.wav_files import tone, wav
 
 pytestmark = pytest.mark.pure
@@ -48,6 +49,15 @@ def asked(edge: Edge, parts: list[dict[str, Any]]) -> GenerateRequest:
 def soft_tokens(edge: Edge, request: GenerateRequest) -> list[int]:
     """Positions of what stands for audio, its markers apart."""
     return [place for place, token in enumerate(request.tokens) if token == edge.text.control_id("<|audio|>")]
+
+
+@pytest.mark.parametrize(("codec", "form"), [("libmp3lame", "mp3"), ("flac", "flac"), ("libopus", "ogg"), ("aac", "ipod")])
+def test_other_formats_reach_it_too(edge: Edge, codec: str, form: str) -> None:
+    """What the part calls it decides nothing; of FLAC they are the WAV's frames to the bit."""
+    [item] = asked(edge, [input_audio(sound(tone(48_000, 440), codec, form, 48_000))]).media
+    [plain] = asked(edge, [input_audio(wav(tone(48_000, 440), rate=48_000))]).media
+    assert abs(item.length - plain.length) <= 1
+    assert (item.data == plain.data) == (codec == "flac")
 
 
 @pytest.mark.parametrize("part", [input_audio, audio_url])
@@ -100,7 +110,8 @@ def test_what_is_longer_than_30_s_becomes_several_clips(edge: Edge) -> None:
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        (b"ID3\x04" + bytes(64), "audio 1: it is no WAV file but MP3"),
+        (b"MThd" + bytes(64), "audio 1: it is none of WAV, MP3"),
+        (b"ID3\x04" + bytes(64), "audio 1: it cannot be decoded: Invalid data found"),
         (wav(np.zeros(2 * 3600 * 600, np.float32), 8, rate=1000), "it has 4320 s of audio; at most 900 are read"),
         (wav(tone(RATE, 440)[:160]), "it has 160 samples"),
     ],

@@ -6,6 +6,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import httpx
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from engine.front.audio_features import RATE
 from tests.conftest import Nano
 from tests.support.edge.edge_process import EdgeProcess
+from tests.support.media_files import declared, film, many_blocks, moving, sound
+from tests.support.wav_files import tone
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
@@ -35,6 +39,11 @@ def images(data: bytes, count: int = 1) -> bytes:
     return HEAD + b"[" + b",".join([part] * count) + b"]}]}"
 
 
+def media(kind: str, data: bytes) -> bytes:
+    part = b'{"type":"%b_url","%b_url":{"url":"data:;base64,' % (kind.encode(), kind.encode())
+    return HEAD + b"[" + part + base64.b64encode(data) + b'"}}]}]}'
+
+
 def chunk(name: bytes, data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
 
@@ -49,6 +58,13 @@ def many_scans() -> bytes:
     jpeg = saved(Image.new("L", (4096, 4096)), "JPEG", progressive=True)
     last = jpeg[jpeg.rindex(b"\xff\xda") : -2]
     return jpeg[:-2] + last * 2000 + b"\xff\xd9"
+
+
+@cache
+def silence(*, said: bool = True) -> bytes:
+    """Two hours."""
+    flac = sound(np.zeros(7_200_000, np.float32), "flac", "flac", 1000)
+    return flac if said else flac[:21] + bytes([flac[21] & 0xF0, 0, 0, 0, 0]) + flac[26:]
 
 
 def noise(height: int, width: int) -> Image.Image:
@@ -69,7 +85,23 @@ BOMBS: dict[str, Callable[[], tuple[bytes, int, float]]] = {
         TOOK_S,
     ),
     "a truncated JPEG": lambda: (images(saved(noise(480, 640), "JPEG")[:-3000]), 400, TOOK_S),
-    "a JPEG of 2000 scans": lambda: (images(many_scans()), 400, 6 * TOOK_S),
+    "a JPEG of 2000 scans": lambda: (images(many_scans()), 400, TOOK_S),
+    "an MP4": lambda: (media("video", film(moving(48), "libx264", "mp4")), 200, TOOK_S),
+    "an MP4 of 2 h, it says": lambda: (media("video", declared(seconds=7200)), 400, TOOK_S),
+    "an MP4 of 1 000 000 frames": lambda: (media("video", declared(frames=1_000_000) + bytes(1 << 20)), 400, TOOK_S),
+    "an MP4 of 60 000 x 60 000, it says": lambda: (media("video", declared(side=60_000)), 200, TOOK_S),
+    "a WebM of 1 000 000 frames": lambda: (media("video", many_blocks(1_000_000)), 400, 2 * TOOK_S),
+    "half an MP4": lambda: (media("video", film(moving(48), "libx264", "mp4")[:-4000]), 400, TOOK_S),
+    "a zip behind an MP4": lambda: (
+        media("video", film(moving(48), "libx264", "mp4") + b"PK\x03\x04" + bytes(1 << 20)),
+        200,
+        TOOK_S,
+    ),
+    "a playlist in an MP4": lambda: (media("video", b"\0\0\0\x20ftypisom\n#EXTM3U\nfile:///etc/passwd\n"), 400, TOOK_S),
+    "a FLAC of 2 h of silence": lambda: (media("audio", silence()), 400, TOOK_S),
+    "a FLAC that does not say how long": lambda: (media("audio", silence(said=False)), 400, TOOK_S),
+    "half a FLAC": lambda: (media("audio", silence()[:200_000]), 400, TOOK_S),
+    "half an MP3": lambda: (media("audio", sound(tone(RATE, 440, 9.0), "libmp3lame", "mp3")[:30_000]), 200, TOOK_S),
     "an animation of 250 frames": lambda: (
         images(saved(BLACK, "GIF", save_all=True, append_images=[Image.new("L", (640, 480), at) for at in range(250)])),
         200,
@@ -95,7 +127,7 @@ BOMBS: dict[str, Callable[[], tuple[bytes, int, float]]] = {
 
 @pytest.fixture(scope="module")
 def edge(nano: Nano) -> Iterator[EdgeProcess]:
-    with EdgeProcess(nano("31b"), 1 << 15) as edge:
+    with EdgeProcess(nano("e2b"), 1 << 15) as edge:
         yield edge
 
 

@@ -2,17 +2,25 @@
 
 import base64
 import io
+import struct
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from deploy.edge.media import videos
+from deploy.edge.media.containers import demuxer, opened_container
 from deploy.edge.media.rasters import prepare_image
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
 from engine.errors import InvalidRequest
+from engine.front.audio_features import RATE
+from tests.support.media_files import declared, film, moving, sound
+from tests.support.wav_files import tone
 
 pytestmark = pytest.mark.cpu
 
@@ -76,11 +84,65 @@ def test_texts_are_transformers() -> None:
     assert made.text != processor.replace_video_token(about, 0)
 
 
+CONTAINERS: list[tuple[str, str, dict[str, str]]] = [
+    ("libx264", "mp4", {"g": "12", "bf": "3"}),
+    ("libx264", "mov", {}),
+    ("libx265", "mp4", {"x265-params": "keyint=20:bframes=4:open-gop=1:log-level=none:pools=1:frame-threads=1"}),
+    ("libvpx-vp9", "webm", {"g": "15", "cpu-used": "8", "deadline": "realtime"}),
+    ("libvpx", "webm", {"g": "15", "auto-alt-ref": "1", "lag-in-frames": "10"}),
+    ("libsvtav1", "mp4", {"preset": "12", "svtav1-params": "lp=1"}),
+]
+
+
+@pytest.mark.parametrize(("codec", "form", "options"), CONTAINERS)
+def test_a_containers_frames_are_transformers(codec: str, form: str, options: dict[str, str]) -> None:
+    """To the bit those at its indices of a film that is decoded from end to end, at index / rate; one frame on would be another."""
+    data = film(moving(75), codec, form, **options)
+    with av.open(io.BytesIO(data)) as container:
+        decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(decoded) == 75
+    indices = default_sample_indices_fn(VideoMetadata(total_num_frames=75), num_frames=32)
+    made = list(videos._filmed(DecodeTask(kind="video"), data))
+    assert [time for _, time in made] == [index / 24 for index in indices]
+    assert all(np.array_equal(np.asarray(frame), decoded[index]) for (frame, _), index in zip(made, indices, strict=True))
+    assert not any(np.array_equal(np.asarray(frame), decoded[index - 1]) for (frame, _), index in zip(made, indices, strict=True))
+
+
+def test_a_container_is_its_frames_in_the_prompt() -> None:
+    """Each of 70 soft tokens at most, with its time; what a phone filmed upright is upright."""
+    wide = film(moving(48), "libx264", "mp4")
+    made = prepare(wide)
+    assert (made.shape, made.runs) == ((32, 288, 480, 3), 32)
+    assert made.text.startswith(f"00:00 <|image>{'<|video|>' * 60}<image|> 00:00 ")
+    assert made.text.count("00:01 ") == 16
+    matrix = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 96 << 16, 0, 1 << 30)
+    head = wide.index(b"tkhd") + 44
+    [(first, _), *_] = videos._filmed(DecodeTask(kind="video"), wide)
+    [(turned, _), *_] = videos._filmed(DecodeTask(kind="video"), wide[:head] + matrix + wide[head + 36 :])
+    assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(first), -1))
+
+
+def test_nothing_else_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A playlist is no format of ours; were it one, what it names would not be opened, which by itself ffmpeg does."""
+    (tmp_path / "a.mp4").write_bytes(film(moving(2), "libx264", "mp4"))
+    monkeypatch.chdir(tmp_path)
+    playlist = b"ffconcat version 1.0\nfile a.mp4\n"
+    assert demuxer(playlist) is None
+    with pytest.raises(av.error.FFmpegError):
+        opened_container(playlist, "concat", 1 << 20)
+    with av.open(io.BytesIO(playlist), format="concat") as container:
+        assert container.streams.video[0].width == 160
+
+
 def test_what_is_no_video_is_refused() -> None:
-    """Containers of codecs by a sentence that says what is read; several sizes; too many pixels, before any is decoded."""
-    mp4 = b"\0\0\0\x20ftypisom\0\0\2\0isomiso2avc1mp41" + bytes(100)
+    """By a sentence that says what is read: what is none, several sizes; too many pixels, seconds or frames, before decoding."""
     for data, media_type, says in (
-        (mp4, "video/mp4", "animated GIF, WebP or PNG, or as video/jpeg"),
+        (b"#EXTM3U\nhttp://127.0.0.1/", "video/mp4", "videos are MP4, MOV, WebM, animated GIF, WebP or PNG, or video/jpeg"),
+        (film(moving(2), "mpeg4", "mp4"), "video/mp4", "its video is mpeg4; read are h264"),
+        (film(moving(2, 900, 900), "libx264", "mp4"), "", "900 x 900 pixels"),
+        (sound(tone(RATE, 440), "aac", "mp4"), "", "it holds no video"),
+        (declared(7200, 2), "", "7200 s of video; at most 3600"),
+        (declared(1, 1_000_000), "", "1000000 frames or more; at most 108000"),
         (listed([frame(0), frame(0, 90, 90)]), FRAMES_TYPE, "differ in size"),
         (saved([frame(shade) for shade in range(99)], "GIF"), "", "99 frames have 1425600 pixels"),
         (listed([frame(0, 900, 900)] * 32), FRAMES_TYPE, "900 x 900 pixels"),

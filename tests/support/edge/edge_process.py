@@ -199,7 +199,7 @@ FAULTS: dict[str, Callable[[Edge], None]] = {
 def main() -> None:
     """Serve until stdin ends."""
     folder, max_len, fault = sys.argv[1:4]
-    with Edge(Path(folder), max_len=int(max_len), media=frozenset({"image", "video"})) as edge:
+    with Edge(Path(folder), max_len=int(max_len), media=frozenset({"image", "video", "audio"})) as edge:
         FAULTS[fault](edge)
         edge.core.forever, edge.core.delay_s = True, 0.01
         gc.collect()

@@ -1,0 +1,64 @@
+"""Files that ffmpeg reads (PyAV), opened from their bytes: by the one demuxer that the first of them name, with codecs
+of this list.
+
+Playlists are no format of ours, and nothing that a file refers to is opened.
+"""
+
+import io
+import re
+
+from av.container import InputContainer
+from av.container import open as open_container
+from av.stream import Disposition, Stream
+
+from engine.errors import InvalidRequest
+
+STREAMS = 16
+PROBED_BYTES = 1 << 18
+_CODECS = {
+    "video": ("h264", "hevc", "vp8", "vp9", "libdav1d", "av1"),
+    "audio": (
+        *("mp3float", "flac", "opus", "vorbis", "aac", "alac", "pcm_alaw", "pcm_mulaw", "pcm_u8"),
+        *(f"pcm_{kind}{end}" for kind in ("s16", "s24", "s32", "f32", "f64") for end in ("le", "be")),
+    ),
+}
+_GUESSED = ("mp3", "aac")  # whose seconds are guessed from their first bits a second
+_DEMUXERS = {
+    "wav": rb"RIFF....WAVE",
+    "mp3": rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]",
+    "aac": rb"\xff[\xf0\xf1\xf8\xf9]",
+    "flac": rb"fLaC",
+    "ogg": rb"OggS",
+    "matroska": rb"\x1aE\xdf\xa3",
+    "mov": rb"....(ftyp|moov|mdat|wide|free|skip)",
+}
+
+
+def demuxer(data: bytes) -> str | None:
+    """None: it is no such file."""
+    return next((name for name, magic in _DEMUXERS.items() if re.match(magic, data, re.DOTALL)), None)
+
+
+def opened_container(data: bytes, name: str, pixels: int) -> InputContainer:
+    """By this demuxer. What its headers leave open a frame or two must tell, of so many pixels at most."""
+    codecs = ",".join(codec for names in _CODECS.values() for codec in names)
+    options = {"codec_whitelist": codecs, "max_streams": str(STREAMS), "max_pixels": str(pixels), "probesize": str(PROBED_BYTES)}
+    options |= {"format_whitelist": name, "protocol_whitelist": "none"}
+    return open_container(io.BytesIO(data), "r", format=name, options=options)
+
+
+def check_stream(stream: Stream | None, kind: str, most_seconds: float) -> None:
+    """InvalidRequest: there is none, its codec is none of ours, or it says that it is longer."""
+    if stream is None or stream.disposition & Disposition.attached_pic:
+        raise InvalidRequest(f"it holds no {kind}")
+    codec = stream.codec_context.name if stream.codec_context else "of a codec that is unknown"
+    if codec not in _CODECS[kind]:
+        raise InvalidRequest(f"its {kind} is {codec}; read are {', '.join(_CODECS[kind])}")
+    if stream.duration and stream.time_base and stream.container.format.name not in _GUESSED:
+        check_seconds(float(stream.duration * stream.time_base), kind, most_seconds)
+
+
+def check_seconds(seconds: float, kind: str, most: float) -> None:
+    """InvalidRequest: they are too many."""
+    if seconds > most:
+        raise InvalidRequest(f"it has {seconds:.0f} s of {kind}; at most {most:g} are read")
