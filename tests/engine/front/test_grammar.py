@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from engine.errors import GenerationFailed, InvalidRequest
@@ -14,6 +15,7 @@ from engine.front.grammar import Thought, calls_answer, choice_answer, grammar, 
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Matcher, Vocabulary
+from engine.step_masks import mask_words
 from tests.conftest import Nano
 from tests.support.engine.schemas import members
 from tests.support.engine.walker import Walker
@@ -57,7 +59,7 @@ def test_many_calls_keep_their_schemas(walker: Walker) -> None:
 
 def test_a_mask_that_is_not_kept_is_seen(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that looks past its mask is told with the first token that the grammar forbids."""
-    everything = b"\xff" * (walker.text.vocab_size // 8)
+    everything = np.full(mask_words(walker.text.vocab_size), -1, np.int32)
     monkeypatch.setattr(Matcher, "mask", lambda matcher: everything)
     for seed in range(20):
         with pytest.raises((GenerationFailed, AssertionError)):
