@@ -106,7 +106,7 @@ def test_the_ring_of_masks_holds_one_for_every_slot(config: EngineConfig, monkey
     large = msgspec.structs.replace(config, max_seqs=300)
     monkeypatch.setattr(cluster.group, "read_geometry", lambda path: replace(read_geometry(path), vocab=262_144))
     with cluster.group._shared(large) as shared:
-        sizes = [os.fstat(descriptor).st_size for descriptor in (shared.masks, shared.plan)]
+        sizes = [os.fstat(descriptor).st_size for descriptor in (shared["masks"], shared["plan"])]
     assert sizes == [ring_bytes(large.tp, masks_capacity(300, 262_144)), ring_bytes(large.tp)]
 
 
