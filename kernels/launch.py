@@ -56,6 +56,8 @@ now = time.monotonic_ns if INTERPRET else _now  # in a kernel: nanoseconds of a 
 
 # Bytes of shared memory that a block may have, by compute capability; 99 KiB where none is named.
 _SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
+
+
 @dataclass
 class _Launcher:
     """What this process has launched; compiled variants by id, which Triton keeps alive, and by the launches they serve."""
