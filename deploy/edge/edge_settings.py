@@ -52,27 +52,25 @@ class LimitSettings(msgspec.Struct, frozen=True):
 class MediaSettings(msgspec.Struct, frozen=True):
     """Media of a request, and what is looked at of them; beyond it the answer is a 400 before anything is decoded."""
 
-    max_media: Annotated[int, Meta(ge=0, le=1024, description="images, videos and clips of a request")] = 32
-    max_soft_tokens: Annotated[
-        Literal[70, 140, 280, 560, 1120], Meta(description="tokens that an image may have; who asks for more gets these")
-    ] = 1120
-    pixels: Annotated[
-        int, Meta(ge=1 << 16, le=1 << 28, description="pixels of an image, or of a video's frame, before it is resized")
-    ] = 25_000_000
-    audio_seconds: Annotated[float, Meta(gt=0, le=1000, description="seconds of a clip")] = 900.0
-    video_seconds: Annotated[float, Meta(gt=0, le=86_400, description="seconds of a video in a container")] = 3600.0
-    waiting_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="bytes of decoded media that may wait for their prefill; one request always may")
-    ] = 2 << 30
-    fetch: Annotated[
-        tuple[str, ...],
-        Meta(
-            description='hosts that media are fetched from by http(s), besides data: URLs; "*": any at a public address, while a '
-            "host that is named may be inside"
-        ),
-    ] = ()
-    fetch_bytes: Annotated[int, Meta(ge=1024, le=1 << 28, description="bytes of a file that is fetched")] = 24 << 20
-    fetch_timeout_s: Annotated[Seconds, Meta(description="time to fetch one, redirects included")] = 10.0
+    max_media: Annotated[int, Meta(ge=0, le=1024)] = 32
+    """images, videos and clips of a request"""
+    max_soft_tokens: Literal[70, 140, 280, 560, 1120] = 1120
+    """tokens that an image may have; who asks for more gets these"""
+    pixels: Annotated[int, Meta(ge=1 << 16, le=1 << 28)] = 25_000_000
+    """pixels of an image, or of a video's frame, before it is resized"""
+    audio_seconds: Annotated[float, Meta(gt=0, le=1000)] = 900.0
+    """seconds of a clip"""
+    video_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 3600.0
+    """seconds of a video in a container"""
+    waiting_bytes: Annotated[int, Meta(ge=1 << 20)] = 2 << 30
+    """bytes of decoded media that may wait for their prefill; one request always may"""
+    fetch: tuple[str, ...] = ()
+    """hosts that media are fetched from by http(s), besides data: URLs; "*": any at a public address, while a host that is named
+    may be inside"""
+    fetch_bytes: Annotated[int, Meta(ge=1024, le=1 << 28)] = 24 << 20
+    """bytes of a file that is fetched"""
+    fetch_timeout_s: Seconds = 10.0
+    """time to fetch one, redirects included"""
 
 
 class KeySettings(msgspec.Struct, frozen=True):
