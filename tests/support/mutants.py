@@ -149,8 +149,8 @@ _RANK = (
     ),
     Fault(
         "counts-run-into-in-the-prompt", "engine/rank/adjustments.py",
-        "np.minimum(np.bincount(generated, minlength=len(self._ids)), MOST_COUNTED)",
-        "np.bincount(generated, minlength=len(self._ids))", "engine/rank/test_adjustments.py",
+        "np.minimum(np.bincount(generated, minlength=len(self.ids)), MOST_COUNTED)",
+        "np.bincount(generated, minlength=len(self.ids))", "engine/rank/test_adjustments.py",
     ),
     Fault(
         "fp8-loads-without-scales", "engine/weight_formats.py",
@@ -376,7 +376,7 @@ _KERNELS = (
     ),
     Fault(
         "device-count-runs-into-in-the-prompt", "kernels/adjust.py",
-        "(tl.minimum((bits & MOST) + 1, MOST) | (bits & PROMPT))", "(((bits & MOST) + 1) | (bits & PROMPT))",
+        "(tl.minimum((bits & _MOST) + 1, _MOST) | (bits & _PROMPT))", "(((bits & _MOST) + 1) | (bits & _PROMPT))",
         "engine/rank/test_adjustments.py",
     ),
     Fault(
