@@ -126,6 +126,11 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         """Positions [begin, end) that the encoder's rows take, in order: of its spans, or all; between a video's frames is text."""
         return self.spans or ((self.first, self.end),)
 
+    @property
+    def soft_tokens(self) -> int:
+        """Rows that the encoder gives, one a position of `runs`."""
+        return sum(end - begin for begin, end in self.runs)
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.

@@ -56,7 +56,7 @@ class VisionGeometry(Geometry):
         cells = math.prod(frames) * (height // SIDE) * (width // SIDE)
         if len(item.data) != math.prod(item.shape) or height % SIDE or width % SIDE or channels != 3:
             raise InvalidRequest(f"{len(item.data)} bytes of {item.kind} are not of shape {item.shape}, of multiples of {SIDE}")
-        if max(height, width) > SIDE * self.longest or cells != sum(end - begin for begin, end in item.runs):
+        if max(height, width) > SIDE * self.longest or cells != item.soft_tokens:
             raise InvalidRequest(f"{item.kind} of shape {item.shape} does not fit its positions, or is longer than {self.longest}")
 
 

@@ -73,7 +73,7 @@ class Job:
         """Soft tokens in the prompt, by the kind of media, as OpenAI's usage calls them."""
         counts = Counter[str]()
         for item in self.media:
-            counts[f"{item.kind}_tokens"] += sum(end - begin for begin, end in item.spans) or item.length
+            counts[f"{item.kind}_tokens"] += item.soft_tokens
             if item.kind == "audio":
                 counts["audio_clips"] += 1
         return dict(counts)

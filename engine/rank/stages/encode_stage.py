@@ -92,7 +92,7 @@ class EncodeStage:
         self._counts.update(queries=len(items), hits=len(items) - len(encoded))
         for item in encoded:
             self._counts[_COUNTED_AS[item.kind]] += item.shape[0] if item.kind == "video" else 1
-            self._counts["rows"] += len(_positions(item))
+            self._counts["rows"] += item.soft_tokens
 
     def take(self, plan: PlanView) -> None:
         """Give what was encoded for `plan` to its slots, which new sequences leave empty."""
@@ -125,7 +125,7 @@ class EncodeStage:
         if not items:
             return []
         encoded = self._rows(encoder, [one for item in items for one in encoder.inputs(_data(item))])
-        return [rows.clone() for rows in encoded.split([len(_positions(item)) for item in items])]
+        return [rows.clone() for rows in encoded.split([item.soft_tokens for item in items])]
 
     def _rows(self, encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Tensor:
         """The rows of inputs that lie on the host, in order. Several are shared out: runs of about as many rows."""
