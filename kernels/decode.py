@@ -203,8 +203,8 @@ def paged_decode_step(
     attended = torch.empty_like(q)
     bounds = (positions + 1).tolist()
     for rows, pages in row_blocks(bounds, pool, window):
-        found = page_ids[rows, :pages]
-        attended[rows] = decode_reference(q[rows], pool, found, first[rows], positions[rows], window)
+        queries = q[rows, None], pool, page_ids[rows, :pages], first[rows], positions[rows, None]
+        attended[rows] = decode_reference(*queries, window)[:, 0]
     if live.shape[0] < out.shape[0]:
         out.zero_()
     out[live] = attended.flatten(1)
@@ -231,24 +231,26 @@ def _pages(bound: int, page: int, window: int | None) -> int:
 
 
 def decode_reference(q: Tensor, pool: Tensor, found: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """found int [rows, pages]: the pages `first` .. of each row; entries past the row's own page are not read: the null page
-    stands in, and is masked."""
-    rows, heads, d = q.shape
+    """q [rows, n, heads, d] at positions int32 [rows, n], -1: anything comes out; found int [rows, pages]: the pages `first` .. of
+    each row; entries past its last position's page are not read: the null page stands in, and is masked."""
+    rows, n, heads, d = q.shape
     kv_heads, page = pool.shape[2], pool.shape[3]
     pages = found.shape[1]
-    here = positions[:, None]
     entries = first[:, None] + torch.arange(pages, device=q.device)
-    found = torch.where(entries * page <= here, found, 0)
-    keys = entries[..., None] * page + torch.arange(page, device=q.device)  # [rows, pages, page]
-    seen = keys <= here[..., None]
+    found = torch.where(entries * page <= positions.amax(1, keepdim=True), found, 0)
+    keys = (entries[..., None] * page + torch.arange(page, device=q.device))[:, None]  # [rows, 1, pages, page]
+    here = positions[..., None, None]
+    seen = keys <= here
     if window is not None:
-        seen &= keys > here[..., None] - window
+        seen &= keys > here - window
     k, v = (side.unflatten(0, (rows, pages)) for side in gather(pool, found.flatten()))
-    v.masked_fill_(~seen[:, :, None, :, None], 0.0)
-    grouped = q.float().view(rows, 1, kv_heads, -1, d)
-    scores = (grouped @ k.transpose(-1, -2)).masked_fill(~seen[:, :, None, None], -torch.inf)
-    weights = scores.transpose(1, 3).flatten(-2).softmax(-1).unflatten(-1, (pages, page)).transpose(1, 3)
-    return (weights @ v).sum(1).reshape(rows, heads, d).to(q.dtype)
+    v.transpose(2, 3)[~seen.any(1)] = 0.0
+    grouped = q.float().view(rows, n, kv_heads, -1, d).transpose(1, 2).reshape(rows, 1, kv_heads, -1, d)
+    scores = (grouped @ k.transpose(-1, -2)).unflatten(3, (n, -1))  # [rows, pages, kv_heads, n, group, page]
+    scores.masked_fill_(~seen.transpose(1, 2)[:, :, None, :, None], -torch.inf)
+    weights = scores.movedim(1, 4).flatten(-2).softmax(-1).unflatten(-1, (pages, page)).movedim(4, 1)
+    attended = (weights.flatten(3, 4) @ v).sum(1)  # [rows, kv_heads, n * group, d]
+    return attended.unflatten(2, (n, -1)).transpose(1, 2).reshape(q.shape).to(q.dtype)
 
 
 @cache

@@ -89,15 +89,12 @@ def verify_attention(
     assert 1 <= q_len <= MOST_QUERIES, q_len
     if not enabled(q):
         first = first_page(positions[::q_len], page, window)
-        live = (positions >= 0).nonzero().squeeze(1)
-        sequences = live // q_len
-        q, positions, page_ids, first = q[live], positions[live], page_ids[sequences], first[sequences]
-        attended = torch.empty_like(q)
+        queries, at = q.unflatten(0, (rows, q_len)), positions.view(rows, q_len)
         reach = None if window is None else window + q_len - 1  # keys from the oldest of a row's first query to its last one's own
-        for block, pages in row_blocks((positions + 1).tolist(), pool, reach):
-            attended[block] = decode_reference(q[block], pool, page_ids[block, :pages], first[block], positions[block], window)
-        out.zero_()
-        out[live] = attended
+        for block, pages in row_blocks((at.amax(1) + 1).tolist(), pool, reach):
+            attended = decode_reference(queries[block], pool, page_ids[block, :pages], first[block], at[block], window)
+            out.unflatten(0, (rows, q_len))[block] = attended
+        out[positions < 0] = 0.0
         return
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
