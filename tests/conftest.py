@@ -63,6 +63,16 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
     return cache(lambda member: ensure(member, folder))
 
 
+@pytest.fixture(scope="module")
+def forked_groups() -> Iterator[None]:
+    """The processes of groups are forked from one that has imported torch."""
+    from cluster import children
+    from tests.support.forked import forked_by
+
+    with forked_by(children):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_socket_file_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Whoever was killed with a socket of the file system open, its test removes it."""
