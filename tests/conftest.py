@@ -12,6 +12,11 @@ import pytest
 from tests.support.repo_rules import TIERS, may_match
 
 ORDER = ("pure", "cpu", "serve", "gpu", "gpu4")  # cheap tiers first: a broken leaf shows in seconds
+# Files of more than ten seconds come first in their tier: the last ones, for which other workers wait, are short.
+LONGEST = {
+    *("test_drafts", "test_quality", "test_exactness", "test_media_exactness", "test_model", "test_mixed_steps", "test_bombs"),
+    *("test_random_models", "test_drafters", "test_page_check", "test_cached_prefixes", "test_runner", "test_step_times"),
+}
 GPUS_NEEDED = {"gpu": 1, "gpu4": 2}
 
 # Tests reach no network, and their children inherit that.
@@ -38,8 +43,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by tier, refuse a test without one, and skip what this machine has too few GPUs for."""
-    # the longest file not last: the other workers would wait for it
-    items.sort(key=lambda item: (ORDER.index(_tier(item)), item.path.name != "test_quality.py"))
+    items.sort(key=lambda item: (ORDER.index(_tier(item)), item.path.stem not in LONGEST))
     for item in items:
         needed = GPUS_NEEDED.get(_tier(item), 0)
         if needed > _gpu_count_if(needed):
@@ -61,6 +65,16 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
 
     folder = tmp_path_factory.mktemp("nano")
     return cache(lambda member: ensure(member, folder))
+
+
+@pytest.fixture(scope="module")
+def forked_groups() -> Iterator[None]:
+    """The processes of groups are forked from one that has imported torch."""
+    from cluster import children
+    from tests.support.forked import forked_by
+
+    with forked_by(children):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,7 @@ from tests.support.engine.groups import Held, Running, alive, end_of, read, runn
 from tests.support.engine.outputs import outputs
 from tests.support.repo_rules import ROOT
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
 
 LONG = SamplingParams(max_tokens=480)
 STREAMS = 8

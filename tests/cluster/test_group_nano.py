@@ -19,7 +19,7 @@ from tests.support.engine.faulty_rank import faulty
 from tests.support.engine.groups import Held, Running, end_of, read, running, settled, until
 from tests.support.engine.outputs import outputs
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
 
 TP = 2
 STREAMS = 4

@@ -17,7 +17,7 @@ from tests.conftest import Nano
 from tests.support.engine.drive import attached, still
 from tests.support.engine.outputs import outputs
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
 
 TURNS, PREFIX, MESSAGE, ANSWER = 20, 1800, 9, 4
 PAGE = 32

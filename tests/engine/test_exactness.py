@@ -31,7 +31,7 @@ from tests.support.engine.faulty_rank import faulty
 from tests.support.judge.near_tie import Match, compare
 from tests.support.judge.oracle import Verdict, judge, load_oracle
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("forked_groups")]
 
 MEMBERS = list(SHAPES)
 TOLERANCE = 1e-4

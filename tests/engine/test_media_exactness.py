@@ -44,7 +44,7 @@ from tests.support.judge.odd_checkpoints import ODD
 from tests.support.judge.oracle import judge, load_oracle
 from tests.support.judge.pictures import Prompt, as_inputs, pictures
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("forked_groups")]
 
 TOLERANCE = 1e-4
 FAULT = 100 * TOLERANCE

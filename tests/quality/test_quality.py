@@ -12,7 +12,7 @@ from tests.quality.faults import FAULTS, Everywhere
 from tests.quality.gate import PASS, SHARE, Judge, QuestionSet, Setup, answer, grade, questions, untaught
 from tests.support.judge.oracle import load_oracle
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("forked_groups")]
 
 SEED = random.SystemRandom().randrange(1 << 30)
 

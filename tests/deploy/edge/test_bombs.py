@@ -13,12 +13,12 @@ import pytest
 from tests.conftest import Nano
 from tests.support.edge.edge_process import EdgeProcess
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SIZE = (8 << 20) - 256  # of each body: what the limit lets through
 MAX_LEN = 1 << 17  # a context as large as Gemma's: what is refused by its size alone at a small one is looked at
-CPU_S, MEMORY_MB, HELD_S = 1.0, 100.0, 0.1
+CPU_S, MEMORY_MB, HELD_S = 1.0, 100.0, 0.12  # of CPU time: a busy machine shows in none of it
 USER = b'{"model":"nano","messages":[{"role":"user","content":'
 CALL = USER + b'"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":'
 ANTHROPIC = b'{"model":"nano","max_tokens":1,"messages":['
@@ -203,7 +203,7 @@ class Neighbour:
 
 
 def test_no_body_costs_much_or_holds_up_a_neighbour(shared: EdgeProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """8 MiB of anything: its proper status for under 1 CPU second and 100 MB, and the loop is never kept for 100 ms of CPU."""
+    """8 MiB of anything: its proper status for under 1 CPU second and 100 MB, and the loop is never kept for 120 ms of CPU."""
     edge, lines, wrong = shared, [], []
     with Neighbour(edge) as neighbour, httpx.Client(timeout=60) as client:
         for name, build in BOMBS.items():

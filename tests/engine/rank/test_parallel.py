@@ -13,9 +13,10 @@ from engine.channel import create_shared
 from engine.errors import ConfigError
 from engine.rank.parallel import Parallel, Single, connect, self_check
 from kernels.allreduce import MappedCollectives, shared_bytes
+from tests.support import forked
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -97,18 +98,18 @@ def test_gloo_agrees(tmp_path: Path) -> None:
     """Two processes: sums equal gloo's to 1e-5, gathers and exchanges to the bit; a rank's own part is 100 times as far off."""
     fd = create_shared("reduce", shared_bytes(2))
     processes = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, "-c", JUDGE, str(rank), "2", str(fd), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=dict(os.environ),
+            cwd=ROOT,
             pass_fds=(fd,),
             stdout=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
     os.close(fd)
     try:
-        assert [process.communicate(timeout=60)[0] for process in processes] == ["agree\n"] * 2
+        assert [process.communicate(timeout=60)[0] for process in processes] == [b"agree\n"] * 2
     finally:
         for process in processes:
             process.kill()

@@ -23,7 +23,7 @@ from tests.support.engine.plans import encoded
 from tests.support.engine.ranks import single
 from tests.support.engine.recording import PAGES, config_of, request, serve
 
-pytestmark = [pytest.mark.cpu, pytest.mark.alone]
+pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture(scope="module")

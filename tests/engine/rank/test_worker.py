@@ -177,7 +177,7 @@ def test_the_end_of_the_lifeline_ends_a_rank_that_boots(recording: Recording) ->
         ranks.send(Configure(ranks.config))
         for lifeline in ranks.lifelines:
             lifeline.sock.close()
-        assert ranks.wait(30.0) == [0, 0]  # they may still import
+        assert ranks.wait(30.0) == [0, 0]
 
 
 def test_a_rank_alone_raises(recording: Recording) -> None:

@@ -30,6 +30,7 @@ from engine.rank.stages.report_stage import Launched
 from engine.rank_status import RankStatus, StatusBlock
 from engine.step_media import MEDIA_BYTES, MediaWriter
 from kernels.allreduce import shared_bytes
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[3]
 # Seconds of a phase of boot, and of a step. On GPUs kernels that nobody has compiled yet are compiled in them.
@@ -93,7 +94,7 @@ class Ranks:
                 store=f"/proc/self/fd/{shared['store']}",
             )
             errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)
-            process = subprocess.Popen(
+            process = (forked if self.config.device == "cpu" else subprocess).Popen(
                 [sys.executable, *command, msgspec.json.encode(args).decode()],
                 cwd=ROOT,
                 env=environment(dict(os.environ), self.config.device),
