@@ -45,16 +45,16 @@ def _configured(n: int, block: int, gate_at: int, up_at: tuple[int, int]) -> Con
 
 
 @triton.jit
-def gelu(x: tl.tensor) -> tl.tensor:
+def gelu(x):
     """gelu_tanh of fp32: tanh(y) = 2 sigmoid(2 y) - 1, so x/2 (1 + tanh y) = x sigmoid(2 y)."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def _gelu_mul(
-    gate: tl.tensor, up: tl.tensor, out: tl.tensor,
+    gate, up, out,
     N: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, UP_FIRST: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

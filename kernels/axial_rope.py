@@ -64,10 +64,10 @@ def _configured(heads: int, d: int, eps: float, turned: bool) -> Configured:
 
 @triton.jit(do_not_specialize=["count"])
 def _norm_axial_rope(
-    x: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, count: tl.tensor,
+    x, weight, cos, sin, out, count,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, TURNED: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A program: ROWS heads, one after the other over all rows."""
     trigger(PDL)
     QUARTER: tl.constexpr = D // 4

@@ -44,9 +44,9 @@ def block_tables(
 
 @triton.jit(do_not_specialize=["columns", "width", "slots", "positions"])  # rows may begin anywhere
 def _tables(
-    table: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, lengths: tl.tensor, columns: tl.tensor,
-    width: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    table, slots, positions, tables, lengths, columns, width,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)

@@ -154,7 +154,7 @@ def store(batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 @triton.jit
-def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
+def _nans(at, live):
     """1 if there is a NaN at one of these places, else 0: what is overwritten may be the only one of a row."""
     x = tl.load(at, live, 0.0)
     return tl.max((x != x).to(tl.int32), 0)
@@ -162,10 +162,9 @@ def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
-    logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
+    logits, slots, positions, integers, floats, stop, suppress, suppressed, capped, best, first, cap,
     N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+):  # fmt: skip
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * PART
@@ -215,7 +214,7 @@ def _local_best(
 
 
 @triton.jit
-def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
+def _first_best(values, ids, bad):
     """(value, id, bad) of the largest value; equal values: the lowest id."""
     top = tl.max(values, 0)
     return top, tl.min(tl.where(values == top, ids, float("inf")), 0), tl.max(bad, 0)
@@ -223,10 +222,9 @@ def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["tokens_width", "rank", "rank_stride"])
 def _choose(
-    best: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, results: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor,
+    best, slots, positions, tokens, tokens_width, results, pointers, inbox, errors, rank, rank_stride,
     PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PARTS)

@@ -105,11 +105,11 @@ def _inputs_reference(
 
 @triton.jit(do_not_specialize=["tokens_width", "padding", "prompts", "listed", "given"])
 def _chunk_inputs(
-    plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, padding: tl.tensor, ids: tl.tensor, positions: tl.tensor,
-    slots: tl.tensor, prompts: tl.tensor, chunks: tl.tensor, listed: tl.tensor, result_rows: tl.tensor, result_slots: tl.tensor,
-    result_positions: tl.tensor, given: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    plan, tokens, tokens_width, padding, ids, positions, slots, prompts, chunks, listed, result_rows, result_slots,
+    result_positions, given,
+    HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """ROWS rows; the first program fills the list and the results as well."""
     trigger(PDL)
     wait(PDL)
@@ -165,10 +165,7 @@ def _chunk_inputs(
 
 
 @triton.jit(do_not_specialize=["count", "tiles_count", "tokens"])
-def _tiles(
-    chunks: tl.tensor, count: tl.tensor, tiles: tl.tensor, tiles_count: tl.tensor, tokens: tl.tensor, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     trigger(PDL)
     wait(PDL)
     tile, lane = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)

@@ -43,9 +43,9 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
 
 @triton.jit(do_not_specialize=["n"])
 def _best_of_clusters(
-    x: tl.tensor, table: tl.tensor, order: tl.tensor, clusters: tl.tensor, best: tl.tensor, n: tl.tensor,
+    x, table, order, clusters, best, n,
     SIZE: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A query and one of its clusters."""
     trigger(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1)

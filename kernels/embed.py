@@ -38,9 +38,9 @@ def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = 
 
 @triton.jit(do_not_specialize=["first", "pad"])
 def _embed(
-    ids: tl.tensor, table: tl.tensor, placeholders: tl.tensor, out: tl.tensor, first: tl.tensor, pad: tl.tensor,
+    ids, table, placeholders, out, first, pad,
     ROWS: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -133,7 +133,7 @@ def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor) -> tl.tensor:
+def _filters(integers, floats, slot):
     """Whether a slot's rows are drawn from less than everything."""
     cuts = (tl.load(integers + slot * 3 + 1) > 0) | (tl.load(floats + slot * 3 + 1) < 1.0) | (tl.load(floats + slot * 3 + 2) > 0.0)
     return cuts & (tl.load(floats + slot * 3) >= GREEDY)
@@ -141,10 +141,9 @@ def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor) -> tl.tens
 
 @triton.jit(do_not_specialize=["T", "rank", "share"])
 def _scale(
-    logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, values: tl.tensor,
-    peaks: tl.tensor, masses: tl.tensor, T: tl.tensor, rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
+    logits, slots, integers, floats, capped, values, peaks, masses, T, rank, share, cap,
     N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank
@@ -165,9 +164,7 @@ def _scale(
 
 
 @triton.jit
-def _listed(
-    line: tl.tensor, listed: tl.tensor, at: tl.tensor, count: tl.tensor, V: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _listed(line, listed, at, count, V: tl.constexpr):
     """(ids, values) [_TILE, _BLOCK] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
     entry = at + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
@@ -176,15 +173,13 @@ def _listed(
 
 
 @triton.jit
-def _value(order: tl.tensor) -> tl.tensor:
+def _value(order):
     """What `float_order` made it of."""
     return float_order(order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _mass_from(
-    line: tl.tensor, listed: tl.tensor, count: tl.tensor, key: tl.tensor, peak: tl.tensor, V: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+def _mass_from(line, listed, count, key, peak, V: tl.constexpr):
     """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
     mass, members = 0.0, 0
     for at in range(0, count, _TILE):
@@ -196,9 +191,7 @@ def _mass_from(
 
 
 @triton.jit
-def _kth_key(
-    line: tl.tensor, listed: tl.tensor, count: tl.tensor, k: tl.tensor, V: tl.constexpr
-) -> tl.tensor:
+def _kth_key(line, listed, count, k, V: tl.constexpr):
     """The order of the k-th largest listed value, found from its highest bit to its lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
@@ -213,10 +206,9 @@ def _kth_key(
 
 @triton.jit(do_not_specialize=["T", "rank"])
 def _filter(
-    values: tl.tensor, peaks: tl.tensor, masses: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor,
-    floats: tl.tensor, chosen: tl.tensor, listed: tl.tensor, tokens: tl.tensor, T: tl.tensor, rank: tl.tensor,
+    values, peaks, masses, slots, positions, integers, floats, chosen, listed, tokens, T, rank,
     V: tl.constexpr, NB: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One row."""
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
@@ -283,10 +275,7 @@ def _filter(
 
 
 @triton.jit(do_not_specialize=["tokens_width"])
-def _write_tokens(
-    drawn: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, chosen: tl.tensor,
-    PDL: tl.constexpr,
-) -> None:
+def _write_tokens(drawn, slots, positions, tokens, tokens_width, chosen, PDL: tl.constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)

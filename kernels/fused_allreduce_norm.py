@@ -217,16 +217,13 @@ def _warps(n: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight: tl.tensor, N: tl.constexpr, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _normed(x, weight, N: tl.constexpr, eps, dtype: tl.constexpr):
     """rms_norm of one row, rounded to `dtype`; x fp32 with zeros behind n."""
     return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _post(
-    total: tl.tensor, post: tl.tensor, residual: tl.tensor, scalar: tl.tensor, scale: tl.tensor, N: tl.constexpr, eps: tl.tensor,
-    dtype: tl.constexpr,
-) -> tl.tensor:
+def _post(total, post, residual, scalar, scale, N: tl.constexpr, eps, dtype: tl.constexpr):
     """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
         h = (total * scale).to(dtype).to(tl.float32)
@@ -238,7 +235,7 @@ def _post(
 
 
 @triton.jit
-def inboxes_of(pointers: tl.tensor, dtype: tl.constexpr, SIZE: tl.constexpr) -> tl.tuple:
+def inboxes_of(pointers, dtype: tl.constexpr, SIZE: tl.constexpr):
     """Pointers to the inboxes of SIZE ranks. They are constant: a kernel reads them before its wait."""
     found: tl.tuple = ()
     for peer in tl.static_range(SIZE):
@@ -247,9 +244,7 @@ def inboxes_of(pointers: tl.tensor, dtype: tl.constexpr, SIZE: tl.constexpr) -> 
 
 
 @triton.jit
-def send(
-    bits: tl.tensor, inboxes: tl.tuple, at: tl.tensor, lane: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr
-) -> None:
+def send(bits, inboxes, at, lane, live, SIZE: tl.constexpr, EMPTY: tl.constexpr):
     """Write bits to elements `at + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
     sent = filled(bits, EMPTY)
     for peer in tl.static_range(SIZE):
@@ -257,20 +252,20 @@ def send(
 
 
 @triton.jit
-def _empties(bits: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+def _empties(bits, EMPTY: tl.constexpr):
     """EMPTY's bits where a value is -0.0, else none. EMPTY is the sign bit of each value that `bits` hold: one, or two of 16 bits,
     each of which is -0.0 if its sign is set and the rest, all ones added, carries nothing into it."""
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
 
 @triton.jit
-def filled(bits: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+def filled(bits, EMPTY: tl.constexpr):
     """`bits` with +0.0 for -0.0."""
     return bits & ~_empties(bits, EMPTY)
 
 
 @triton.jit
-def polled(polls: tl.tensor, deadline: tl.tensor, errors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def polled(polls, deadline, errors):
     """Both behind one more poll. `deadline`, of `now`, is 0 before the first look and below 0 once the wait is over. It looks every
     millisecond or so, at the time, and at the error flag: where a call has failed already, this one has waited enough."""
     LOOK: tl.constexpr = 1 if INTERPRET else 1024
@@ -284,9 +279,7 @@ def polled(polls: tl.tensor, deadline: tl.tensor, errors: tl.tensor) -> tuple[tl
 
 
 @triton.jit
-def _parts(
-    inbox: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, STRIDE: tl.constexpr, COUNT: tl.constexpr
-) -> tl.tuple:
+def _parts(inbox, at, lane, live, STRIDE: tl.constexpr, COUNT: tl.constexpr):
     """COUNT parts of a row as they are now, in words."""
     found: tl.tuple = ()
     for rank in tl.static_range(COUNT):
@@ -295,7 +288,7 @@ def _parts(
 
 
 @triton.jit
-def _missing(parts: tl.tuple, COUNT: tl.constexpr, EMPTY: tl.constexpr) -> tl.tensor:
+def _missing(parts, COUNT: tl.constexpr, EMPTY: tl.constexpr):
     """Whether something of them has not come."""
     absent = _empties(parts[0], EMPTY)
     for rank in tl.static_range(1, COUNT):
@@ -304,10 +297,7 @@ def _missing(parts: tl.tuple, COUNT: tl.constexpr, EMPTY: tl.constexpr) -> tl.te
 
 
 @triton.jit
-def _receive(
-    inbox: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, errors: tl.tensor, STRIDE: tl.constexpr, COUNT: tl.constexpr,
-    EMPTY: tl.constexpr,
-) -> tl.tuple:
+def _receive(inbox, at, lane, live, errors, STRIDE: tl.constexpr, COUNT: tl.constexpr, EMPTY: tl.constexpr):
     """COUNT parts of a row in words, once all have come; the inbox is empty again behind it."""
     parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
@@ -323,7 +313,7 @@ def _receive(
 
 
 @triton.jit
-def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def _sum(parts, COUNT: tl.constexpr, dtype: tl.constexpr):
     """Their sum in rank order, added in fp32, rounded to `dtype`."""
     if dtype == tl.float32:
         total = parts[0].to(tl.float32, bitcast=True)
@@ -340,13 +330,10 @@ def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, next_norm: tl.tensor,
-    scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
-    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    part, residual, post, post_a, post_b, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, turn, eps, scale,
+    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, SEND: tl.constexpr,
+    RECEIVE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = h_out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -405,13 +392,10 @@ def _allreduce_norm(
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm_sharded(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, next_norm: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
-    x_out: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
-    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    part, residual, post, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, turn, eps, scale,
+    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, SEND: tl.constexpr,
+    NORM: tl.constexpr, TAKE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = part.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     owner = (row % SIZE).to(tl.int32)

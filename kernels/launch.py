@@ -35,19 +35,19 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def wait(PDL: tl.constexpr) -> None:
+def wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def trigger(PDL: tl.constexpr) -> None:
+def trigger(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _now() -> tl.tensor:
+def _now():
     return tl.extra.cuda.globaltimer()
 
 

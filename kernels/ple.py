@@ -35,9 +35,9 @@ def per_layer_inputs(context: Tensor, tokens: Tensor, norm: Tensor, eps: float, 
 
 @triton.jit
 def _per_layer(
-    context: tl.tensor, tokens: tl.tensor, norm: tl.tensor, out: tl.tensor, eps: tl.tensor, a: tl.tensor, b: tl.tensor,
+    context, tokens, norm, out, eps, a, b,
     LAYERS: tl.constexpr, N: tl.constexpr, HELD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A token's HELD layers."""
     trigger(PDL)
     DTYPE: tl.constexpr = out.dtype.element_ty

@@ -54,10 +54,10 @@ def _configured(heads: int, d: int, itemsize: int) -> tuple[Configured, int]:
 
 @triton.jit
 def _attend(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, starts: tl.tensor, out: tl.tensor,
+    q, k, v, starts, out,
     HEADS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A program: ROWS queries of a picture, one head."""
     trigger(PDL)
     picture, head = tl.program_id(2), tl.program_id(1)

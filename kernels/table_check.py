@@ -90,10 +90,10 @@ def _record(violations: Tensor, *values: int) -> None:
 
 @triton.jit(do_not_specialize=["group", "width", "columns", "pages", "slots", "positions"])
 def _check_rows(
-    group: tl.tensor, plan: tl.tensor, actual: tl.tensor, width: tl.tensor, expected: tl.tensor, columns: tl.tensor,
-    pages: tl.tensor, slots: tl.tensor, positions: tl.tensor, violations: tl.tensor, KIND: tl.constexpr, STEP: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    group, plan, actual, width, expected, columns, pages, slots, positions, violations,
+    KIND: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A CTA: one row."""
     trigger(PDL)
     wait(PDL)

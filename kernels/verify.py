@@ -114,11 +114,10 @@ def verify_attention(
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
 def verify_kernel(
-    q: tl.tensor, pool: tl.tensor, page_ids: tl.tensor, positions: tl.tensor, out: tl.tensor, parts: tl.tensor, lse: tl.tensor,
-    tickets: tl.tensor, width: tl.tensor,
+    q, pool, page_ids, positions, out, parts, lse, tickets, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys. The last split adds them all."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     DV: tl.constexpr = D // VALUES
