@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -98,8 +99,8 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
 def _accept(
     chosen, ids, slots, positions, hidden, stop, lengths, out_ids, out_slots, out_positions, out_hidden, places_stride, accepted,
     sequences, padding,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
-    PLACE_LANES: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: constexpr, LANES: constexpr, STOPS: constexpr, BLOCK: constexpr, PLACES: constexpr, PLACE_LANES: constexpr,
+    HIDDEN: constexpr, COLUMNS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One sequence: the first place at which it ends."""
     trigger(PDL)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
@@ -51,10 +52,7 @@ def gelu(x):
 
 
 @triton.jit
-def _gelu_mul(
-    gate, up, out,
-    N: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, UP_FIRST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _gelu_mul(gate, up, out, N: constexpr, BLOCK: constexpr, GATE: constexpr, UP: constexpr, UP_FIRST: constexpr, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

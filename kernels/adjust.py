@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -31,9 +32,9 @@ from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
 IN_PROMPT, MOST_COUNTED = 0x8000, 0x7FFF  # of an entry of counts
-_BLOCK, _PROMPT, _MOST = tl.constexpr(1024), tl.constexpr(IN_PROMPT), tl.constexpr(MOST_COUNTED)
-_BIASED, _PENALIZED = tl.constexpr(BIASED), tl.constexpr(PENALIZED)
-_LIMITED, _BAD_WORDS = tl.constexpr(LIMITED), tl.constexpr(BAD_WORDS)
+_BLOCK, _PROMPT, _MOST = constexpr(1024), constexpr(IN_PROMPT), constexpr(MOST_COUNTED)
+_BIASED, _PENALIZED = constexpr(BIASED), constexpr(PENALIZED)
+_LIMITED, _BAD_WORDS = constexpr(LIMITED), constexpr(BAD_WORDS)
 
 
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
@@ -184,8 +185,8 @@ def _with_inputs(bits, ids, history, position, index, counted):
 def _adjust(
     logits, slots, positions, tokens, tokens_width, plan, flags, bias_ids, bias, penalties, counts, starts, allowed, bad_words,
     word_ends, masks, mask_rows, capped, first, cap, width,
-    N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, BIASES: tl.constexpr, WORD_IDS: tl.constexpr, WORDS: tl.constexpr,
-    MASK_WORDS: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, PART: constexpr, CAP: constexpr, BIASES: constexpr, WORD_IDS: constexpr, WORDS: constexpr, MASK_WORDS: constexpr,
+    WIDE: constexpr, STEP: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One row's part of this rank's ids; each entry of the counts is read and written by one part alone."""
     trigger(PDL)
@@ -271,7 +272,7 @@ def _adjust(
 @triton.jit(do_not_specialize=["first"])
 def _count_accepted(
     slots, positions, inputs, accepted, flags, counts, starts, first,
-    N: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, WIDTH: constexpr, LANES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One slot; lanes of the same id write the same count."""
     trigger(PDL)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.choose import scaled, store
 from kernels.grid import cdiv, next_power_of_2
@@ -23,8 +24,8 @@ from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
-_BLOCK = tl.constexpr(64)  # ids whose largest value is noted
-_BLOCKS = tl.constexpr(64)  # of a CTA
+_BLOCK = constexpr(64)  # ids whose largest value is noted
+_BLOCKS = constexpr(64)  # of a CTA
 
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -116,7 +117,7 @@ def _is_small(integers, floats, slot):
 
 
 @triton.jit
-def scaled_logits(at, live, capped, row, temperature, cap, CAP: tl.constexpr):
+def scaled_logits(at, live, capped, row, temperature, cap, CAP: constexpr):
     """s of the logits at these places, -inf where there is none."""
     x = tl.load(at, live, float("-inf"))
     soft = soft_capped(x, cap) / temperature if CAP else x / temperature
@@ -151,10 +152,7 @@ def _among_best(orders, count):
 
 
 @triton.jit
-def _peaks(
-    logits, slots, integers, floats, capped, cap, peaks,
-    NB: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _peaks(logits, slots, integers, floats, capped, cap, peaks, NB: constexpr, N: constexpr, CAP: constexpr, PDL: constexpr):
     """Some blocks of a row."""
     trigger(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
@@ -169,8 +167,7 @@ def _peaks(
 @triton.jit(do_not_specialize=["first"])
 def _candidates(
     logits, slots, integers, floats, capped, cap, peaks, listed, best, first,
-    NB: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, FEW: tl.constexpr, COUNT: tl.constexpr,
-    PDL: tl.constexpr,
+    NB: constexpr, WIDTH: constexpr, N: constexpr, CAP: constexpr, FEW: constexpr, COUNT: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One row."""
     trigger(PDL)
@@ -202,7 +199,7 @@ def _candidates(
 @triton.jit(do_not_specialize=["tokens_width"])
 def _choose_candidates(
     best, slots, positions, integers, floats, tokens, tokens_width, chosen,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    COUNT: constexpr, WIDTH: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One row."""
     trigger(PDL)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import polled
 from kernels.grid import cdiv, next_power_of_2
@@ -26,8 +27,8 @@ from kernels.slots import put
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
 ROW_NO_TOKEN = 4  # every id is forbidden
 _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
-_EMPTY = tl.constexpr(-(1 << 31))  # -0.0
-_BLOCK = tl.constexpr(1024)
+_EMPTY = constexpr(-(1 << 31))  # -0.0
+_BLOCK = constexpr(1024)
 _PART = 4096  # ids of a part at least
 PROGRAMS = 16  # that a processor runs side by side
 
@@ -163,7 +164,7 @@ def _nans(at, live):
 @triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
     logits, slots, positions, integers, floats, stop, suppress, suppressed, capped, best, first, cap,
-    N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, PART: constexpr, CAP: constexpr, STOP: constexpr, SUPPRESS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -223,7 +224,7 @@ def _first_best(values, ids, bad):
 @triton.jit(do_not_specialize=["tokens_width", "rank", "rank_stride"])
 def _choose(
     best, slots, positions, tokens, tokens_width, results, pointers, inbox, errors, rank, rank_stride,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: constexpr, SIZE: constexpr, WIDTH: constexpr, SEND: constexpr, RECEIVE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv
 from kernels.launch import enabled, launch, trigger, wait
@@ -107,8 +108,8 @@ def _inputs_reference(
 def _chunk_inputs(
     plan, tokens, tokens_width, padding, ids, positions, slots, prompts, chunks, listed, result_rows, result_slots,
     result_positions, given,
-    HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """ROWS rows; the first program fills the list and the results as well."""
     trigger(PDL)
@@ -165,7 +166,7 @@ def _chunk_inputs(
 
 
 @triton.jit(do_not_specialize=["count", "tiles_count", "tokens"])
-def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: constexpr, PDL: constexpr):
     trigger(PDL)
     wait(PDL)
     tile, lane = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)

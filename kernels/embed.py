@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
@@ -39,7 +40,7 @@ def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = 
 @triton.jit(do_not_specialize=["first", "pad"])
 def _embed(
     ids, table, placeholders, out, first, pad,
-    ROWS: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ROWS: constexpr, N: constexpr, COUNT: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
 from kernels.grid import cdiv, next_power_of_2
@@ -126,7 +127,7 @@ def _launch_grouped(
 
 
 @triton.jit(do_not_specialize=["assignments"])
-def _count(chosen, counts, assignments, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _count(chosen, counts, assignments, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr):
     """One block's counts [EXPERTS]."""
     trigger(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -138,7 +139,7 @@ def _count(chosen, counts, assignments, EXPERTS: tl.constexpr, BLOCK: tl.constex
 @triton.jit(do_not_specialize=["assignments", "slots"])
 def _group(
     chosen, counts, order, position, tiles, assignments, slots,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ROWS: constexpr, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One expert's assignments of a block, ascending, behind those of the experts and blocks before in `order`, and where each
     stands in `position`. Of the first block also the expert's row tiles (expert, first, end), behind those of the experts before;
@@ -178,8 +179,8 @@ def _group(
 @triton.jit
 def _grouped(
     x, weight, order, tiles, out,
-    M: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, ONE: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    M: constexpr, K: constexpr, TOP: constexpr, GATED: constexpr, ONE: constexpr, SWAP: constexpr, BM: constexpr, BN: constexpr,
+    BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of a row tile."""
     if GATED:
@@ -227,7 +228,7 @@ def _grouped(
 
 
 @triton.jit
-def _combine(parts, position, weights, beside, out, N: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine(parts, position, weights, beside, out, N: constexpr, TOP: constexpr, BLOCK: constexpr, PDL: constexpr):
     """One token's weighted sum over its experts, and the other branch's part before it."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

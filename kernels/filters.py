@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.candidates import float_order, kth_order, scaled_logits
 from kernels.choose import scaled, store
@@ -31,9 +32,9 @@ from kernels.noise import GREEDY, gumbel_noise, noise_key
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-_BLOCK = tl.constexpr(64)  # ids whose largest value is noted
-_BLOCKS = tl.constexpr(64)  # of a CTA
-_TILE = tl.constexpr(128)  # blocks read at once; at least so many are listed
+_BLOCK = constexpr(64)  # ids whose largest value is noted
+_BLOCKS = constexpr(64)  # of a CTA
+_TILE = constexpr(128)  # blocks read at once; at least so many are listed
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,12 @@ def _filters(integers, floats, slot):
 @triton.jit(do_not_specialize=["T", "rank", "share"])
 def _scale(
     logits, slots, integers, floats, capped, values, peaks, masses, T, rank, share, cap,
-    N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, V: constexpr, RANKS: constexpr, CAP: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank
-    NB: tl.constexpr = (V + _BLOCK - 1) // _BLOCK
+    NB: constexpr = (V + _BLOCK - 1) // _BLOCK
     block = tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
     wait(PDL)
     if row < T:
@@ -164,7 +165,7 @@ def _scale(
 
 
 @triton.jit
-def _listed(line, listed, at, count, V: tl.constexpr):
+def _listed(line, listed, at, count, V: constexpr):
     """(ids, values) [_TILE, _BLOCK] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
     entry = at + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
@@ -179,7 +180,7 @@ def _value(order):
 
 
 @triton.jit
-def _mass_from(line, listed, count, key, peak, V: tl.constexpr):
+def _mass_from(line, listed, count, key, peak, V: constexpr):
     """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
     mass, members = 0.0, 0
     for at in range(0, count, _TILE):
@@ -191,7 +192,7 @@ def _mass_from(line, listed, count, key, peak, V: tl.constexpr):
 
 
 @triton.jit
-def _kth_key(line, listed, count, k, V: tl.constexpr):
+def _kth_key(line, listed, count, k, V: constexpr):
     """The order of the k-th largest listed value, found from its highest bit to its lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
@@ -207,7 +208,7 @@ def _kth_key(line, listed, count, k, V: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "rank"])
 def _filter(
     values, peaks, masses, slots, positions, integers, floats, chosen, listed, tokens, T, rank,
-    V: tl.constexpr, NB: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+    V: constexpr, NB: constexpr, WIDTH: constexpr, RANKS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One row."""
     trigger(PDL)
@@ -275,7 +276,7 @@ def _filter(
 
 
 @triton.jit(do_not_specialize=["tokens_width"])
-def _write_tokens(drawn, slots, positions, tokens, tokens_width, chosen, PDL: tl.constexpr):
+def _write_tokens(drawn, slots, positions, tokens, tokens_width, chosen, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)

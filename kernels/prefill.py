@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
@@ -151,15 +152,15 @@ def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["width"])
 def _extend(
     q, pool, table, tiles, out, width, last_seen,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr, ROWS: constexpr,
+    KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A CTA: TOKENS queries of a tile, times the heads of one KV head.
 
     Keys in three runs: the window's edge, where some query does not see all, what all see, the diagonal.
     """
     trigger(PDL)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: constexpr = HEADS // KV_HEADS
     tile, head = tl.program_id(0), tl.program_id(1)
     dims, token = tl.arange(0, D), tl.arange(0, ROWS) // GROUP
     wait(PDL)
@@ -202,7 +203,7 @@ def _extend(
 @triton.jit
 def _walk(
     q, side, ids, width, first, last, positions, newest, oldest, end, top, total, sums,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, MASKED: constexpr,
 ):  # fmt: skip
     """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them.
     A query sees keys up to its `newest`."""
@@ -239,7 +240,7 @@ def _walk(
 
 
 @triton.jit
-def _pages_of(ids, key, width, KEYS: tl.constexpr, PAGE: tl.constexpr):
+def _pages_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
     """The page of KEYS keys from `key` on, or of each where they have several; 0 behind the table's end."""
     entries = key // PAGE
     if KEYS > PAGE:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.grid import cdiv
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
@@ -55,8 +56,7 @@ def _configured(heads: int, d: int, itemsize: int) -> tuple[Configured, int]:
 @triton.jit
 def _attend(
     q, k, v, starts, out,
-    HEADS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: constexpr, D: constexpr, WHOLE: constexpr, REST: constexpr, ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A program: ROWS queries of a picture, one head."""
     trigger(PDL)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -69,13 +70,13 @@ def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor,
 
 
 @triton.jit
-def _variance_scale(values, eps, N: tl.constexpr):
+def _variance_scale(values, eps, N: constexpr):
     """What rms_norm multiplies a row with; zeros behind N."""
     return tl.rsqrt(tl.sum(values * values, 0) / N + eps)
 
 
 @triton.jit
-def _norm_row(h, factor, x, row, T, eps, N: tl.constexpr):
+def _norm_row(h, factor, x, row, T, eps, N: constexpr):
     """What the experts read of a row, if it is below T. factor: fp32, the norm's weight, zeros behind N."""
     lane = tl.arange(0, factor.shape[0])
     live = (lane < N) & (row < T)
@@ -87,8 +88,7 @@ def _norm_row(h, factor, x, row, T, eps, N: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def _logits(
     h, proj, scale, norm, logits, x, T, eps, root,
-    N: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    N: constexpr, EXPERTS: constexpr, PARTS: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """The first PARTS CTAs of a group of ROWS rows have WIDTH experts each, the other ROWS a row's x."""
     trigger(PDL)
@@ -114,8 +114,8 @@ def _logits(
 @triton.jit(do_not_specialize=["T"])
 def _many_logits(
     h, proj, scale, norm, logits, x, T, eps, root,
-    N: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TURN: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: constexpr, EXPERTS: constexpr, PARTS: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """The first CTAs have the scores of ROWS rows by WIDTH experts each, the others a row's x.
 
@@ -160,7 +160,7 @@ def _many_logits(
 @triton.jit
 def _route(
     logits, per_expert_scale, weights, chosen,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: constexpr, WIDTH: constexpr, TOP: constexpr, SLOTS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One row. softmax over all and renormalised is softmax over the best."""
     trigger(PDL)

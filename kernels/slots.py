@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
@@ -155,8 +156,8 @@ def plan_sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
 @triton.jit(do_not_specialize=["first_width", "last_width"])
 def _apply(
     plan, first_table, first_width, last_table, last_width, lengths,
-    HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, CHUNK: tl.constexpr, APPEND: tl.constexpr, RELEASE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, APPEND: constexpr, RELEASE: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     wait(PDL)
@@ -197,7 +198,7 @@ def _apply(
 @triton.jit(do_not_specialize=["tokens_width", "padding", "rows", "ids", "positions", "slots"])  # rows may begin anywhere
 def _inputs(
     plan, tokens, tokens_width, lengths, padding, ids, positions, slots, rows,
-    HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     wait(PDL)
@@ -215,7 +216,7 @@ def _inputs(
 @triton.jit(do_not_specialize=["tokens_width", "padding", "ids", "positions", "slots"])
 def _wide_inputs(
     plan, tokens, tokens_width, lengths, padding, ids, positions, slots,
-    HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, LANES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One row of WIDTH inputs."""
     trigger(PDL)
@@ -234,7 +235,7 @@ def _wide_inputs(
 
 
 @triton.jit
-def first_entry(position, WINDOW: tl.constexpr, PAGE: tl.constexpr):
+def first_entry(position, WINDOW: constexpr, PAGE: constexpr):
     """The first table entry that a query at `position` sees; WINDOW 0: all."""
     first = position * 0
     if WINDOW:
@@ -243,7 +244,7 @@ def first_entry(position, WINDOW: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def row_entries(slots, positions, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, Q_LEN: tl.constexpr = 1):
+def row_entries(slots, positions, WINDOW: constexpr, PAGE: constexpr, BLOCK: constexpr, Q_LEN: constexpr = 1):
     """On a grid (sequences, blocks): the first row's position, its slot, the first entry it sees, and this block's from there."""
     row = tl.program_id(0) * Q_LEN
     position = tl.load(positions + row)
@@ -254,7 +255,7 @@ def row_entries(slots, positions, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["width", "out_width", "slots", "positions"])
 def _pages(
     table, slots, positions, out, width, out_width,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, Q_LEN: tl.constexpr, PDL: tl.constexpr,
+    PAGE: constexpr, WINDOW: constexpr, BLOCK: constexpr, Q_LEN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     wait(PDL)
@@ -269,7 +270,7 @@ def _pages(
 
 
 @triton.jit(do_not_specialize=["pairs", "positions"])
-def _rotary(positions, frequencies, out, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rotary(positions, frequencies, out, pairs, BLOCK: constexpr, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0)
     pair = tl.arange(0, BLOCK)

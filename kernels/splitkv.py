@@ -8,31 +8,31 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from kernels.launch import trigger, wait
 from kernels.numerics import LOG2E, cast, dot, hold
 from kernels.qkv import load_halves, norm_and_rope, rope_angles
 
-ROWS = tl.constexpr(16)  # rows of a product: the heads of a KV head, and padding
+ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
 def decode_kernel(
     qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm, out, parts, lse, tickets, width, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, KV_PROJECTIONS: tl.constexpr,
-    WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, WINDOW: constexpr,
+    PAGE: constexpr, SPLITS: constexpr, KEYS: constexpr, VALUES: constexpr, EARLY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A CTA: one row, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all.
 
     What the loads before the first page need are program ids alone, so that they are in flight together.
     """
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    DV: tl.constexpr = D // VALUES
-    KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
+    GROUP: constexpr = HEADS // KV_HEADS
+    DV: constexpr = D // VALUES
+    KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
     row, split = tl.program_id(0), tl.program_id(2)
     head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
-    HALF: tl.constexpr = D // 2
+    HALF: constexpr = D // 2
     group, columns = tl.arange(0, ROWS), part * DV + tl.arange(0, DV)
     # Heads are read as [rows, D/2] twice, dims i and i + D/2 that rope turns together, and so are weights and angles: one layout,
     # nothing to exchange between threads. Of the tile of K and V, row 0 is K's and row 1 is V's.
@@ -134,7 +134,7 @@ def decode_kernel(
 
 
 @triton.jit
-def page_of(ids, run, width, KEYS: tl.constexpr, PAGE: tl.constexpr):
+def page_of(ids, run, width, KEYS: constexpr, PAGE: constexpr):
     """The page of run `run` of KEYS keys, or of each of its keys where a run has several pages; 0 behind the table's end."""
     entry = run * KEYS // PAGE
     if KEYS > PAGE:
@@ -143,16 +143,13 @@ def page_of(ids, run, width, KEYS: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _seen(run, first, oldest, end, KEYS: tl.constexpr):
+def _seen(run, first, oldest, end, KEYS: constexpr):
     keys = first + run * KEYS + tl.arange(0, KEYS)
     return (keys >= oldest) & (keys < end)
 
 
 @triton.jit
-def load_run(
-    side, page, run, first, oldest, end, columns,
-    D: tl.constexpr, STRIDE: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
+def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
     """[KEYS, columns] of one side's pages; keys that are not seen are zeros, and are not read."""
     if KEYS <= PAGE:
         start = side + page.to(tl.int64) * STRIDE + run * KEYS % PAGE * D  # one address a run, and offsets that stay the same
@@ -188,7 +185,7 @@ def _joined(low, high):
 @triton.jit
 def combine(
     lse, parts, columns, done,
-    LSE_STRIDE: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr,
+    LSE_STRIDE: constexpr, STRIDE: constexpr, D: constexpr, GROUP: constexpr, SPLITS: constexpr, DV: constexpr,
 ):  # fmt: skip
     """[heads of the group, DV]: the splits' parts, each by its share of the weights. Unrolled: all loads are in flight together."""
     group = tl.arange(0, triton.next_power_of_2(GROUP))
