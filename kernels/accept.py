@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -96,12 +97,11 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
 
 @triton.jit(do_not_specialize=["places_stride", "sequences", "padding", "ids", "slots", "positions"])
 def _accept(
-    chosen: tl.tensor, ids: tl.tensor, slots: tl.tensor, positions: tl.tensor, hidden: tl.tensor, stop: tl.tensor,
-    lengths: tl.tensor, out_ids: tl.tensor, out_slots: tl.tensor, out_positions: tl.tensor, out_hidden: tl.tensor,
-    places_stride: tl.tensor, accepted: tl.tensor, sequences: tl.tensor, padding: tl.tensor,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
-    PLACE_LANES: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    chosen, ids, slots, positions, hidden, stop, lengths, out_ids, out_slots, out_positions, out_hidden, places_stride, accepted,
+    sequences, padding,
+    WIDTH: constexpr, LANES: constexpr, STOPS: constexpr, BLOCK: constexpr, PLACES: constexpr, PLACE_LANES: constexpr,
+    HIDDEN: constexpr, COLUMNS: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One sequence: the first place at which it ends."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

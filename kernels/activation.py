@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
@@ -45,16 +46,13 @@ def _configured(n: int, block: int, gate_at: int, up_at: tuple[int, int]) -> Con
 
 
 @triton.jit
-def gelu(x: tl.tensor) -> tl.tensor:
+def gelu(x):
     """gelu_tanh of fp32: tanh(y) = 2 sigmoid(2 y) - 1, so x/2 (1 + tanh y) = x sigmoid(2 y)."""
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
-def _gelu_mul(
-    gate: tl.tensor, up: tl.tensor, out: tl.tensor,
-    N: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, UP_FIRST: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+def _gelu_mul(gate, up, out, N: constexpr, BLOCK: constexpr, GATE: constexpr, UP: constexpr, UP_FIRST: constexpr, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

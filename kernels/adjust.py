@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -31,9 +32,9 @@ from kernels.sample import cap
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
 IN_PROMPT, MOST_COUNTED = 0x8000, 0x7FFF  # of an entry of counts
-_BLOCK, _PROMPT, _MOST = tl.constexpr(1024), tl.constexpr(IN_PROMPT), tl.constexpr(MOST_COUNTED)
-_BIASED, _PENALIZED = tl.constexpr(BIASED), tl.constexpr(PENALIZED)
-_LIMITED, _BAD_WORDS = tl.constexpr(LIMITED), tl.constexpr(BAD_WORDS)
+_BLOCK, _PROMPT, _MOST = constexpr(1024), constexpr(IN_PROMPT), constexpr(MOST_COUNTED)
+_BIASED, _PENALIZED = constexpr(BIASED), constexpr(PENALIZED)
+_LIMITED, _BAD_WORDS = constexpr(LIMITED), constexpr(BAD_WORDS)
 
 
 def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> SamplingBatch:
@@ -151,29 +152,27 @@ def _bits(words: Tensor, first: int, n: int) -> Tensor:
 
 
 @triton.jit
-def _kept(words: tl.tensor, ids: tl.tensor, first: tl.tensor, live: tl.tensor) -> tl.tensor:
+def _kept(words, ids, first, live):
     """Whether the bit of each id is set."""
     word = tl.load(words + (ids // 32 - first // 32), live, 0)
     return ((word >> (ids % 32)) & 1) != 0
 
 
 @triton.jit
-def _capped_finite(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
+def _capped_finite(x, cap):
     """The soft cap of all but -inf, which stays."""
     return tl.where(x == float("-inf"), x, soft_capped(x, cap))
 
 
 @triton.jit
-def _ban(line: tl.tensor, entry: tl.tensor, here: tl.tensor) -> None:
+def _ban(line, entry, here):
     """-inf at these places, but where there is a NaN."""
     x = tl.load(line + entry, here, 0.0)
     tl.store(line + entry, tl.where(x != x, x, float("-inf")), here)
 
 
 @triton.jit
-def _with_inputs(
-    bits: tl.tensor, ids: tl.tensor, history: tl.tensor, position: tl.tensor, index: tl.tensor, counted: tl.tensor,
-) -> tl.tensor:  # fmt: skip
+def _with_inputs(bits, ids, history, position, index, counted):
     """Counts of `ids` with the inputs from the slot's first row to this, its `index`-th, at positions that the counts lack."""
     generated = bits & _MOST
     for back in range(index + 1):
@@ -184,13 +183,11 @@ def _with_inputs(
 
 @triton.jit(do_not_specialize=["tokens_width", "first", "width"])
 def _adjust(
-    logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, plan: tl.tensor,
-    flags: tl.tensor, bias_ids: tl.tensor, bias: tl.tensor, penalties: tl.tensor, counts: tl.tensor, starts: tl.tensor,
-    allowed: tl.tensor, bad_words: tl.tensor, word_ends: tl.tensor, masks: tl.tensor, mask_rows: tl.tensor, capped: tl.tensor,
-    first: tl.tensor, cap: tl.tensor, width: tl.tensor,
-    N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, BIASES: tl.constexpr, WORD_IDS: tl.constexpr, WORDS: tl.constexpr,
-    MASK_WORDS: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, slots, positions, tokens, tokens_width, plan, flags, bias_ids, bias, penalties, counts, starts, allowed, bad_words,
+    word_ends, masks, mask_rows, capped, first, cap, width,
+    N: constexpr, PART: constexpr, CAP: constexpr, BIASES: constexpr, WORD_IDS: constexpr, WORDS: constexpr, MASK_WORDS: constexpr,
+    WIDE: constexpr, STEP: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One row's part of this rank's ids; each entry of the counts is read and written by one part alone."""
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -274,10 +271,9 @@ def _adjust(
 
 @triton.jit(do_not_specialize=["first"])
 def _count_accepted(
-    slots: tl.tensor, positions: tl.tensor, inputs: tl.tensor, accepted: tl.tensor, flags: tl.tensor, counts: tl.tensor,
-    starts: tl.tensor, first: tl.tensor,
-    N: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    slots, positions, inputs, accepted, flags, counts, starts, first,
+    N: constexpr, WIDTH: constexpr, LANES: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One slot; lanes of the same id write the same count."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
@@ -64,13 +65,12 @@ def _configured(heads: int, d: int, eps: float, turned: bool) -> Configured:
 
 @triton.jit(do_not_specialize=["count"])
 def _norm_axial_rope(
-    x: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, count: tl.tensor,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, TURNED: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    x, weight, cos, sin, out, count,
+    HEADS: constexpr, D: constexpr, BLOCK: constexpr, ROWS: constexpr, EPS: constexpr, TURNED: constexpr, PDL: constexpr,
+):  # fmt: skip
     """A program: ROWS heads, one after the other over all rows."""
     trigger(PDL)
-    QUARTER: tl.constexpr = D // 4
+    QUARTER: constexpr = D // 4
     row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     live = (row < count)[:, None] & (dim < D)[None, :]
     at = row.to(tl.int64)[:, None] * D

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -44,9 +45,9 @@ def block_tables(
 
 @triton.jit(do_not_specialize=["columns", "width", "slots", "positions"])  # rows may begin anywhere
 def _tables(
-    table: tl.tensor, slots: tl.tensor, positions: tl.tensor, tables: tl.tensor, lengths: tl.tensor, columns: tl.tensor,
-    width: tl.tensor, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    table, slots, positions, tables, lengths, columns, width,
+    PAGE: constexpr, WINDOW: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)

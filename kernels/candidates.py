@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.choose import scaled, store
 from kernels.grid import cdiv, next_power_of_2
@@ -23,8 +24,8 @@ from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
-_BLOCK = tl.constexpr(64)  # ids whose largest value is noted
-_BLOCKS = tl.constexpr(64)  # of a CTA
+_BLOCK = constexpr(64)  # ids whose largest value is noted
+_BLOCKS = constexpr(64)  # of a CTA
 
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -109,16 +110,14 @@ def _candidates_reference(logits: Tensor, batch: SamplingBatch, first: int) -> T
 
 
 @triton.jit
-def _is_small(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor) -> tl.tensor:
+def _is_small(integers, floats, slot):
     """Whether a slot's rows have a small top_k."""
     top_k = tl.load(integers + slot * 3 + 1)
     return (top_k > 0) & (top_k <= SMALL) & (tl.load(floats + slot * 3) >= GREEDY)
 
 
 @triton.jit
-def scaled_logits(
-    at: tl.tensor, live: tl.tensor, capped: tl.tensor, row: tl.tensor, temperature: tl.tensor, cap: tl.tensor, CAP: tl.constexpr
-) -> tl.tensor:  # fmt: skip
+def scaled_logits(at, live, capped, row, temperature, cap, CAP: constexpr):
     """s of the logits at these places, -inf where there is none."""
     x = tl.load(at, live, float("-inf"))
     soft = soft_capped(x, cap) / temperature if CAP else x / temperature
@@ -128,14 +127,14 @@ def scaled_logits(
 
 
 @triton.jit
-def float_order(x: tl.tensor) -> tl.tensor:
+def float_order(x):
     """fp32 -> int32 in the same order, above -2^31; of such an integer, the bits that it came from."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def kth_order(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
+def kth_order(orders, count):
     """The lowest of the `count` highest, found from its highest bit to its lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
@@ -145,7 +144,7 @@ def kth_order(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
+def _among_best(orders, count):
     """Whether each is among the `count` highest; equal ones: the first."""
     key = kth_order(orders, count)
     over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
@@ -153,11 +152,7 @@ def _among_best(orders: tl.tensor, count: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _peaks(
-    logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, cap: tl.tensor,
-    peaks: tl.tensor,
-    NB: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+def _peaks(logits, slots, integers, floats, capped, cap, peaks, NB: constexpr, N: constexpr, CAP: constexpr, PDL: constexpr):
     """Some blocks of a row."""
     trigger(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
@@ -171,11 +166,9 @@ def _peaks(
 
 @triton.jit(do_not_specialize=["first"])
 def _candidates(
-    logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, cap: tl.tensor,
-    peaks: tl.tensor, listed: tl.tensor, best: tl.tensor, first: tl.tensor,
-    NB: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, FEW: tl.constexpr, COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, slots, integers, floats, capped, cap, peaks, listed, best, first,
+    NB: constexpr, WIDTH: constexpr, N: constexpr, CAP: constexpr, FEW: constexpr, COUNT: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One row."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -205,10 +198,9 @@ def _candidates(
 
 @triton.jit(do_not_specialize=["tokens_width"])
 def _choose_candidates(
-    best: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, tokens: tl.tensor,
-    tokens_width: tl.tensor, chosen: tl.tensor,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    best, slots, positions, integers, floats, tokens, tokens_width, chosen,
+    COUNT: constexpr, WIDTH: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One row."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import polled
 from kernels.grid import cdiv, next_power_of_2
@@ -26,8 +27,8 @@ from kernels.slots import put
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
 ROW_NO_TOKEN = 4  # every id is forbidden
 _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether there was a NaN, nothing
-_EMPTY = tl.constexpr(-(1 << 31))  # -0.0
-_BLOCK = tl.constexpr(1024)
+_EMPTY = constexpr(-(1 << 31))  # -0.0
+_BLOCK = constexpr(1024)
 _PART = 4096  # ids of a part at least
 PROGRAMS = 16  # that a processor runs side by side
 
@@ -154,7 +155,7 @@ def store(batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 @triton.jit
-def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
+def _nans(at, live):
     """1 if there is a NaN at one of these places, else 0: what is overwritten may be the only one of a row."""
     x = tl.load(at, live, 0.0)
     return tl.max((x != x).to(tl.int32), 0)
@@ -162,10 +163,9 @@ def _nans(at: tl.tensor, live: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["suppressed", "first"])
 def _local_best(
-    logits: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor, floats: tl.tensor, stop: tl.tensor,
-    suppress: tl.tensor, suppressed: tl.tensor, capped: tl.tensor, best: tl.tensor, first: tl.tensor, cap: tl.tensor,
-    N: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, STOP: tl.constexpr, SUPPRESS: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    logits, slots, positions, integers, floats, stop, suppress, suppressed, capped, best, first, cap,
+    N: constexpr, PART: constexpr, CAP: constexpr, STOP: constexpr, SUPPRESS: constexpr, PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * PART
@@ -215,7 +215,7 @@ def _local_best(
 
 
 @triton.jit
-def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
+def _first_best(values, ids, bad):
     """(value, id, bad) of the largest value; equal values: the lowest id."""
     top = tl.max(values, 0)
     return top, tl.min(tl.where(values == top, ids, float("inf")), 0), tl.max(bad, 0)
@@ -223,10 +223,9 @@ def _first_best(values: tl.tensor, ids: tl.tensor, bad: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["tokens_width", "rank", "rank_stride"])
 def _choose(
-    best: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, results: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, rank_stride: tl.tensor,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    best, slots, positions, tokens, tokens_width, results, pointers, inbox, errors, rank, rank_stride,
+    PARTS: constexpr, SIZE: constexpr, WIDTH: constexpr, SEND: constexpr, RECEIVE: constexpr, PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PARTS)

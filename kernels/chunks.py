@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv
 from kernels.launch import enabled, launch, trigger, wait
@@ -105,11 +106,11 @@ def _inputs_reference(
 
 @triton.jit(do_not_specialize=["tokens_width", "padding", "prompts", "listed", "given"])
 def _chunk_inputs(
-    plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, padding: tl.tensor, ids: tl.tensor, positions: tl.tensor,
-    slots: tl.tensor, prompts: tl.tensor, chunks: tl.tensor, listed: tl.tensor, result_rows: tl.tensor, result_slots: tl.tensor,
-    result_positions: tl.tensor, given: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    plan, tokens, tokens_width, padding, ids, positions, slots, prompts, chunks, listed, result_rows, result_slots,
+    result_positions, given,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     """ROWS rows; the first program fills the list and the results as well."""
     trigger(PDL)
     wait(PDL)
@@ -165,10 +166,7 @@ def _chunk_inputs(
 
 
 @triton.jit(do_not_specialize=["count", "tiles_count", "tokens"])
-def _tiles(
-    chunks: tl.tensor, count: tl.tensor, tiles: tl.tensor, tiles_count: tl.tensor, tokens: tl.tensor, TILES: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: constexpr, PDL: constexpr):
     trigger(PDL)
     wait(PDL)
     tile, lane = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -42,10 +43,7 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
 
 
 @triton.jit(do_not_specialize=["n"])
-def _best_of_clusters(
-    x: tl.tensor, table: tl.tensor, order: tl.tensor, clusters: tl.tensor, best: tl.tensor, n: tl.tensor,
-    SIZE: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+def _best_of_clusters(x, table, order, clusters, best, n, SIZE: constexpr, LANES: constexpr, COLUMNS: constexpr, PDL: constexpr):
     """A query and one of its clusters."""
     trigger(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
@@ -38,9 +39,9 @@ def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = 
 
 @triton.jit(do_not_specialize=["first", "pad"])
 def _embed(
-    ids: tl.tensor, table: tl.tensor, placeholders: tl.tensor, out: tl.tensor, first: tl.tensor, pad: tl.tensor,
-    ROWS: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    ids, table, placeholders, out, first, pad,
+    ROWS: constexpr, N: constexpr, COUNT: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

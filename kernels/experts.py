@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
 from kernels.grid import cdiv, next_power_of_2
@@ -126,9 +127,7 @@ def _launch_grouped(
 
 
 @triton.jit(do_not_specialize=["assignments"])
-def _count(
-    chosen: tl.tensor, counts: tl.tensor, assignments: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-) -> None:
+def _count(chosen, counts, assignments, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr):
     """One block's counts [EXPERTS]."""
     trigger(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -139,9 +138,9 @@ def _count(
 
 @triton.jit(do_not_specialize=["assignments", "slots"])
 def _group(
-    chosen: tl.tensor, counts: tl.tensor, order: tl.tensor, position: tl.tensor, tiles: tl.tensor, assignments: tl.tensor,
-    slots: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    chosen, counts, order, position, tiles, assignments, slots,
+    ROWS: constexpr, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One expert's assignments of a block, ascending, behind those of the experts and blocks before in `order`, and where each
     stands in `position`. Of the first block also the expert's row tiles (expert, first, end), behind those of the experts before;
     the last expert fills the `slots` with tiles of no rows. counts [blocks, EXPERTS]; None: there is one block."""
@@ -179,10 +178,10 @@ def _group(
 
 @triton.jit
 def _grouped(
-    x: tl.tensor, weight: tl.tensor, order: tl.tensor, tiles: tl.tensor, out: tl.tensor,
-    M: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, GATED: tl.constexpr, ONE: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    x, weight, order, tiles, out,
+    M: constexpr, K: constexpr, TOP: constexpr, GATED: constexpr, ONE: constexpr, SWAP: constexpr, BM: constexpr, BN: constexpr,
+    BK: constexpr, PDL: constexpr,
+):  # fmt: skip
     """BN outputs of a row tile."""
     if GATED:
         trigger(PDL)
@@ -229,10 +228,7 @@ def _grouped(
 
 
 @triton.jit
-def _combine(
-    parts: tl.tensor, position: tl.tensor, weights: tl.tensor, beside: tl.tensor, out: tl.tensor,
-    N: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+def _combine(parts, position, weights, beside, out, N: constexpr, TOP: constexpr, BLOCK: constexpr, PDL: constexpr):
     """One token's weighted sum over its experts, and the other branch's part before it."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.candidates import float_order, kth_order, scaled_logits
 from kernels.choose import scaled, store
@@ -31,9 +32,9 @@ from kernels.noise import GREEDY, gumbel_noise, noise_key
 from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-_BLOCK = tl.constexpr(64)  # ids whose largest value is noted
-_BLOCKS = tl.constexpr(64)  # of a CTA
-_TILE = tl.constexpr(128)  # blocks read at once; at least so many are listed
+_BLOCK = constexpr(64)  # ids whose largest value is noted
+_BLOCKS = constexpr(64)  # of a CTA
+_TILE = constexpr(128)  # blocks read at once; at least so many are listed
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor) -> tl.tensor:
+def _filters(integers, floats, slot):
     """Whether a slot's rows are drawn from less than everything."""
     cuts = (tl.load(integers + slot * 3 + 1) > 0) | (tl.load(floats + slot * 3 + 1) < 1.0) | (tl.load(floats + slot * 3 + 2) > 0.0)
     return cuts & (tl.load(floats + slot * 3) >= GREEDY)
@@ -141,14 +142,13 @@ def _filters(integers: tl.tensor, floats: tl.tensor, slot: tl.tensor) -> tl.tens
 
 @triton.jit(do_not_specialize=["T", "rank", "share"])
 def _scale(
-    logits: tl.tensor, slots: tl.tensor, integers: tl.tensor, floats: tl.tensor, capped: tl.tensor, values: tl.tensor,
-    peaks: tl.tensor, masses: tl.tensor, T: tl.tensor, rank: tl.tensor, share: tl.tensor, cap: tl.tensor,
-    N: tl.constexpr, V: tl.constexpr, RANKS: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, slots, integers, floats, capped, values, peaks, masses, T, rank, share, cap,
+    N: constexpr, V: constexpr, RANKS: constexpr, CAP: constexpr, PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank
-    NB: tl.constexpr = (V + _BLOCK - 1) // _BLOCK
+    NB: constexpr = (V + _BLOCK - 1) // _BLOCK
     block = tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
     wait(PDL)
     if row < T:
@@ -165,9 +165,7 @@ def _scale(
 
 
 @triton.jit
-def _listed(
-    line: tl.tensor, listed: tl.tensor, at: tl.tensor, count: tl.tensor, V: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _listed(line, listed, at, count, V: constexpr):
     """(ids, values) [_TILE, _BLOCK] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
     entry = at + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
@@ -176,15 +174,13 @@ def _listed(
 
 
 @triton.jit
-def _value(order: tl.tensor) -> tl.tensor:
+def _value(order):
     """What `float_order` made it of."""
     return float_order(order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _mass_from(
-    line: tl.tensor, listed: tl.tensor, count: tl.tensor, key: tl.tensor, peak: tl.tensor, V: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+def _mass_from(line, listed, count, key, peak, V: constexpr):
     """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
     mass, members = 0.0, 0
     for at in range(0, count, _TILE):
@@ -196,9 +192,7 @@ def _mass_from(
 
 
 @triton.jit
-def _kth_key(
-    line: tl.tensor, listed: tl.tensor, count: tl.tensor, k: tl.tensor, V: tl.constexpr
-) -> tl.tensor:
+def _kth_key(line, listed, count, k, V: constexpr):
     """The order of the k-th largest listed value, found from its highest bit to its lowest."""
     key = tl.full([], -2147483648, tl.int32)
     for bit in range(32):
@@ -213,10 +207,9 @@ def _kth_key(
 
 @triton.jit(do_not_specialize=["T", "rank"])
 def _filter(
-    values: tl.tensor, peaks: tl.tensor, masses: tl.tensor, slots: tl.tensor, positions: tl.tensor, integers: tl.tensor,
-    floats: tl.tensor, chosen: tl.tensor, listed: tl.tensor, tokens: tl.tensor, T: tl.tensor, rank: tl.tensor,
-    V: tl.constexpr, NB: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    values, peaks, masses, slots, positions, integers, floats, chosen, listed, tokens, T, rank,
+    V: constexpr, NB: constexpr, WIDTH: constexpr, RANKS: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One row."""
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
@@ -283,10 +276,7 @@ def _filter(
 
 
 @triton.jit(do_not_specialize=["tokens_width"])
-def _write_tokens(
-    drawn: tl.tensor, slots: tl.tensor, positions: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, chosen: tl.tensor,
-    PDL: tl.constexpr,
-) -> None:
+def _write_tokens(drawn, slots, positions, tokens, tokens_width, chosen, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)

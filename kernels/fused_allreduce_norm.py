@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import next_power_of_2
 from kernels.launch import INTERPRET, Configured, configured, enabled, launch, now, trigger, wait
@@ -217,16 +218,13 @@ def _warps(n: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight: tl.tensor, N: tl.constexpr, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _normed(x, weight, N: constexpr, eps, dtype: constexpr):
     """rms_norm of one row, rounded to `dtype`; x fp32 with zeros behind n."""
     return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _post(
-    total: tl.tensor, post: tl.tensor, residual: tl.tensor, scalar: tl.tensor, scale: tl.tensor, N: tl.constexpr, eps: tl.tensor,
-    dtype: tl.constexpr,
-) -> tl.tensor:
+def _post(total, post, residual, scalar, scale, N: constexpr, eps, dtype: constexpr):
     """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
         h = (total * scale).to(dtype).to(tl.float32)
@@ -238,7 +236,7 @@ def _post(
 
 
 @triton.jit
-def inboxes_of(pointers: tl.tensor, dtype: tl.constexpr, SIZE: tl.constexpr) -> tl.tuple:
+def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
     """Pointers to the inboxes of SIZE ranks. They are constant: a kernel reads them before its wait."""
     found: tl.tuple = ()
     for peer in tl.static_range(SIZE):
@@ -247,9 +245,7 @@ def inboxes_of(pointers: tl.tensor, dtype: tl.constexpr, SIZE: tl.constexpr) -> 
 
 
 @triton.jit
-def send(
-    bits: tl.tensor, inboxes: tl.tuple, at: tl.tensor, lane: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, EMPTY: tl.constexpr
-) -> None:
+def send(bits, inboxes, at, lane, live, SIZE: constexpr, EMPTY: constexpr):
     """Write bits to elements `at + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
     sent = filled(bits, EMPTY)
     for peer in tl.static_range(SIZE):
@@ -257,23 +253,23 @@ def send(
 
 
 @triton.jit
-def _empties(bits: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+def _empties(bits, EMPTY: constexpr):
     """EMPTY's bits where a value is -0.0, else none. EMPTY is the sign bit of each value that `bits` hold: one, or two of 16 bits,
     each of which is -0.0 if its sign is set and the rest, all ones added, carries nothing into it."""
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
 
 @triton.jit
-def filled(bits: tl.tensor, EMPTY: tl.constexpr) -> tl.tensor:
+def filled(bits, EMPTY: constexpr):
     """`bits` with +0.0 for -0.0."""
     return bits & ~_empties(bits, EMPTY)
 
 
 @triton.jit
-def polled(polls: tl.tensor, deadline: tl.tensor, errors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def polled(polls, deadline, errors):
     """Both behind one more poll. `deadline`, of `now`, is 0 before the first look and below 0 once the wait is over. It looks every
     millisecond or so, at the time, and at the error flag: where a call has failed already, this one has waited enough."""
-    LOOK: tl.constexpr = 1 if INTERPRET else 1024
+    LOOK: constexpr = 1 if INTERPRET else 1024
     polls += 1
     if polls % LOOK == 0:
         time = now()
@@ -284,9 +280,7 @@ def polled(polls: tl.tensor, deadline: tl.tensor, errors: tl.tensor) -> tuple[tl
 
 
 @triton.jit
-def _parts(
-    inbox: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, STRIDE: tl.constexpr, COUNT: tl.constexpr
-) -> tl.tuple:
+def _parts(inbox, at, lane, live, STRIDE: constexpr, COUNT: constexpr):
     """COUNT parts of a row as they are now, in words."""
     found: tl.tuple = ()
     for rank in tl.static_range(COUNT):
@@ -295,7 +289,7 @@ def _parts(
 
 
 @triton.jit
-def _missing(parts: tl.tuple, COUNT: tl.constexpr, EMPTY: tl.constexpr) -> tl.tensor:
+def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
     """Whether something of them has not come."""
     absent = _empties(parts[0], EMPTY)
     for rank in tl.static_range(1, COUNT):
@@ -304,10 +298,7 @@ def _missing(parts: tl.tuple, COUNT: tl.constexpr, EMPTY: tl.constexpr) -> tl.te
 
 
 @triton.jit
-def _receive(
-    inbox: tl.tensor, at: tl.tensor, lane: tl.tensor, live: tl.tensor, errors: tl.tensor, STRIDE: tl.constexpr, COUNT: tl.constexpr,
-    EMPTY: tl.constexpr,
-) -> tl.tuple:
+def _receive(inbox, at, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
     """COUNT parts of a row in words, once all have come; the inbox is empty again behind it."""
     parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
@@ -323,7 +314,7 @@ def _receive(
 
 
 @triton.jit
-def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def _sum(parts, COUNT: constexpr, dtype: constexpr):
     """Their sum in rank order, added in fp32, rounded to `dtype`."""
     if dtype == tl.float32:
         total = parts[0].to(tl.float32, bitcast=True)
@@ -340,20 +331,17 @@ def _sum(parts: tl.tuple, COUNT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, post_a: tl.tensor, post_b: tl.tensor, next_norm: tl.tensor,
-    scalar: tl.tensor, h_out: tl.tensor, x_out: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
-    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
-    dtype: tl.constexpr = h_out.dtype.element_ty
+    part, residual, post, post_a, post_b, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, turn, eps, scale,
+    N: constexpr, SIZE: constexpr, ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, SEND: constexpr, RECEIVE: constexpr,
+    PARTS: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    dtype: constexpr = h_out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     live = lane < N
-    branches: tl.constexpr = 1 if post_a is None else 2
-    VALUES: tl.constexpr = 32 // dtype.primitive_bitwidth  # of a word
-    STRIDE: tl.constexpr = ROWS * WIDTH // VALUES
+    branches: constexpr = 1 if post_a is None else 2
+    VALUES: constexpr = 32 // dtype.primitive_bitwidth  # of a word
+    STRIDE: constexpr = ROWS * WIDTH // VALUES
     word = tl.arange(0, BLOCK // VALUES)
     live_word = word < N // VALUES
     if SIZE > 1:
@@ -405,24 +393,21 @@ def _allreduce_norm(
 
 @triton.jit(do_not_specialize=["rank", "turn"])
 def _allreduce_norm_sharded(
-    part: tl.tensor, residual: tl.tensor, post: tl.tensor, next_norm: tl.tensor, scalar: tl.tensor, h_out: tl.tensor,
-    x_out: tl.tensor,
-    pointers: tl.tensor, inbox: tl.tensor, errors: tl.tensor, rank: tl.tensor, turn: tl.tensor, eps: tl.tensor, scale: tl.tensor,
-    N: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-    SEND: tl.constexpr, NORM: tl.constexpr, TAKE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
-    dtype: tl.constexpr = part.dtype.element_ty
+    part, residual, post, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, turn, eps, scale,
+    N: constexpr, SIZE: constexpr, ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, SEND: constexpr, NORM: constexpr,
+    TAKE: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    dtype: constexpr = part.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     owner = (row % SIZE).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     live = lane < N
-    VALUES: tl.constexpr = 32 // dtype.primitive_bitwidth  # of a word
-    STRIDE: tl.constexpr = ROWS * WIDTH // VALUES
+    VALUES: constexpr = 32 // dtype.primitive_bitwidth  # of a word
+    STRIDE: constexpr = ROWS * WIDTH // VALUES
     word = tl.arange(0, BLOCK // VALUES)
     live_word = word < N // VALUES
     owners_inbox = tl.multiple_of(tl.load(pointers + owner), 16).to(tl.pointer_type(tl.int32))
-    bits_type: tl.constexpr = inbox.dtype.element_ty
+    bits_type: constexpr = inbox.dtype.element_ty
     inboxes = inboxes_of(pointers, bits_type, SIZE)
     next_weight = tl.load(next_norm + lane, live, 0.0)
     post_weight = None

@@ -1,7 +1,7 @@
 """Where every Triton kernel starts: its options, programmatic dependent launch, a count of late compilations.
 
 Programmatic dependent launch (PDL, from sm_90 on): a kernel's CTAs may start while the kernel before it still runs. A kernel
-that takes part declares `PDL: tl.constexpr` and calls
+that takes part declares `PDL: constexpr` and calls
 
     wait(PDL)      blocks until all kernels before it in the stream have ended and their writes are visible. Whatever is not
                    constant (activations, tables, lengths) is read after it, and every CTA executes it before its end: then
@@ -27,27 +27,28 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.relaunch import Variant, hooked, launch_key, variant
 
 # True under the interpreter: no inline PTX there, bf16 operands are raised to fp32 before arithmetic and before `tl.dot`.
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRET = constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def wait(PDL: tl.constexpr) -> None:
+def wait(PDL: constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def trigger(PDL: tl.constexpr) -> None:
+def trigger(PDL: constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _now() -> tl.tensor:
+def _now():
     return tl.extra.cuda.globaltimer()
 
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
 from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
@@ -140,10 +141,10 @@ def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inb
 
 @triton.jit
 def _store(
-    total: tl.tensor, out: tl.tensor, row: tl.tensor, column: tl.tensor, live: tl.tensor, dtype: tl.constexpr,
-    inboxes: tl.tuple, rank: tl.tensor, turn: tl.tensor,
-    SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr,
-) -> None:  # fmt: skip
+    total, out, row, column, live,
+    dtype: constexpr, inboxes, rank, turn,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
+):  # fmt: skip
     """`total` to its rows of `out`, or, rounded to `dtype`, to this rank's part in every rank's inbox."""
     if SIZE == 0:
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
@@ -154,7 +155,7 @@ def _store(
 
 
 @triton.jit
-def _load(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
+def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr):
     """Columns [TURN BK, (TURN + 1) BK) of the rows at `base` [rows, 1]; zeros behind K."""
     at = TURN * BK + tl.arange(0, BK)[None, :]
     if (TURN + 1) * BK <= K:
@@ -165,10 +166,7 @@ def _load(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 
 
 @triton.jit
-def _add_products(
-    sums: tl.tuple, tiles: tl.tuple, x: tl.tensor, T: tl.tensor,
-    TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
+def _add_products(sums, tiles, x, T, TURN: constexpr, K: constexpr, BK: constexpr, ROWS: constexpr, MATRICES: constexpr):
     """`sums`, by row and matrix [BN, BK / 8], and the products of tile TURN with the rows of x."""
     added: tl.tuple = ()
     for row in tl.static_range(ROWS):
@@ -182,18 +180,16 @@ def _add_products(
 
 @triton.jit(do_not_specialize=["T", "rank", "turn"])
 def _gemv(
-    x: tl.tensor, weight: tl.tensor, up: tl.tensor, out: tl.tensor, T: tl.tensor,
-    pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
-    M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
-    GATED: tl.constexpr, UP: tl.constexpr, START: tl.constexpr,
-    SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    x, weight, up, out, T, pointers, rank, turn,
+    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
+    START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+):  # fmt: skip
     """BN outputs of up to ROWS rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last.
     The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
     if START:
         trigger(PDL)
-    TILES: tl.constexpr = (K + BK - 1) // BK
-    MATRICES: tl.constexpr = 2 if GATED else 1
+    TILES: constexpr = (K + BK - 1) // BK
+    MATRICES: constexpr = 2 if GATED else 1
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
@@ -220,7 +216,7 @@ def _gemv(
 
 
 @triton.jit
-def _fetch(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr) -> None:
+def _fetch(base, TURN: constexpr, K: constexpr, BK: constexpr):
     """Asks for tile TURN of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
     at = tl.minimum(TURN * BK + 64 * tl.arange(0, BK // 64), K - 1)[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + at], dtype=tl.int32, is_pure=False, pack=1)
@@ -228,12 +224,11 @@ def _fetch(base: tl.tensor, TURN: tl.constexpr, K: tl.constexpr, BK: tl.constexp
 
 @triton.jit(do_not_specialize=["T", "rank", "turn"])
 def _gemm(
-    x: tl.tensor, weight: tl.tensor, up: tl.tensor, out: tl.tensor, T: tl.tensor,
-    pointers: tl.tensor, rank: tl.tensor, turn: tl.tensor,
-    M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
-    SWAP: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, UP: tl.constexpr, START: tl.constexpr,
-    SIZE: tl.constexpr, INBOX_ROWS: tl.constexpr, WIDTH: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    x, weight, up, out, T, pointers, rank, turn,
+    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, SWAP: constexpr, SPLITS: constexpr,
+    GATED: constexpr, UP: constexpr, START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines. Of
     SPLITS parts of the inner dimension a CTA has one."""
     if START:
@@ -241,7 +236,7 @@ def _gemm(
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
-    PART: tl.constexpr = K // SPLITS
+    PART: constexpr = K // SPLITS
     first = tl.program_id(1) * PART if SPLITS > 1 else 0
     base += first
     if not INTERPRET:

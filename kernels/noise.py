@@ -10,7 +10,7 @@ GREEDY, SMALL = tl.constexpr(GREEDY_BELOW), tl.constexpr(SMALL_TOP_K)
 
 
 @triton.jit
-def _mix(x: tl.tensor) -> tl.tensor:
+def _mix(x):
     """As `kernels.sample` mixes: uint32, or int64 holding 32 bits."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
@@ -18,14 +18,14 @@ def _mix(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def noise_key(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+def noise_key(seed, position):
     key = _mix(seed & 0xFFFFFFFF)
     key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
     return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
 
 
 @triton.jit
-def gumbel_noise(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
+def gumbel_noise(key, ids):
     """Standard Gumbel noise of each id, hashed in 32 bits: int64 takes longer. -log1p(-v) by its series where 1 - v would round the
     small v away: they decide the argmax."""
     hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
@@ -35,6 +35,6 @@ def gumbel_noise(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def soft_capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
+def soft_capped(x, cap):
     """cap * tanh(x / cap)."""
     return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)

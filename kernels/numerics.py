@@ -12,7 +12,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def cast(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+def cast(x, DTYPE: tl.constexpr):
     """fp32 -> DTYPE, to the nearest, ties to even."""
     if INTERPRET and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
@@ -22,7 +22,7 @@ def cast(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def dot(a, b):
     """a [m, k] times b [k, n] of one dtype, summed in fp32; fp32 operands are not cut to tf32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
@@ -30,7 +30,7 @@ def dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def add_product(x: tl.tensor, weight: tl.tensor, total: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
+def add_product(x, weight, total, SWAP: tl.constexpr):
     """x [m, k], weight [n, k] of one dtype: total [m, n] + x weight^T; with SWAP total [n, m] + weight x^T."""
     if INTERPRET:
         x, weight = x.to(tl.float32), weight.to(tl.float32)
@@ -42,7 +42,7 @@ def add_product(x: tl.tensor, weight: tl.tensor, total: tl.tensor, SWAP: tl.cons
 
 
 @triton.jit
-def hold(x: tl.tensor) -> tl.tensor:
+def hold(x):
     """x, not used before this point: loads until then are in flight together, and none waits for another's way to shared memory."""
     if INTERPRET:
         return x

@@ -8,6 +8,7 @@ Each of the five results is rounded to the inputs' dtype, as transformers rounds
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -35,12 +36,12 @@ def per_layer_inputs(context: Tensor, tokens: Tensor, norm: Tensor, eps: float, 
 
 @triton.jit
 def _per_layer(
-    context: tl.tensor, tokens: tl.tensor, norm: tl.tensor, out: tl.tensor, eps: tl.tensor, a: tl.tensor, b: tl.tensor,
-    LAYERS: tl.constexpr, N: tl.constexpr, HELD: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    context, tokens, norm, out, eps, a, b,
+    LAYERS: constexpr, N: constexpr, HELD: constexpr, WIDTH: constexpr, PDL: constexpr,
+):  # fmt: skip
     """A token's HELD layers."""
     trigger(PDL)
-    DTYPE: tl.constexpr = out.dtype.element_ty
+    DTYPE: constexpr = out.dtype.element_ty
     layer, lane = tl.program_id(1) * HELD + tl.arange(0, HELD), tl.arange(0, WIDTH)
     live = (layer < LAYERS)[:, None] & (lane < N)[None, :]
     at = (tl.program_id(0).to(tl.int64) * LAYERS + layer[:, None]) * N + lane[None, :]

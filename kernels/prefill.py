@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
@@ -150,29 +151,16 @@ def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["width"])
 def _extend(
-    q: tl.tensor,
-    pool: tl.tensor,
-    table: tl.tensor,
-    tiles: tl.tensor,
-    out: tl.tensor,
-    width: tl.tensor,
-    last_seen: tl.tensor | None,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    q, pool, table, tiles, out, width, last_seen,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr, ROWS: constexpr,
+    KEYS: constexpr, PDL: constexpr,
+):  # fmt: skip
     """A CTA: TOKENS queries of a tile, times the heads of one KV head.
 
     Keys in three runs: the window's edge, where some query does not see all, what all see, the diagonal.
     """
     trigger(PDL)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: constexpr = HEADS // KV_HEADS
     tile, head = tl.program_id(0), tl.program_id(1)
     dims, token = tl.arange(0, D), tl.arange(0, ROWS) // GROUP
     wait(PDL)
@@ -214,26 +202,9 @@ def _extend(
 
 @triton.jit
 def _walk(
-    q: tl.tensor,
-    side: tl.tensor,
-    ids: tl.tensor,
-    width: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    positions: tl.tensor,
-    newest: tl.tensor,
-    oldest: tl.tensor,
-    end: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
-    sums: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    q, side, ids, width, first, last, positions, newest, oldest, end, top, total, sums,
+    KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, MASKED: constexpr,
+):  # fmt: skip
     """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them.
     A query sees keys up to its `newest`."""
     dims = tl.arange(0, D)
@@ -269,7 +240,7 @@ def _walk(
 
 
 @triton.jit
-def _pages_of(ids: tl.tensor, key: tl.tensor, width: tl.tensor, KEYS: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
+def _pages_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
     """The page of KEYS keys from `key` on, or of each where they have several; 0 behind the table's end."""
     entries = key // PAGE
     if KEYS > PAGE:

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
@@ -107,30 +108,15 @@ def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["width", "slots", "positions"])  # rows may begin anywhere
 def _post(
-    qkv: tl.tensor,
-    pool: tl.tensor,
-    table: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    cos_sin: tl.tensor,
-    q_norm: tl.tensor,
-    k_norm: tl.tensor,
-    q: tl.tensor,
-    width: tl.tensor,
-    eps: tl.tensor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    KV_PROJECTIONS: tl.constexpr,
-    PAGE: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, q, width, eps,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     """A CTA: one token's query heads of one KV head, and that head's K and V."""
     trigger(PDL)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    HALF: tl.constexpr = D // 2
+    HALF: constexpr = D // 2
     rows = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
     half = rows * 0 + tl.arange(0, HALF)[None, :]
     live = rows < GROUP
@@ -166,29 +152,20 @@ def _post(
 
 
 @triton.jit
-def load_halves(at: tl.tensor, live: tl.tensor, other: tl.constexpr, HALF: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def load_halves(at, live, other: constexpr, HALF: constexpr):
     """Dims i and i + d/2 of heads, fp32 [rows, HALF] each, or of weights; `other` where a row is not live."""
     return tl.load(at, live, other=other).to(tl.float32), tl.load(at + HALF, live, other=other).to(tl.float32)
 
 
 @triton.jit
-def rope_angles(cos_sin: tl.tensor, half: tl.tensor, live: tl.tensor, PAIRS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def rope_angles(cos_sin, half, live, PAIRS: constexpr):
     """cos and sin of pairs [rows, HALF]; 1 and 0 where a pair does not rotate or a row is not live."""
     rotated = live & (half < PAIRS)
     return tl.load(cos_sin + half, rotated, other=1.0), tl.load(cos_sin + PAIRS + half, rotated, other=0.0)
 
 
 @triton.jit
-def norm_and_rope(
-    low: tl.tensor,
-    high: tl.tensor,
-    weight_low: tl.tensor,
-    weight_high: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    eps: tl.tensor,
-    D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def norm_and_rope(low, high, weight_low, weight_high, cos, sin, eps, D: constexpr):
     """Both halves of heads [rows, HALF], normed, weighted and rotated; and what the norm multiplied by, [rows, 1]."""
     scale = _root(low, high, eps, D)
     low, high = low * scale * weight_low, high * scale * weight_high
@@ -196,5 +173,5 @@ def norm_and_rope(
 
 
 @triton.jit
-def _root(low: tl.tensor, high: tl.tensor, eps: tl.tensor, D: tl.constexpr) -> tl.tensor:
+def _root(low, high, eps, D: constexpr):
     return tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]

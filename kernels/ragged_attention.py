@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.language import constexpr
 
 from kernels.grid import cdiv
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
@@ -54,10 +55,9 @@ def _configured(heads: int, d: int, itemsize: int) -> tuple[Configured, int]:
 
 @triton.jit
 def _attend(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, starts: tl.tensor, out: tl.tensor,
-    HEADS: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    q, k, v, starts, out,
+    HEADS: constexpr, D: constexpr, WHOLE: constexpr, REST: constexpr, ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
+):  # fmt: skip
     """A program: ROWS queries of a picture, one head."""
     trigger(PDL)
     picture, head = tl.program_id(2), tl.program_id(1)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -69,15 +70,13 @@ def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor,
 
 
 @triton.jit
-def _variance_scale(values: tl.tensor, eps: tl.tensor, N: tl.constexpr) -> tl.tensor:
+def _variance_scale(values, eps, N: constexpr):
     """What rms_norm multiplies a row with; zeros behind N."""
     return tl.rsqrt(tl.sum(values * values, 0) / N + eps)
 
 
 @triton.jit
-def _norm_row(
-    h: tl.tensor, factor: tl.tensor, x: tl.tensor, row: tl.tensor, T: tl.tensor, eps: tl.tensor, N: tl.constexpr
-) -> None:
+def _norm_row(h, factor, x, row, T, eps, N: constexpr):
     """What the experts read of a row, if it is below T. factor: fp32, the norm's weight, zeros behind N."""
     lane = tl.arange(0, factor.shape[0])
     live = (lane < N) & (row < T)
@@ -88,10 +87,9 @@ def _norm_row(
 
 @triton.jit(do_not_specialize=["T"])
 def _logits(
-    h: tl.tensor, proj: tl.tensor, scale: tl.tensor, norm: tl.tensor, logits: tl.tensor, x: tl.tensor, T: tl.tensor, eps: tl.tensor,
-    root: tl.tensor, N: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    h, proj, scale, norm, logits, x, T, eps, root,
+    N: constexpr, EXPERTS: constexpr, PARTS: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     """The first PARTS CTAs of a group of ROWS rows have WIDTH experts each, the other ROWS a row's x."""
     trigger(PDL)
     part, first = tl.program_id(0), tl.program_id(1) * ROWS
@@ -115,10 +113,10 @@ def _logits(
 
 @triton.jit(do_not_specialize=["T"])
 def _many_logits(
-    h: tl.tensor, proj: tl.tensor, scale: tl.tensor, norm: tl.tensor, logits: tl.tensor, x: tl.tensor, T: tl.tensor, eps: tl.tensor,
-    root: tl.tensor, N: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TURN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    h, proj, scale, norm, logits, x, T, eps, root,
+    N: constexpr, EXPERTS: constexpr, PARTS: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     """The first CTAs have the scores of ROWS rows by WIDTH experts each, the others a row's x.
 
     bf16 rows are exact operands; weights are cut into three bf16 parts, which hold all of an fp32's bits."""
@@ -161,9 +159,9 @@ def _many_logits(
 
 @triton.jit
 def _route(
-    logits: tl.tensor, per_expert_scale: tl.tensor, weights: tl.tensor, chosen: tl.tensor, EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, per_expert_scale, weights, chosen,
+    EXPERTS: constexpr, WIDTH: constexpr, TOP: constexpr, SLOTS: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One row. softmax over all and renormalised is softmax over the best."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)

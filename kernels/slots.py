@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
@@ -154,10 +155,10 @@ def plan_sections(plan: Tensor, layout: PlanLayout) -> list[Tensor]:
 
 @triton.jit(do_not_specialize=["first_width", "last_width"])
 def _apply(
-    plan: tl.tensor, first_table: tl.tensor, first_width: tl.tensor, last_table: tl.tensor, last_width: tl.tensor,
-    lengths: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, CHUNK: tl.constexpr, APPEND: tl.constexpr,
-    RELEASE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    plan, first_table, first_width, last_table, last_width, lengths,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, APPEND: constexpr, RELEASE: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     wait(PDL)
     rows, chunks = tl.load(plan + COUNTS), tl.load(plan + COUNTS + 1)
@@ -196,10 +197,9 @@ def _apply(
 
 @triton.jit(do_not_specialize=["tokens_width", "padding", "rows", "ids", "positions", "slots"])  # rows may begin anywhere
 def _inputs(
-    plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, lengths: tl.tensor, padding: tl.tensor, ids: tl.tensor,
-    positions: tl.tensor, slots: tl.tensor, rows: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    plan, tokens, tokens_width, lengths, padding, ids, positions, slots, rows,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -215,10 +215,9 @@ def _inputs(
 
 @triton.jit(do_not_specialize=["tokens_width", "padding", "ids", "positions", "slots"])
 def _wide_inputs(
-    plan: tl.tensor, tokens: tl.tensor, tokens_width: tl.tensor, lengths: tl.tensor, padding: tl.tensor, ids: tl.tensor,
-    positions: tl.tensor, slots: tl.tensor, HEADER: tl.constexpr, COUNTS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    plan, tokens, tokens_width, lengths, padding, ids, positions, slots,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, LANES: constexpr, PDL: constexpr,
+):  # fmt: skip
     """One row of WIDTH inputs."""
     trigger(PDL)
     wait(PDL)
@@ -236,7 +235,7 @@ def _wide_inputs(
 
 
 @triton.jit
-def first_entry(position: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
+def first_entry(position, WINDOW: constexpr, PAGE: constexpr):
     """The first table entry that a query at `position` sees; WINDOW 0: all."""
     first = position * 0
     if WINDOW:
@@ -245,9 +244,7 @@ def first_entry(position: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr) -
 
 
 @triton.jit
-def row_entries(
-    slots: tl.tensor, positions: tl.tensor, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, Q_LEN: tl.constexpr = 1
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def row_entries(slots, positions, WINDOW: constexpr, PAGE: constexpr, BLOCK: constexpr, Q_LEN: constexpr = 1):
     """On a grid (sequences, blocks): the first row's position, its slot, the first entry it sees, and this block's from there."""
     row = tl.program_id(0) * Q_LEN
     position = tl.load(positions + row)
@@ -257,9 +254,9 @@ def row_entries(
 
 @triton.jit(do_not_specialize=["width", "out_width", "slots", "positions"])
 def _pages(
-    table: tl.tensor, slots: tl.tensor, positions: tl.tensor, out: tl.tensor, width: tl.tensor, out_width: tl.tensor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, Q_LEN: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    table, slots, positions, out, width, out_width,
+    PAGE: constexpr, WINDOW: constexpr, BLOCK: constexpr, Q_LEN: constexpr, PDL: constexpr,
+):  # fmt: skip
     trigger(PDL)
     wait(PDL)
     position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK, Q_LEN)
@@ -273,9 +270,7 @@ def _pages(
 
 
 @triton.jit(do_not_specialize=["pairs", "positions"])
-def _rotary(
-    positions: tl.tensor, frequencies: tl.tensor, out: tl.tensor, pairs: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+def _rotary(positions, frequencies, out, pairs, BLOCK: constexpr, PDL: constexpr):
     trigger(PDL)
     row = tl.program_id(0)
     pair = tl.arange(0, BLOCK)

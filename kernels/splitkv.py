@@ -8,52 +8,31 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from kernels.launch import trigger, wait
 from kernels.numerics import LOG2E, cast, dot, hold
 from kernels.qkv import load_halves, norm_and_rope, rope_angles
 
-ROWS = tl.constexpr(16)  # rows of a product: the heads of a KV head, and padding
+ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
 def decode_kernel(
-    qkv: tl.tensor,
-    pool: tl.tensor,
-    page_ids: tl.tensor,
-    positions: tl.tensor,
-    cos_sin: tl.tensor,
-    q_norm: tl.tensor,
-    k_norm: tl.tensor,
-    out: tl.tensor,
-    parts: tl.tensor,
-    lse: tl.tensor,
-    tickets: tl.tensor,
-    width: tl.tensor,
-    eps: tl.tensor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    KV_PROJECTIONS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm, out, parts, lse, tickets, width, eps,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, WINDOW: constexpr,
+    PAGE: constexpr, SPLITS: constexpr, KEYS: constexpr, VALUES: constexpr, EARLY: constexpr, PDL: constexpr,
+):  # fmt: skip
     """A CTA: one row, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all.
 
     What the loads before the first page need are program ids alone, so that they are in flight together.
     """
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    DV: tl.constexpr = D // VALUES
-    KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
+    GROUP: constexpr = HEADS // KV_HEADS
+    DV: constexpr = D // VALUES
+    KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
     row, split = tl.program_id(0), tl.program_id(2)
     head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
-    HALF: tl.constexpr = D // 2
+    HALF: constexpr = D // 2
     group, columns = tl.arange(0, ROWS), part * DV + tl.arange(0, DV)
     # Heads are read as [rows, D/2] twice, dims i and i + D/2 that rope turns together, and so are weights and angles: one layout,
     # nothing to exchange between threads. Of the tile of K and V, row 0 is K's and row 1 is V's.
@@ -155,7 +134,7 @@ def decode_kernel(
 
 
 @triton.jit
-def page_of(ids: tl.tensor, run: tl.tensor, width: tl.tensor, KEYS: tl.constexpr, PAGE: tl.constexpr) -> tl.tensor:
+def page_of(ids, run, width, KEYS: constexpr, PAGE: constexpr):
     """The page of run `run` of KEYS keys, or of each of its keys where a run has several pages; 0 behind the table's end."""
     entry = run * KEYS // PAGE
     if KEYS > PAGE:
@@ -164,25 +143,13 @@ def page_of(ids: tl.tensor, run: tl.tensor, width: tl.tensor, KEYS: tl.constexpr
 
 
 @triton.jit
-def _seen(run: tl.tensor, first: tl.tensor, oldest: tl.tensor, end: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+def _seen(run, first, oldest, end, KEYS: constexpr):
     keys = first + run * KEYS + tl.arange(0, KEYS)
     return (keys >= oldest) & (keys < end)
 
 
 @triton.jit
-def load_run(
-    side: tl.tensor,
-    page: tl.tensor,
-    run: tl.tensor,
-    first: tl.tensor,
-    oldest: tl.tensor,
-    end: tl.tensor,
-    columns: tl.tensor,
-    D: tl.constexpr,
-    STRIDE: tl.constexpr,
-    KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
-) -> tl.tensor:
+def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
     """[KEYS, columns] of one side's pages; keys that are not seen are zeros, and are not read."""
     if KEYS <= PAGE:
         start = side + page.to(tl.int64) * STRIDE + run * KEYS % PAGE * D  # one address a run, and offsets that stay the same
@@ -193,17 +160,7 @@ def load_run(
 
 
 @triton.jit
-def _attend(
-    q_low: tl.tensor,
-    q_high: tl.tensor,
-    k_low: tl.tensor,
-    k_high: tl.tensor,
-    v: tl.tensor,
-    seen: tl.tensor,
-    top: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _attend(q_low, q_high, k_low, k_high, v, seen, top, totals, sums):
     """One turn of the online softmax, in base 2: the running maximum, sums of weights and weighted sums of values.
 
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A product takes 16 dims at least.
@@ -220,24 +177,16 @@ def _attend(
 
 
 @triton.jit
-def _joined(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+def _joined(low, high):
     """Both halves [n, d/2] -> [n, d], in any order that is the same for every tensor."""
     return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
 
 
 @triton.jit
 def combine(
-    lse: tl.tensor,
-    parts: tl.tensor,
-    columns: tl.tensor,
-    done: tl.tensor,
-    LSE_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DV: tl.constexpr,
-) -> tl.tensor:
+    lse, parts, columns, done,
+    LSE_STRIDE: constexpr, STRIDE: constexpr, D: constexpr, GROUP: constexpr, SPLITS: constexpr, DV: constexpr,
+):  # fmt: skip
     """[heads of the group, DV]: the splits' parts, each by its share of the weights. Unrolled: all loads are in flight together."""
     group = tl.arange(0, triton.next_power_of_2(GROUP))
     live = group < GROUP

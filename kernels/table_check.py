@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.grid import next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
@@ -90,10 +91,10 @@ def _record(violations: Tensor, *values: int) -> None:
 
 @triton.jit(do_not_specialize=["group", "width", "columns", "pages", "slots", "positions"])
 def _check_rows(
-    group: tl.tensor, plan: tl.tensor, actual: tl.tensor, width: tl.tensor, expected: tl.tensor, columns: tl.tensor,
-    pages: tl.tensor, slots: tl.tensor, positions: tl.tensor, violations: tl.tensor, KIND: tl.constexpr, STEP: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
-) -> None:
+    group, plan, actual, width, expected, columns, pages, slots, positions, violations,
+    KIND: constexpr, STEP: constexpr, PAGE: constexpr, WINDOW: constexpr, EVERY: constexpr, BLOCK: constexpr, LIMIT: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     """A CTA: one row."""
     trigger(PDL)
     wait(PDL)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from kernels.decode import DecodeScratch, decode_reference, row_blocks
 from kernels.grid import next_power_of_2
@@ -111,15 +112,14 @@ def verify_attention(
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
 def verify_kernel(
-    q: tl.tensor, pool: tl.tensor, page_ids: tl.tensor, positions: tl.tensor, out: tl.tensor, parts: tl.tensor, lse: tl.tensor,
-    tickets: tl.tensor, width: tl.tensor,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
+    q, pool, page_ids, positions, out, parts, lse, tickets, width,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, SPLITS: constexpr,
+    ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, PDL: constexpr,
+):  # fmt: skip
     """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys. The last split adds them all."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    DV: tl.constexpr = D // VALUES
-    KEPT: tl.constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
+    GROUP: constexpr = HEADS // KV_HEADS
+    DV: constexpr = D // VALUES
+    KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
     row, split = tl.program_id(0), tl.program_id(2)
     head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
     lane = tl.arange(0, ROWS)

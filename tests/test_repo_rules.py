@@ -20,6 +20,7 @@ from tests.support.repo_rules import (
     repeated,
     sources,
     tier_complaints,
+    untyped_functions,
 )
 
 pytestmark = pytest.mark.pure
@@ -131,6 +132,17 @@ def test_a_long_function_is_caught() -> None:
     assert long_functions(f"class A:\n    def f(self):\n{body}\n", FUNCTION_CEILING) == ["2: A.f has 61 lines"]
     assert long_functions(f"class A:\n    def f(self):\n{body.removesuffix('        x = 1')}\n", FUNCTION_CEILING) == []
     assert [item.name for item in functions("def f():\n    async def g(): ...\n")] == ["f", "f.g"]
+
+
+def test_functions_are_typed() -> None:
+    """Every function of the product has its types but those that Triton compiles; ruff and mypy hold the other packages."""
+    assert {path: wrong for path in sources() if (wrong := untyped_functions(path.read_text()))} == {}
+
+
+def test_an_untyped_function_is_caught() -> None:
+    """A function is named that lacks one type, and no compiled one."""
+    source = "def f(x, y: int) -> int: ...\ndef g(x: int): ...\n@triton.jit(launch=1)\ndef k(x): ...\ndef h(x: int) -> int: ...\n"
+    assert untyped_functions(source) == ["1: f", "2: g"]
 
 
 def long_files(lengths: dict[str, int], ceiling: int) -> list[str]:

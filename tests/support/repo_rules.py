@@ -217,6 +217,18 @@ def long_functions(source: str, ceiling: int) -> list[str]:
     return [f"{item.line}: {item.name} has {item.lines} lines" for item in functions(source) if item.lines > ceiling]
 
 
+def untyped_functions(source: str) -> list[str]:
+    """Functions that lack a type of an argument or of what they return, as `line: name`; compiled ones need that of no tensor."""
+    return [f"{node.lineno}: {node.name}" for node in ast.walk(ast.parse(source)) if _untyped(node)]
+
+
+def _untyped(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or any("jit" in ast.unparse(x) for x in node.decorator_list):
+        return False
+    arguments = [arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg) and arg.arg not in {"self", "cls"}]
+    return node.returns is None or any(arg.annotation is None for arg in arguments)
+
+
 def docstring_complaints(source: str) -> list[str]:
     """A module with anything in it starts by saying what it is."""
     tree = ast.parse(source)
