@@ -6,6 +6,8 @@
 #   timeout http-request  bounds how long a request's head may take; Serve only has the hour that a client may be silent
 #   http-server-close     gives each request a connection of its own to the replica. When a reused one is lost, HAProxy closes the
 #                         client's without a word, and trusts the client to ask again
+#   splice-request        is taken out: with it HAProxy does not see a client leave whose body came after its head, until the answer
+#                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
 #   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
 #                         clients have one address
@@ -26,7 +28,8 @@ for argument in "$@"; do
             -e "s#^\( *http-request return status 404\) content-type text/plain lf-string .*#\1 $json/404.json#" \
             -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json hdr allow \"GET, POST\" unless $known#" "$argument"
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
-        sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"
+        sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
+            -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"
     fi
     before=$argument
 done

@@ -31,7 +31,9 @@ defaults
     mode http
     timeout client 5s
     timeout connect 1s
-    timeout server 300ms
+    timeout server {server_timeout}
+    option abortonclose
+    option splice-request
     errorfile 502 {folder}/500.http
     errorfile 503 {folder}/500.http
     errorfile 504 {folder}/500.http
@@ -55,13 +57,18 @@ backend at_zero_replicas
 
 @contextmanager
 def haproxy(
-    folder: Path, behind: int, errors: Path | None, wrapper: Path | str = WRAPPER, head_timeout: str = "10s"
+    folder: Path,
+    behind: int,
+    errors: Path | None,
+    wrapper: Path | str = WRAPPER,
+    head_timeout: str = "10s",
+    server_timeout: str = "300ms",
 ) -> Iterator[str]:
     """HAProxy before the port `behind`; the URL."""
     (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
     port = free_port()
     path = folder / "haproxy.cfg"
-    path.write_text(CONFIG.format(folder=folder, port=port, behind=behind))
+    path.write_text(CONFIG.format(folder=folder, port=port, behind=behind, server_timeout=server_timeout))
     environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or "", "QUARTET_ERRORS": str(errors or "")}
     environ["QUARTET_HEAD_TIMEOUT"] = head_timeout
     process = subprocess.Popen([str(wrapper), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
@@ -126,6 +133,23 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
     for wrapper, ends in ((WRAPPER, True), (haproxy_binary() or "", False)):
         with haproxy(tmp_path, free_port(), None, wrapper, "300ms") as url:
             assert answered(url, said, 20 if ends else 1).startswith(b"HTTP/1.1 408") == ends
+
+
+def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
+    """Also of one whose body came after its head, and that leaves before it has an answer. Planted: Serve's configuration as it is."""
+    for wrapper, hears in ((WRAPPER, True), (haproxy_binary() or "", False)):
+        with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(
+            tmp_path, replica.getsockname()[1], None, wrapper, server_timeout="10s"
+        ) as url:
+            client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20)
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n")
+            made, _ = replica.accept()  # the head is with the replica: the body comes in a packet of its own
+            client.sendall(b"{}")
+            assert whole_request(made)
+            client.close()
+            made.settimeout(20 if hears else 1)
+            with made, suppress(ConnectionResetError) if hears else pytest.raises(TimeoutError):
+                assert made.recv(1) == b""
 
 
 @pytest.mark.parametrize(("line", "status"), [("OPTIONS *", 404), ("GET health", 404), ("FOO /v1/models", 405)])
