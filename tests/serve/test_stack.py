@@ -148,8 +148,8 @@ def test_it_answers_questions_about_pictures(stack: Stack) -> None:
 
 
 def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> None:
-    """Another build under open streams and a client that goes on asking: they end whole, it hears 200, a new replica answers, and the
-    tests below have two ranks: their boots and steps take half as long."""
+    """Another build under open streams and a client that goes on asking: they end whole, it hears 200, a new replica answers,
+    and the tests below have two ranks: their boots and steps take half as long."""
     (before,) = stack.find("ServeReplica")
     built = serve_process.build_info(stack)
     streams = [Reader(stack.url, LONG | {"max_tokens": 150}) for _ in range(3)]
