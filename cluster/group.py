@@ -207,7 +207,7 @@ def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
     tp, vocabulary = config.tp, read_geometry(Path(config.model)).vocab
     sizes = {
         "plan": ring_bytes(tp),
-        "masks": ring_bytes(tp, masks_capacity(config.max_seqs, vocabulary)),
+        "masks": ring_bytes(tp, masks_capacity(config.max_seqs * config.widest, vocabulary)),
         "media": ring_bytes(tp, MEDIA_BYTES),
         "result": ring_bytes(1),
         "status": StatusBlock.size(tp + 1),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -18,12 +19,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
-from engine.step_masks import mask_words
+from engine.step_masks import allows, mask_words
 
 _PLACE = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
 _DUMP = re.compile(r"\n\s*\d+ \| |\n?<state>")  # how the grammar's text, or the parser's state, begins where llguidance shows it
 _LONGEST = 300  # characters of what is wrong
 MAX_GRAMMAR_BYTES = 512 << 10
+_AHEAD_S = 0.002  # CPU time of a thread for masks behind drafts: half a forward of 31B on four H200
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
 _LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
 
@@ -79,27 +81,35 @@ class Vocabulary:
         """A matcher for a new reply."""
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.size)
 
-    def masks(self, matchers: Sequence["Matcher"]) -> np.ndarray:
-        """int32 [n, words]: each matcher's mask as in `engine.step_masks`, zeros where it has failed; many by several threads."""
-        bits = np.zeros((len(matchers), mask_words(self.size)), np.int32)
-        parts = max(1, min(_MASK_THREADS, len(matchers) // _MASKS_A_THREAD))
-        others = [self._threads.submit(_fill, matchers[at::parts], bits[at::parts]) for at in range(1, parts)]
-        _fill(matchers[::parts], bits[::parts])
+    def masks(self, matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Each matcher's masks as in `engine.step_masks`, int32 [1 + drafts, words]; many by several threads."""
+        ends = list(accumulate(1 + len(drafted) for drafted in drafts))
+        bits = np.split(np.zeros((ends[-1], mask_words(self.size)), np.int32), ends[:-1])
+        parts = max(1, min(_MASK_THREADS, len(matchers), ends[-1] // _MASKS_A_THREAD))
+        every = [(matchers[at::parts], drafts[at::parts], bits[at::parts]) for at in range(parts)]
+        others = [self._threads.submit(_fill, *part) for part in every[1:]]
+        _fill(*every[0])
         for other in others:
             other.result()
         return bits
 
 
-def _fill(matchers: Sequence["Matcher"], bits: np.ndarray) -> None:
-    for matcher, row in zip(matchers, bits, strict=True):
-        matcher.fill(row)
+def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks: Sequence[np.ndarray]) -> None:
+    """The next token's masks of all, then as many behind drafts as there is time for."""
+    for matcher, bits in zip(matchers, masks, strict=True):
+        matcher.fill(bits[0])
+    until = time.thread_time() + _AHEAD_S
+    for matcher, drafted, bits in zip(matchers, drafts, masks, strict=True):
+        if drafted:
+            matcher.fill_ahead(drafted, bits, until)
 
 
 class Matcher:
-    """One reply's state in its grammar. `mask_s`: the CPU seconds that its last mask took."""
+    """One reply's state in its grammar. `mask_s`: the CPU seconds that its last mask took. `frees`: any token may come behind its
+    end."""
 
-    def __init__(self, matcher: LLMatcher, size: int) -> None:
-        self.inner, self._size = matcher, size
+    def __init__(self, matcher: LLMatcher, size: int, *, frees: bool = False) -> None:
+        self.inner, self._size, self.frees = matcher, size, frees
         self.mask_s = 0.0
         self._check()
 
@@ -124,15 +134,31 @@ class Matcher:
         self.inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self.mask_s = time.thread_time() - began
 
+    def fill_ahead(self, drafts: Sequence[int], masks: np.ndarray, until: float) -> None:
+        """Writes the masks behind each draft as if it came, int32 [1 + drafts, words], whose first is there. They stay 0 behind a
+        draft that may not come, from where one cannot be made, and from `until` on, of this thread's CPU time."""
+        ahead = self.inner.deep_copy()
+        for at, token in enumerate(drafts, 1):
+            if not allows(masks[at - 1], token) or time.thread_time() > until:
+                return
+            ahead.consume_token(token)
+            if self.frees and ahead.is_accepting():
+                masks[at:] = -1
+                return
+            ahead.unsafe_compute_mask_ptr(masks[at].ctypes.data, masks[at].nbytes)
+            if ahead.is_error():
+                masks[at] = 0
+                return
+
     def check(self, bits: np.ndarray) -> None:
         """Raises GenerationFailed where making this mask failed, or no token may come."""
         self._check()
         if not bits.any():
             raise GenerationFailed("no token of this model can go on as the grammar wants")
 
-    def fresh(self) -> "Matcher":
+    def fresh(self, *, frees: bool = False) -> "Matcher":
         """Another at the beginning of the same grammar, which this one must not have left."""
-        return Matcher(self.inner.deep_copy(), self._size)
+        return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Tokens that were sampled. Raises GenerationFailed for one that its mask forbids."""

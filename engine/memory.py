@@ -60,14 +60,14 @@ def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
     sequence, in the memory of captured steps and in that of eager ones, and there once more, as they were, for rows with logprobs;
     and PIECES of logits."""
     logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
-    return adjustment_bytes(max_seqs, vocab, tp) + 3 * logits + 4 * PIECES * PIECE_LOGITS
+    return adjustment_bytes(max_seqs, vocab, tp, width) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 
-def adjustment_bytes(max_seqs: int, vocab: int, tp: int) -> int:
+def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
     """Bytes of the tables of adjusted logits, of all slots and the padding's (`kernels.sampling_batch.SlotAdjustments`)."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
-    counts, masks = 2 * share, 2 * 4 * words  # a count of each id; what may come always, and in one step
+    counts, masks = 2 * share, (1 + width) * 4 * words  # a count of each id; what may come always, and at each token of a step
     return (max_seqs + 1) * (counts + masks + 4 * (2 * MAX_BIAS_IDS + MAX_BAD_WORD_IDS + MAX_BAD_WORDS + 8))
 
 

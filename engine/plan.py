@@ -5,7 +5,7 @@ device as it is (`engine.plan_layout`).
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, variable
-    StepResult  header | table [n,4 + W] | logprobs of tokens, variable, only when the header says so | of prompts, variable
+    StepResult  header | table [n,4 + W + D] | logprobs of tokens, variable, only when the header says so | of prompts, variable
 
     plan header, int32: version, flags, step (two words), the number of rows of each section, of admissions; drafts; the rest 0
     drafts    that ranks make behind each sequence of the step that gets a token
@@ -17,7 +17,8 @@ device as it is (`engine.plan_layout`).
     zeros     group, page                       what the page held was not finite: it is zeroed before the step writes to it
     spans     begin, end                        positions of a chunk that see each other both ways; a chunk names its own
     encodes   slot, first position, rows, item  an item of media to encode, for so many positions of the slot
-    table     slot, number & NUMBER_MASK, tokens given (0 to the row's width), flags, tokens; W: width of the widest row
+    table     slot, number & NUMBER_MASK, tokens given (0 to the row's width), flags, tokens, drafts; W: width of the widest row;
+              D: drafts made behind each sequence, if the plan is masked: masks of the next step are made for them
 
 A plan is a diff: a decode row does not name its position (the device holds its length), a page is named once when it is appended.
 A plan means: releases, then admissions (which clear a slot's table rows), then appends and zeros; then chunks and decode rows run
@@ -206,7 +207,7 @@ def has_numbers(logprobs: PromptLogprobs) -> bool:
 class StepResult:
     """Rank 0 -> core, one a plan that had rows or not, in plan order.
 
-    table     int32 [n, 4 + W], in the order of the plan's result rows
+    table     int32 [n, 4 + W + D], in the order of the plan's result rows
     logprobs  of the rows that report them, one a token
     prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
     """
@@ -267,9 +268,9 @@ def most_appends(seqs: int, budget: int, page: int, groups: int, width: int = 1)
 
 
 def largest_result(seqs: int, width: int = 1) -> int:
-    """Bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, and MAX_SCORED prompt tokens, all
-    with logprobs."""
-    tokens = width * (4 + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES))
+    """Bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, with as many drafts behind it, and
+    MAX_SCORED prompt tokens, all tokens with logprobs."""
+    tokens = width * (8 + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES))
     rows = seqs * (4 * RESULT_HEAD + tokens + _PROMPT.size)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 

@@ -1,7 +1,8 @@
 """Masks of the tokens that may come in a step's masked rows: core -> ranks, in their own ring, a record for each `masked` plan.
 
 A record comes before its plan, or after it while ranks compute the step's forward. A row of the plan that is not in it is free:
-its sequence has ended, or needs no mask any more.
+its sequence has ended, or needs no mask any more. A slot has as many masks, one behind the other, as its row is wide: of the next
+token, and behind each draft as if it came. Where a mask is 0 no token comes, and the row ends before.
 
     StepMasks   step u64, n u32, words u32 | slots int32 [n] | bits int32 [n, words]          little-endian
 """
@@ -43,16 +44,16 @@ def allows(bits: np.ndarray, token: int) -> bool:
     return bool(bits[token // 32] >> token % 32 & 1)
 
 
-def masks_capacity(rows: int, vocabulary: int) -> int:
-    """Bytes of data of a ring whose records hold a mask for each of so many rows: every row of a step may be masked."""
-    return max(RING_BYTES, capacity_for(_HEADER.size + 4 * rows * (1 + mask_words(vocabulary))))
+def masks_capacity(count: int, vocabulary: int) -> int:
+    """Bytes of data of a ring whose records hold so many masks: every token of a step may have one."""
+    return max(RING_BYTES, capacity_for(_HEADER.size + 4 * count * (1 + mask_words(vocabulary))))
 
 
 def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:
-    """Bytes of the masks int32 [words] of a step's slots; `decode_masks` is its inverse."""
-    assert all(bits.shape == (words,) and bits.dtype == np.int32 for bits in masks.values()), (step, words)
-    slots = np.fromiter(masks, np.int32, len(masks))
-    return b"".join([_HEADER.pack(step, len(masks), words), slots.tobytes(), *(bits.data for bits in masks.values())])
+    """Bytes of the masks int32 [width, words] of a step's slots; `decode_masks` reads them."""
+    assert all(bits.shape[1:] == (words,) and bits.dtype == np.int32 for bits in masks.values()), (step, words)
+    slots = np.repeat(np.fromiter(masks, np.int32, len(masks)), [len(bits) for bits in masks.values()])
+    return b"".join([_HEADER.pack(step, len(slots), words), slots.tobytes(), *(bits.tobytes() for bits in masks.values())])
 
 
 def decode_masks(data: bytes) -> StepMasks:

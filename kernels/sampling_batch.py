@@ -30,8 +30,8 @@ class SlotAdjustments:
     starts      int32 [slots, 2]: the first generated position; the first that `counts` lacks when the slot is admitted
     allowed     int32 [slots, words]: bit id % 32 of word id // 32 - first // 32 says whether the id may come
     bad_words   int32 [slots, ids], one word's ids after the other's;  word_ends  int32 [slots, m], rising, then repeated
-    masks       int32 [slots, words], as `allowed`, of some rows of one step, in any order
-    mask_rows   int32 [slots, 2]: the step of a slot's mask, by the low word of its number, and its row in `masks`
+    masks       int32 [n, words], as `allowed`, of some rows of one step, those of a slot one behind the other
+    mask_rows   int32 [slots, 2]: the step of a slot's masks, by the low word of its number, and the first's row in `masks`
     """
 
     flags: Tensor

@@ -1,23 +1,28 @@
 """Masks of the tokens that may come next, for requests with a grammar or a thinking budget; made after each of their tokens.
 
     step n's tokens committed --> consumed --> masks of step n + 1, whose forward runs meanwhile --> sent, all of a step at once
+    drafts behind them, with result n ------->
 
-A row is planned before its mask is made, so that it runs in every step (`MaskState.late`), with two exceptions: the first row waits
-for its grammar, which is compiled in a thread; and because ranks sample a step only when all its masks are there, a grammar whose
-last masks were slow has them made in a thread, and its rows planned afterwards. Every masked step gets its record; it leaves out
-rows whose sequence has ended, was preempted or needs no mask any more.
+A row has a mask for its next token, and one for each token behind its drafts, made along these from a copy of the matcher. Where
+a mask is missing, since its draft may not come or there is no time, it is 0, and the row ends there.
+
+A row is planned before its masks are made, so that it runs in every step (`MaskState.late`), with two exceptions: the first row
+waits for its grammar, which is compiled in a thread; and because ranks sample a step only when all its masks are there, a grammar
+whose last masks were slow has them made in a thread, and its rows planned afterwards, without drafts. Every masked step gets its
+record; it leaves out rows whose sequence has ended, was preempted or needs no mask any more.
 
 With a trigger, tokens are free until that id comes. Then the row in flight is dropped, and its position computed again with a mask;
 when the grammar is complete, tokens are free again. A grammar that fails, or allows no token, ends its own request.
 
 A thought whose budget may end before the next commit has its rows planned as masked: rows before the end are free, and at the end
-only the end marker may come (with a grammar: once the grammar allows it).
+only the end marker may come (with a grammar: once the grammar allows it). Without a grammar they are of one token.
 """
 
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,6 +33,7 @@ from engine.core.sequence import Sequence
 from engine.errors import GenerationFailed
 from engine.matcher import Matcher, Vocabulary, threads
 from engine.plan import DEPTH, StepPlan
+from engine.plan_layout import SECTIONS
 from engine.protocol import GenerateRequest, SamplingParams, ThoughtBudget
 from engine.step_masks import allows, encode_masks, mask_words, only
 
@@ -65,6 +71,11 @@ class ThoughtLimit:
         """Index in the sequence of the token that must end the thought, if none before it does; None: no thought is open."""
         return None if self._label is None else self._length + self._label + self._left
 
+    @property
+    def must_end(self) -> bool:
+        """The budget of the thought is used up by the tokens that were read."""
+        return self.ends_at == self._length
+
     def read(self, tokens: Iterable[int]) -> None:
         """These were committed."""
         for token in tokens:
@@ -88,7 +99,7 @@ class MaskState:
     ending    no grammar holds now: it is masked because its thought may have to end
     matcher   of the grammar that holds now; None: none does
     read      tokens of the sequence, prompt included, that were read
-    mask      int32 [words] for the token at index `length`
+    masks     int32 [n, words] for the tokens from index `length` on
     slow      tokens for which its masks still count as slow;   making: the slow mask that a thread makes
     """
 
@@ -99,7 +110,7 @@ class MaskState:
     read: int
     ending: bool = False
     matcher: Matcher | None = None
-    mask: np.ndarray | None = None
+    masks: np.ndarray | None = None
     length: int = 0
     slow: int = 0
     making: "Future[np.ndarray] | None" = None
@@ -115,11 +126,6 @@ class MaskState:
         return self.constrained and (self.matcher is None or self.making is not None)
 
     @property
-    def must_end(self) -> bool:
-        """The budget of its thought is used up by the tokens that were read."""
-        return self.limit is not None and self.limit.ends_at == self.read
-
-    @property
     def late(self) -> bool:
         """Its rows are planned before their masks are made: masks come while the forward runs."""
         return self.ending or not self.slow
@@ -129,6 +135,7 @@ class MaskState:
         their positions computed again."""
         sequence = self.sequence
         sequence.masked = True
+        self.update_drafts()
         if not self.ending:
             sequence.waits.add("mask")
         if sequence.running and sequence.high >= length:
@@ -138,6 +145,20 @@ class MaskState:
         """From now on its tokens need no mask."""
         self.sequence.masked = False
         self.sequence.waits.discard("mask")
+        self.update_drafts()
+
+    def update_drafts(self) -> None:
+        """It may draft, unless it waits for the end of a thought, or for slow masks."""
+        sequence = self.sequence
+        sequence.may_draft = sequence.params.drafts and not (sequence.masked and (self.ending or self.slow > 0))
+
+    def consume(self, tokens: "array[int]") -> "array[int]":
+        """Consume tokens of the grammar; returns those behind its end, if tokens are free there."""
+        matcher, count = present(self.matcher), 0
+        while count < len(tokens) and not (count and matcher.frees and matcher.complete):
+            matcher.consume(tokens[count : count + 1])
+            count += 1
+        return tokens[count:]
 
     def update_wait(self) -> None:
         """Unless masks are late, the next row waits for its own: one that is made, and that no row in flight uses."""
@@ -156,18 +177,19 @@ class MaskState:
 
 @dataclass(frozen=True)
 class MaskedRow:
-    """A planned row of one token, of an admission. `most`: the token's index, if rows before it gave all that was planned;
-    `rejected`: of its sequence when it was planned."""
+    """A planned row, of an admission. `most`: index of its first token, if rows before it gave all that was planned; `rejected`: of
+    its sequence when it was planned."""
 
     state: MaskState
     number: int
     slot: int
+    width: int
     most: int
     rejected: int
 
     @property
     def length(self) -> int:
-        """The token's index; while rows before it are in flight, an upper bound."""
+        """Its first token's index; while rows before it are in flight, an upper bound."""
         return self.most - (self.state.sequence.rejected - self.rejected)
 
     @property
@@ -182,6 +204,12 @@ class MaskedRow:
     def ready(self) -> bool:
         """The mask is there, or none is needed."""
         return self.unmasked or self.length == len(self.state.sequence.tokens) == self.state.length
+
+    @property
+    def masks(self) -> np.ndarray:
+        """int32 [width, words]"""
+        masks = present(self.state.masks)[: self.width]
+        return np.pad(masks, ((0, self.width - len(masks)), (0, 0)))
 
 
 def present(value: T | None) -> T:
@@ -266,10 +294,12 @@ class Masks:
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` will give its masks."""
-        slots = set(plan.result_slots)
+        widths = dict.fromkeys(plan.result_slots, 1) | dict(zip(plan.decodes, plan.rows[1 :: SECTIONS["rows"]], strict=True))
         sequences = ((state, state.sequence) for state in self._states if state.sequence.masked)
         rows = [
-            MaskedRow(state, each.number, each.slot, each.high, each.rejected) for state, each in sequences if each.slot in slots
+            MaskedRow(state, each.number, each.slot, width, each.high - width + 1, each.rejected)
+            for state, each in sequences
+            if (width := widths.get(each.slot))
         ]
         assert rows, plan
         self._planned.append((plan.step, rows))
@@ -280,7 +310,7 @@ class Masks:
         """The masks of planned steps, in order, up to the first step that lacks one."""
         while self._planned and all(row.ready for row in self._planned[0][1]):
             step, rows = self._planned.popleft()
-            yield self._encoded(step, {row.slot: present(row.state.mask) for row in rows if not row.unmasked})
+            yield self._encoded(step, {row.slot: row.masks for row in rows if not row.unmasked})
 
     def discard(self) -> Iterator[bytes]:
         """Empty records for the steps still planned, so that ranks can finish them; their results are not wanted."""
@@ -298,7 +328,7 @@ class Masks:
         try:
             if making is not None:
                 state.making = None
-                self._take_mask(state, making.result())
+                self._take_masks(state, making.result()[None])
             tokens, state.read = sequence.tokens[state.read :], len(sequence.tokens)
             if state.limit is not None:
                 state.limit.read(tokens)
@@ -308,14 +338,14 @@ class Masks:
             if state.matcher is None:
                 self._start_grammar(state)
                 return False
-            state.matcher.consume(tokens)
+            tokens = state.consume(tokens)
         except GenerationFailed as error:
             self._requests.fail(sequence, str(error))
             return False
-        if state.trigger is not None and state.matcher.complete:
+        if state.matcher.frees and state.matcher.complete:
             state.matcher = None
             state.unconstrain()
-            self._end_thought_in_time(state)
+            self._read_free_tokens(state, tokens)
             return False
         if state.length == len(sequence.tokens):
             state.update_wait()  # its row in flight may have gone with a preemption
@@ -344,15 +374,15 @@ class Masks:
             state.constrain(end)
         elif ending and not state.ending:
             state.unconstrain()
-        if state.must_end:
-            self._set_mask(state, only(limit.end, present(self._vocabulary).size))
+        if limit.must_end:
+            self._set_masks(state, only(limit.end, present(self._vocabulary).size)[None])
 
     def _start_grammar(self, state: MaskState) -> None:
         """Set the first mask, once the grammar is compiled; GenerationFailed: it cannot be compiled."""
         if (compiled := present(state.compiled)).done():
             matcher, bits = compiled.result()
-            state.matcher = matcher.fresh()
-            self._set_mask(state, bits)
+            state.matcher = matcher.fresh(frees=state.trigger is not None)
+            self._set_masks(state, bits[None])
 
     def _compiled(self, grammar: str) -> Compiled:
         """The grammar, compiled once for all requests that have it while it is among the last GRAMMARS used."""
@@ -370,24 +400,31 @@ class Masks:
         return matcher, matcher.mask()
 
     def _make_masks(self, wanted: list[MaskState]) -> None:
-        """Make the mask of each one's next token."""
+        """Make the masks of each one's next token, and of those behind its drafts."""
         matchers = [present(state.matcher) for state in wanted]
-        for state, matcher, bits in zip(wanted, matchers, present(self._vocabulary).masks(matchers), strict=True):
+        drafts = [state.sequence.drafted for state in wanted]
+        for state, matcher, masks in zip(wanted, matchers, present(self._vocabulary).masks(matchers, drafts), strict=True):
             try:
-                matcher.check(bits)
+                matcher.check(masks[0])
             except GenerationFailed as error:
                 self._requests.fail(state.sequence, str(error))
             else:
-                self._take_mask(state, bits)
+                self._take_masks(state, masks)
 
-    def _take_mask(self, state: MaskState, bits: np.ndarray) -> None:
-        """A mask is made: note whether the grammar counts as slow."""
+    def _take_masks(self, state: MaskState, masks: np.ndarray) -> None:
+        """Masks are made: note whether the grammar counts as slow."""
         state.slow = SLOW_TOKENS if present(state.matcher).mask_s > SLOW_S else max(0, state.slow - 1)
-        self._set_mask(state, bits)
+        state.update_drafts()
+        self._set_masks(state, masks)
 
-    def _set_mask(self, state: MaskState, bits: np.ndarray) -> None:
-        """The mask of the next unread token is made. If the thinking budget is used up, only the end marker may come."""
-        end = state.limit.end if state.limit is not None and state.must_end else None
-        state.mask = bits if end is None or not allows(bits, end) else only(end, present(self._vocabulary).size)
-        state.length = state.read
+    def _set_masks(self, state: MaskState, masks: np.ndarray) -> None:
+        """Masks int32 [n, words] from the next unread token on are made. Where the thinking budget is used up, only the end marker
+        may come."""
+        if state.limit is not None:
+            limit, masks = copy(state.limit), masks.copy()
+            for at, bits in enumerate(masks):
+                if limit.must_end and allows(bits, limit.end):
+                    bits[:] = only(limit.end, present(self._vocabulary).size)
+                limit.read(state.sequence.drafted[at : at + 1])
+        state.masks, state.length = masks, state.read
         state.update_wait()

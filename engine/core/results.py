@@ -32,6 +32,7 @@ class InFlightStep:
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
     drafts    as in the plan, chosen for rows of the index `rows_at`;   drafting  its sequences that may draft
+    masked    as in the plan
     expected  its expected time, if a target bounds the step
     encoder_waits  sequences that it has no chunk of, or a shorter one, as it may encode no more
     """
@@ -42,6 +43,7 @@ class InFlightStep:
     drafts: int = 0
     rows_at: int = 0
     drafting: int = 0
+    masked: bool = False
     prefill_tokens: int = 0
     expected: Expected | None = None
     encoder_waits: int = 0
@@ -73,6 +75,8 @@ class Results:
         self._commit_prompts(step.chunks, result)
         first = self._commit_chunks(step.chunks, result)
         self._commit_rows(step.rows, result, first)
+        if step.masked:
+            _note_drafts(step, result)
         return step
 
     def _commit_prompts(self, chunks: list[ChunkRow], result: StepResult) -> None:
@@ -163,6 +167,16 @@ class Results:
             self._requests.end(sequence, output)
         else:
             self._requests.outputs.append(output)
+
+
+def _note_drafts(step: InFlightStep, result: StepResult) -> None:
+    """What ranks have drafted behind the masked rows of a step."""
+    rows = [(sequence, number) for sequence, number, _, samples in step.chunks if samples]
+    rows += [(sequence, number) for sequence, number, _ in step.rows]
+    drafts = result.table[:, result.table.shape[1] - step.drafts :].tolist()
+    for (sequence, number), drafted in zip(rows, drafts, strict=True):
+        if sequence.masked and sequence.number == number:
+            sequence.drafted = drafted
 
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:

@@ -127,7 +127,8 @@ class Scheduler:
             return None
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
-        draft.in_flight.drafts, draft.in_flight.encoder_waits = plan.drafts, len(self._encoder_waits)
+        draft.in_flight.drafts, draft.in_flight.masked = plan.drafts, plan.masked
+        draft.in_flight.encoder_waits = len(self._encoder_waits)
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         if draft.media:
@@ -323,17 +324,16 @@ class Scheduler:
 
 
 def _width(sequence: Sequence, draft: PlanDraft) -> int:
-    """Positions of its next row: none behind its limit, and one where a mask says which token may come."""
-    if sequence.masked or not sequence.params.drafts:
+    """Positions of its next row: none behind its limit."""
+    if not sequence.may_draft:
         return 1
     return 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high)
 
 
 def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
     """Its token in this step has drafts behind it, unless its next row is to have none."""
-    may_draft = sequence.params.drafts and not sequence.masked
-    draft.in_flight.drafting += may_draft
-    sequence.drafts = draft.drafts if may_draft else 0
+    draft.in_flight.drafting += sequence.may_draft
+    sequence.drafts = draft.drafts if sequence.may_draft else 0
 
 
 def _prompt(sequence: Sequence) -> Prompt:

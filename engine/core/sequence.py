@@ -41,7 +41,9 @@ class Sequence:
                 `cached_when_queued`: when it was queued
     cache_points  page counts at which it leaves a prefix in the cache, ascending
     hit         while it waits: the last look-up in the prefix cache
+    may_draft   drafts are made behind its tokens and verified
     drafts      that ranks have made behind it with its last planned row
+    drafted     those behind its last token, where masks are made for them
     rejected    tokens by which its rows have given fewer than planned
     dropped     end of the positions that rejected drafts, and rows whose results are dropped, may have written
     held        positions for which it holds pages in every group;   runs: those pages, by group
@@ -73,6 +75,7 @@ class Sequence:
     low: int = 0
     high: int = 0
     drafts: int = 0
+    drafted: list[int] = field(default_factory=list)
     rejected: int = 0
     dropped: int = 0
     held: int = 0
@@ -82,13 +85,14 @@ class Sequence:
     ended: bool = False
     runs: list[PageRun] = field(default_factory=list)
 
+    may_draft: bool = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     cut_ids: frozenset[int] = field(init=False)  # behind which a row's tokens are dropped: masks may begin there
     spans: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
-        self.stop_ids = frozenset(params.stop_ids)
+        self.may_draft, self.stop_ids = params.drafts, frozenset(params.stop_ids)
         trigger = None if params.grammar is None else params.grammar.trigger
         thought = None if params.thought is None else params.thought.begin
         self.cut_ids = frozenset(token for token in (trigger, thought) if token is not None)
@@ -148,14 +152,15 @@ class Sequence:
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
         self.low = self.high = self.drafts = self.encoded = self.cached = self.dropped = self.held = self.release_at = 0
-        self.cache_points, self.hit = [], None
+        self.cache_points, self.drafted, self.hit = [], [], None
         self.runs = [PageRun() for _ in range(groups)]
 
     def step_back(self) -> None:
         """Drop the decode rows in flight. It keeps slot and pages, and is admitted again with its next row, which begins at `low`:
         K and V of a position that is computed twice are the same."""
         assert self.low >= self.target, self
-        self.number, self.drafts, self.dropped, self.high = 0, 0, max(self.dropped, self.high), self.low
+        self.number, self.drafts, self.drafted = 0, 0, []
+        self.dropped, self.high = max(self.dropped, self.high), self.low
 
     def leave(self) -> int:
         """Give the slot back. Results of this admission no longer count."""

@@ -24,16 +24,16 @@ _NO_STEP = -1  # the low word of no step that is reached
 class Adjustments:
     """Of `slots` slots, on a rank that has the logits of `ids`.
 
-    A mask is for one step: it is stamped with it, on the host as on the device, and counts in no other.
+    Masks are for one step: they are stamped with it, on the host as on the device, and count in no other. A slot has up to `width`.
     """
 
-    def __init__(self, slots: int, ids: range, device: torch.device) -> None:
+    def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
         self.ids, self._device = ids, device
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
-        self.tables = _tables(slots, len(ids), len(self._words), device)
+        self.tables = _tables(slots, len(ids), len(self._words), device, width)
         pinned = device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if pinned else None
-        shapes = [(slots, len(self._words)), (slots, 2)]
+        shapes = [(slots * width, len(self._words)), (slots, 2)]
         self._staging = [
             [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in shapes] for _ in range(DEPTH + 1)
         ]
@@ -87,26 +87,28 @@ class Adjustments:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: torch.cuda.Event | None = None) -> None:
-        """Which ids the rows of `slots` int32 [n] may give in `step`, and in no other; each slot once.
+        """Which ids the rows of `slots` int32 [n] may give in `step`, and in no other; a slot's in order, one behind the other.
 
         bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may be out, as for plans.
         after: the end on the device of the last step that was sampled: from then on, beside the forward, the masks go up, and what
         the device does later waits for them. None: behind all that it was given.
         """
-        assert len(slots) == len(bits) == len(set(slots.tolist())), (slots, bits.shape)
+        owners, first = np.unique(slots, return_index=True)
+        assert len(slots) == len(bits), (slots, bits.shape)
         if not len(slots):
             return
+        assert len(owners) == 1 + np.count_nonzero(np.diff(slots)), slots
         self._staging.append(self._staging.pop(0))
         rows, places = self._staging[-1]
         rows, mine = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
         rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow
         table = places.numpy()
         table[:, 0] = _NO_STEP
-        table[slots, 0], table[slots, 1] = _low_word(step), range(len(slots))
+        table[owners, 0], table[owners, 1] = _low_word(step), first
         with self._beside(after):
             self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
             self.tables.mask_rows.copy_(places, non_blocking=True)
-        self._mask_steps[slots] = step
+        self._mask_steps[owners] = step
 
     @contextmanager
     def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
@@ -131,7 +133,7 @@ class Adjustments:
         return uploaded(torch.from_numpy(array), self._device)
 
 
-def _tables(slots: int, n: int, words: int, device: torch.device) -> SlotAdjustments:
+def _tables(slots: int, n: int, words: int, device: torch.device, width: int) -> SlotAdjustments:
     """Of slots without adjustments."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -147,7 +149,7 @@ def _tables(slots: int, n: int, words: int, device: torch.device) -> SlotAdjustm
         allowed=zeros(words),
         bad_words=zeros(MAX_BAD_WORD_IDS),
         word_ends=zeros(MAX_BAD_WORDS),
-        masks=zeros(words),
+        masks=zeros(width, words).flatten(0, 1),
         mask_rows=zeros(2) + _NO_STEP,
     )
 

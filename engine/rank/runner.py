@@ -290,7 +290,10 @@ class Runner:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
                 sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
-            self._draft(self.bucket(len(plan.result_slots)), plan.drafts)
+            sequences = len(plan.result_slots)
+            self._draft(self.bucket(sequences), plan.drafts)
+            if plan.masked and plan.drafts and self.draft_stage is not None:
+                sampled = replace(sampled, drafts=self.draft_stage.made(sequences, plan.drafts))
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:

@@ -53,7 +53,7 @@ class SlotState:
 
     def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device, drafts: int = 0) -> None:
         self.device = device
-        self.adjustments = Adjustments(slots + 1, ids, device)
+        self.adjustments = Adjustments(slots + 1, ids, device, 1 + drafts)
         self.cache = cache
         self.padding = slots
         self.tokens = torch.zeros((slots + 1, max_len + 1 + drafts), dtype=torch.int32, device=device)

@@ -102,12 +102,13 @@ def send(name: str, number: int) -> Callable[[Running], None]:
 
 
 def test_the_ring_of_masks_holds_one_for_every_slot(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `max_seqs` and the model's vocabulary; those of plans and results have one size."""
-    large = msgspec.structs.replace(config, max_seqs=300)
+    """By `max_seqs`, rows' width and the model's vocabulary; those of plans and results have one size."""
+    large = msgspec.structs.replace(config, max_seqs=300, mtp=msgspec.structs.replace(config.mtp, model="drafter", drafts=4))
+    assert large.widest == 5
     monkeypatch.setattr(cluster.group, "read_geometry", lambda path: replace(read_geometry(path), vocab=262_144))
     with cluster.group._shared(large) as shared:
         sizes = [os.fstat(descriptor).st_size for descriptor in (shared["masks"], shared["plan"])]
-    assert sizes == [ring_bytes(large.tp, masks_capacity(300, 262_144)), ring_bytes(large.tp)]
+    assert sizes == [ring_bytes(large.tp, masks_capacity(5 * 300, 262_144)), ring_bytes(large.tp)]
 
 
 def test_a_group_boots_serves_and_closes(config: EngineConfig) -> None:

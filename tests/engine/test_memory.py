@@ -59,8 +59,8 @@ def test_tables_of_adjustments_are_for_all_slots_and_the_paddings() -> None:
 
 def test_what_sampling_takes_is_reserved() -> None:
     """Logits of the largest padded step thrice, and pieces whatever the slots: 1.1 GB for 256 slots and a whole vocabulary. Were
-    only one row's reserved, or `max_seqs` without their padding, it would be less. With drafts rows are as many times more, and
-    what slots have is not."""
+    only one row's reserved, or `max_seqs` without their padding, it would be less. With drafts rows, and masks of a step, are as
+    many times more."""
     assert buckets(250)[-1] == 256
     assert buckets(300)[-1] == 320
     for slots, rows, tp in ((250, 256, 1), (300, 320, 4), (1, 1, 1)):
@@ -68,7 +68,7 @@ def test_what_sampling_takes_is_reserved() -> None:
         taken = sampling_bytes(slots, 262_144, tp) - adjustment_bytes(slots, 262_144, tp)
         assert taken == 3 * logits + 4 * PIECES * PIECE_LOGITS
     wide = sampling_bytes(250, 262_144, 4, 6) - sampling_bytes(250, 262_144, 4)
-    assert wide == 5 * 3 * 4 * 256 * 262_144 // 4
+    assert wide == 5 * (3 * 4 * 256 * 262_144 // 4 + 251 * 4 * 262_144 // 32 // 4)
     assert 3 * 4 * 256 * 262_144 + 4 * PIECES * PIECE_LOGITS > 1.1e9
 
 

@@ -30,10 +30,10 @@ SEED = random.SystemRandom().randrange(1 << 30)
 
 
 @contextmanager
-def served(folder: Path, drafts: int | str) -> Iterator[tuple[Stack, openai.OpenAI]]:
-    """No grammar binds the model once it has begun a call: tokens of calls are drafted, too."""
+def served(folder: Path, drafts: int | str, tool_grammar: str = "off") -> Iterator[tuple[Stack, openai.OpenAI]]:
+    """off: no grammar binds the model once it has begun a call."""
     mtp = {"model": "nano:31b-assistant", "drafts": drafts}
-    stack = Stack(folder, args={"mtp": mtp, "tool_grammar": "off", "max_len": MAX_LEN})
+    stack = Stack(folder, args={"mtp": mtp, "tool_grammar": tool_grammar, "max_len": MAX_LEN})
     try:
         stack.start(timeout_s=300)
         with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
@@ -43,12 +43,14 @@ def served(folder: Path, drafts: int | str) -> Iterator[tuple[Stack, openai.Open
         stack.clean_up()
 
 
+@pytest.mark.parametrize("tool_grammar", ["strict", "off"])
 @pytest.mark.parametrize("drafts", [1, 2, 3, 4])
-def test_two_calls_in_a_stream(tmp_path: Path, drafts: int) -> None:
-    """Twenty of twenty held-out questions that ask for two, four at a time: two calls each, whole, the same as without drafts."""
+def test_two_calls_in_a_stream(tmp_path: Path, drafts: int, tool_grammar: str) -> None:
+    """Twenty of twenty held-out questions that ask for two, four at a time: two calls each, whole, the same as without drafts. With
+    the default grammar as without one, a third of the tokens at least are drafts."""
     draw = drawing(random.Random(SEED), 64, TextProcessor.load(resolve("nano:31b")))
     asked = [exercise for exercise in exam("parallel", draw, 3 * CALLS) if exercise.reply.count("<tool_call|>") == 2][:CALLS]
-    with served(tmp_path, drafts) as (_, client), ThreadPoolExecutor(AT_ONCE) as pool:
+    with served(tmp_path, drafts, tool_grammar) as (_, client), ThreadPoolExecutor(AT_ONCE) as pool:
         compared = partial(same_without_drafts, client, model=MODEL, max_tokens=200, temperature=0)
         replies = list(pool.map(lambda one: compared(messages=one.messages, tools=one.tools), asked))
     written = ["".join(f"{name}{native(json.loads(text))}" for name, text in reply.calls) for reply, _ in replies]
@@ -57,7 +59,7 @@ def test_two_calls_in_a_stream(tmp_path: Path, drafts: int) -> None:
     accepted, tokens = sum(count for _, count in replies), sum(reply.tokens for reply, _ in replies)
     print(f"\nseed {SEED}: {right} of {CALLS} right; {accepted} of {tokens} tokens were drafts")
     assert [(len(reply.calls), reply.finish) for reply, _ in replies] == [(2, "tool_calls")] * CALLS
-    assert accepted > 0
+    assert accepted > tokens / 3
 
 
 def test_a_hundred_turns(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ class DraftStage:
 
         drafter.drafts(count, rows.ids, rows.hidden, step, self._target.embed, choose)
 
+    def made(self, sequences: int, count: int) -> Tensor:
+        """int32 [sequences, count]: the last drafts of the step's sequences."""
+        slots, positions = self._rows.slots[:sequences, None].long(), self._rows.positions[1 : 1 + count, :sequences].T.long()
+        return self._slots.tokens[slots, positions + 1]
+
     def _first(self, sequences: int) -> DraftInputs:
         ids, slots, positions, hidden = self._rows
         return DraftInputs(ids[:sequences], slots[:sequences], positions[:, :sequences], hidden[:sequences])

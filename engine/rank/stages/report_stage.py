@@ -107,6 +107,8 @@ class Launched:
         table[:, 0], table[:, 1] = rows.slots[::width], rows.numbers[::width]
         table[:, 2], table[:, 3] = accepted * ~(nan | empty), np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0)
         table[:, RESULT_HEAD:] = tokens.reshape(-1, width)
+        if "drafts" in host:
+            table = np.concatenate([table, host["drafts"]], axis=1)
         prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
         return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts)
 
@@ -167,6 +169,8 @@ class ReportStage:
         outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
         if sampled.accepted is not None:
             outputs["accepted"] = (sampled.accepted[: count // rows.width], None)
+        if sampled.drafts is not None:
+            outputs["drafts"] = (sampled.drafts, None)
         if sampled.logprobs is not None:
             outputs["logprobs"] = (sampled.logprobs, None)
         if self.debug_hash:

@@ -26,6 +26,7 @@ class StepTokens:
     chosen    int32 [>= R, 2]: each row's token, 0 where there is none, and its flags (`kernels.choose`)
     logprobs  int32 [n, 2 + 2 alternatives], of the rows that report them;   prompts  likewise, of the prompt rows `scored`
     accepted  int32 [>= sequences]: of rows of several tokens, how many of each sequence's stand
+    drafts    int32 [sequences, n]: made behind those, if the core has to know them
     """
 
     chosen: Tensor
@@ -33,6 +34,7 @@ class StepTokens:
     accepted: Tensor | None = None
     scored: Sequence[ScoredRows] = ()
     prompts: Tensor | None = None
+    drafts: Tensor | None = None
 
 
 def captured_sampler(rows: ResultRows) -> str | None:

@@ -71,7 +71,7 @@ def test_a_record_holds_a_mask_for_every_slot() -> None:
     """The ring is as large as a step in which all slots are masked needs, at the largest vocabulary, and takes one such record
     after the other; planted fault: a ring for a slot less refuses it."""
     vocabulary, words = 262_144, mask_words(262_144)
-    masks = {slot: only(slot, vocabulary) for slot in range(SLOTS)}
+    masks = {slot: only(slot, vocabulary)[None] for slot in range(SLOTS)}
 
     def sent(rows: int) -> None:
         memory = memoryview(bytearray(ring_bytes(1, masks_capacity(rows, vocabulary))))
@@ -90,10 +90,10 @@ def test_a_record_holds_a_mask_for_every_slot() -> None:
 
 
 def test_masks_round_trip() -> None:
-    """Step, slots and bits come back; a record that is cut is refused."""
-    bits = np.arange(-4, 4, dtype=np.int32).reshape(2, 4)
-    data = encode_masks(7, {3: bits[0], 1: bits[1]}, 4)
+    """Step, slots, each as often as it has masks, and bits come back; a record that is cut is refused."""
+    bits = np.arange(-4, 8, dtype=np.int32).reshape(3, 4)
+    data = encode_masks(7, {3: bits[:2], 1: bits[2:]}, 4)
     again = decode_masks(data)
-    assert (again.step, again.slots.tolist(), again.bits.tolist()) == (7, [3, 1], bits.tolist())
+    assert (again.step, again.slots.tolist(), again.bits.tolist()) == (7, [3, 3, 1], bits.tolist())
     with pytest.raises(ValueError, match="step 7"):
         decode_masks(data[:-4])

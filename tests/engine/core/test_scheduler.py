@@ -46,7 +46,7 @@ def test_random_worlds() -> None:
     and each request gets the model's own answer, once."""
     seen = run_worlds(range(WORLDS))
     print(f"{WORLDS} worlds: {dict(seen)}")
-    names = ["preemptions", "refused", "aborted", "failed", "rejected", "masked", "forked", "hit_tokens", "evicted"]
+    names = ["preemptions", "refused", "aborted", "failed", "rejected", "masked", "draft_masks", "forked", "hit_tokens", "evicted"]
     names += ["prompt_logprobs", "late_masks", "slow_masks", "dropped_masks", "grammar_failures", "forced_ends"]
     assert min(seen[name] for name in names) > WORLDS // 20, seen
     assert seen["dropped_ends"] > WORLDS // 100, seen

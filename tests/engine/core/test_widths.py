@@ -4,17 +4,17 @@ show in random worlds."""
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
-from engine.core import scheduler
-from engine.core.masks import MaskedRow
-from engine.core.results import Results
-from engine.core.scheduler import PlanDraft, Scheduler, SchedulerConfig
+from engine.core import results
+from engine.core.masks import MaskedRow, MaskState
+from engine.core.results import InFlightStep, Results
+from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import ResultRow
+from engine.plan import ResultRow, StepResult
 from engine.protocol import FinishReason, GenerateRequest, Output, SamplingParams, ThoughtBudget, pack_tokens
 from tests.support.engine.plans import decode_rows, result_of
 from tests.support.engine.world_faults import caught
@@ -177,15 +177,32 @@ def thoughts_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.core.masks.DEPTH", 0.5)
 
 
-def masked_rows_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A masked row is as wide as any other."""
-    honest, free = scheduler._width, Mock(masked=False, params=SamplingParams(max_tokens=1))
+def masks_of_other_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are made behind the drafts of a step before."""
+    honest, before = results._note_drafts, dict[int, list[int]]()
 
-    def width(sequence: Sequence, draft: PlanDraft) -> int:
-        free.drafts, free.limit, free.high = draft.drafts, sequence.limit, sequence.high
-        return honest(free, draft)
+    def noted(step: InFlightStep, result: StepResult) -> None:
+        honest(step, result)
+        for sequence in [row.sequence for row in step.chunks] + [row[0] for row in step.rows]:
+            sequence.drafted, before[sequence.id] = before.get(sequence.id, []), sequence.drafted
 
-    monkeypatch.setattr(scheduler, "_width", width)
+    monkeypatch.setattr(results, "_note_drafts", noted)
+
+
+def masks_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's first token has the mask of its last."""
+    honest = MaskedRow.masks.fget
+    monkeypatch.setattr(MaskedRow, "masks", property(lambda self: np.roll(honest(self), 1, axis=0)))
+
+
+def free_behind_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a row behind its grammar's end are read as the grammar's."""
+    monkeypatch.setattr(MaskState, "consume", lambda self, tokens: self.matcher.consume(tokens) or tokens[:0])
+
+
+def drafts_while_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that wait for the end of a thought have drafts."""
+    monkeypatch.setattr(MaskState, "update_drafts", lambda self: None)
 
 
 def mostly_wrong_drafts(world: World) -> World:
@@ -202,14 +219,22 @@ def long_thoughts(world: World) -> World:
     return world
 
 
+def calls(world: World) -> World:
+    """Wide rows, mostly right, under grammars, of which many begin at a trigger and soon end."""
+    world.config, world.guess_chance, world.stop_chance = replace(world.config, drafts=(3,)), 0.8, 0.0
+    world._constrain(lambda number: True, triggers=0.7)
+    return world
+
+
 CHANGED = {
     drafts_forgotten: mostly_wrong_drafts, bound_taken_for_index: long_thoughts, thoughts_of_single_rows: long_thoughts,
+    drafts_while_ending: long_thoughts, masks_of_other_drafts: calls, masks_shifted: calls, free_behind_a_call: calls,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", [
     width_ignored, low_by_width, drafts_forgotten, no_cut, cut_without_step_back, bound_taken_for_index, thoughts_of_single_rows,
-    masked_rows_with_drafts,
+    masks_of_other_drafts, masks_shifted, free_behind_a_call, drafts_while_ending,
 ])  # fmt: skip
 def test_wrong_widths_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Planted faults: what rows of several tokens give is committed wrongly, or masked wrongly."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from engine.core.masks import MaskedRow, Masks, MaskState, ThoughtLimit, present
+from engine.core.masks import MaskedRow, Masks, MaskState, ThoughtLimit
 from engine.step_masks import StepMasks
 from tests.support.engine.draws import chance
 from tests.support.engine.masked_ranks import Plant, a_token_old, left_out, of_another_row, of_the_step_before
@@ -57,7 +57,7 @@ def test_a_wrong_end_of_a_thought_shows_in_few_worlds(fault: str) -> None:
 
 def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """A mask that was made for an earlier token counts as the row's."""
-    patch.setattr(MaskedRow, "ready", property(lambda self: self.unmasked or self.state.mask is not None))
+    patch.setattr(MaskedRow, "ready", property(lambda self: self.unmasked or self.state.masks is not None))
 
 
 def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,8 @@ def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
 
     def of_another_step(self: Masks, step: int, masks: Mapping[int, np.ndarray]) -> bytes:
         rows = self._planned[-1][1] if self._planned else ()
-        return encoded(self, step, {row.slot: present(row.state.mask) for row in rows if not row.unmasked} or masks)
+        made = [row for row in rows if not row.unmasked and row.state.masks is not None]
+        return encoded(self, step, {row.slot: row.masks for row in made} or masks)
 
     patch.setattr(Masks, "_encoded", of_another_step)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from engine.config import EngineConfig
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan, StepResult
 from engine.protocol import FinishReason, GenerateRequest
+from engine.rank.adjustments import Adjustments
 from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.rank.stages import draft_stage
@@ -161,8 +163,8 @@ def test_ranks_draft_alike(nano: Nano, plain: Callable[[str], Answers], tmp_path
 def test_right_drafts_save_steps(
     nano: Nano, plain: Callable[[str], Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int, right: float
 ) -> None:
-    """Guesses that are the answer itself, some of them spoilt: the same texts in fewer steps. Taken without a look at what was
-    sampled, spoilt ones change the texts."""
+    """Guesses that are the answer itself, some of them spoilt: the same texts in fewer steps, under grammars too. Masks that are
+    shifted within a row, and guesses taken without a look at what was sampled, change the texts."""
     runner, config = drafting(nano, "31b", tmp_path, drafts)
     expected = plain("31b")
     known = {request.id: [*memoryview(request.prompt).cast("i"), *texts(expected)[request.id][0]] for request in requests()}
@@ -185,8 +187,20 @@ def test_right_drafts_save_steps(
     monkeypatch.setattr(stage, "draft", guesses)
     given, plans, _ = answers(partial(run, runner), config, requests())
     assert texts(given) == texts(expected)
+    under_grammars = sum(one.accepted for number in (7, 9) for one in given[number])
+    assert under_grammars >= (10 if right == 1 and drafts > 1 else 1), under_grammars
     longest = max(len(tokens) for tokens, _, _ in texts(given).values())
     assert right < 1 or len(plans) < 45 + 2 * longest / (1 + drafts)
+
+    honest = Adjustments.set_masks
+    with monkeypatch.context() as patch:
+
+        def shifted(self: Adjustments, step: int, slots: np.ndarray, bits: np.ndarray, after: Any) -> None:
+            rolled = [np.roll(bits[slots == slot], 1, axis=0) for slot in dict.fromkeys(slots)]
+            honest(self, step, slots, np.concatenate(rolled or [bits]), after)
+
+        patch.setattr(Adjustments, "set_masks", shifted)
+        assert texts(answers(partial(run, runner), config, requests())[0]) != texts(expected)
 
     def unseen(rows: Verified, *rest: Any) -> Tensor:
         sampled = rows.chosen[:, 0].view(-1, rows.width).roll(1, 1)

@@ -81,6 +81,7 @@ class KVMachine:
         self.guess: Callable[[int, int], bool] = lambda prefix, position: True
         self.nan: Callable[[int], bool] = lambda prefix: False
         self.empty: Callable[[int], bool] = lambda prefix: False
+        self.drafted: dict[int, list[int]] = {}  # behind each slot's last token
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan, through its bytes."""
@@ -98,7 +99,7 @@ class KVMachine:
         decodes = [(slot, self.length[slot], self.length[slot] + width) for slot, width, _ in decode_rows(plan)]
         for chunk in plan.chunks if self.media else ():
             self._check_media(plan, chunk)
-        guessed = [self._draft(slot, start, end) for slot, start, end in decodes]
+        guessed = [self._verify(slot, start, end) for slot, start, end in decodes]
         for slot, start, end in rows + decodes:
             self._write(slot, start, end)
         for slot, start, end in rows + decodes:
@@ -110,7 +111,10 @@ class KVMachine:
         results = [self._sample(chunk.slot, chunk.end, []) for chunk in plan.chunks if chunk.samples]
         results += [self._sample(slot, start + 1, drafts) for (slot, start, _), drafts in zip(decodes, guessed, strict=True)]
         prompts = [row for chunk in plan.chunks if (row := self._prompt_row(chunk.slot, chunk.start, chunk.end)) is not None]
-        return result_of(plan.step, results, prompts)
+        for row in results if plan.drafts else ():
+            self.drafted[row.slot] = self._draft(row.slot, plan.drafts)
+        drafts = [self.drafted[row.slot] for row in results] if plan.masked and plan.drafts else ()
+        return result_of(plan.step, results, prompts, drafts)
 
     def _check_media(self, plan: StepPlan, chunk: PrefillChunk) -> None:
         media = self.media.get(self.seed[chunk.slot], ())
@@ -163,15 +167,22 @@ class KVMachine:
                 raise KVFault(f"page {append.page} is not one of group {append.group}'s {self.pages[append.group]}")
             self.tables[append.group][append.slot][append.index] = append.page
 
-    def _draft(self, slot: int, start: int, end: int) -> list[int]:
-        """Guess the tokens of positions (start, end), which get their identities."""
-        drafts = []
-        before = self.prefixes[slot][start]
-        for at in range(start + 1, end):
-            right = self._token(slot, before, at)
-            token = right if self.guess(before, at) else right + 1
-            drafts.append(token)
-            before = self.prefixes[slot][at] = identity(before, token)
+    def _draft(self, slot: int, count: int) -> list[int]:
+        """Guess so many tokens behind the slot's last one."""
+        drafts: list[int] = []
+        before, first = self.prefixes[slot][self.length[slot]], self.length[slot] + 1
+        for at in range(first, first + count):
+            right = self._likely(slot, before, at)
+            drafts.append(right if self.guess(before, at) else right + 1)
+            before = identity(before, drafts[-1])
+        return drafts
+
+    def _verify(self, slot: int, start: int, end: int) -> list[int]:
+        """The drafts at positions (start, end), which get their identities."""
+        drafts = self.drafted.get(slot, [])[: end - start - 1]
+        assert len(drafts) == end - start - 1, "a row verifies what was not drafted"
+        for at, token in enumerate(drafts, start + 1):
+            self.prefixes[slot][at] = identity(self.prefixes[slot][at - 1], token)
         return drafts
 
     def _poison(self, slot: int, start: int, end: int) -> None:
@@ -223,6 +234,8 @@ class KVMachine:
         if self.empty(before):
             return ResultRow(slot, self.number[slot], (), empty=True)
         for draft in [*drafts, None]:
+            if tokens and self.silent(slot, position + len(tokens)):
+                break
             token = self._token(slot, before, position + len(tokens))
             tokens.append(token)
             before = identity(before, token)
@@ -232,6 +245,14 @@ class KVMachine:
         self.length[slot] = position + len(tokens) - 1
         self.prefixes[slot][self.length[slot]] = before
         return ResultRow(slot, self.number[slot], tuple(tokens))
+
+    def _likely(self, slot: int, prefix: int, position: int) -> int:
+        """What the model would give, if any token may come."""
+        return self.model(prefix, position, self.seed[slot])
+
+    def silent(self, slot: int, position: int) -> bool:
+        """No token may come there, behind a draft."""
+        return False
 
     def _token(self, slot: int, prefix: int, position: int) -> int:
         """What the model gives at `position` behind a prefix of that identity."""

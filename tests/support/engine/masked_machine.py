@@ -8,17 +8,21 @@ from engine.plan import StepResult
 from tests.support.engine.draws import mixed
 from tests.support.engine.masked_ranks import MaskedRanks
 
+Known = dict[tuple[int, int], int]
 GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
 HURRY = 120  # tokens after which a reply takes the shortest way out
 CLOSERS = frozenset(b'"}],:')
 
 
 class MaskedMachine(MaskedRanks):
-    """One in ten of the tokens without a mask is one of `marks`."""
+    """One in ten of the tokens without a mask is one of `marks`. `known`: tokens behind prefixes, by these and the seed: guessed as
+    drafts, and noted."""
 
-    def __init__(self, text: TextProcessor, pages: tuple[int, ...], slots: int, max_len: int, marks: tuple[int, ...]) -> None:
+    def __init__(
+        self, text: TextProcessor, pages: tuple[int, ...], slots: int, max_len: int, marks: tuple[int, ...], known: Known
+    ) -> None:
         super().__init__(GROUPS, pages, slots, max_len, mixed)
-        self._text, self._marks = text, marks
+        self._text, self._marks, self._known = text, marks, known
         self._begun = [0] * slots
 
     def result(self) -> StepResult:
@@ -27,10 +31,22 @@ class MaskedMachine(MaskedRanks):
             self._begun[admission.slot] = admission.prompt
         return super().result()
 
+    def _likely(self, slot: int, prefix: int, position: int) -> int:
+        known = self._known.get((self.seed[slot], prefix))
+        return self._free(slot, prefix, position) if known is None else known
+
+    def _free(self, slot: int, prefix: int, position: int) -> int:
+        drawn = self.model(prefix, position, self.seed[slot])
+        return self._marks[drawn // 10 % len(self._marks)] if drawn % 10 == 0 else 200 + drawn % 700
+
     def _token(self, slot: int, prefix: int, position: int) -> int:
-        drawn, bits = super()._token(slot, prefix, position), self.bits.get(slot)
+        token = self._known[self.seed[slot], prefix] = self._sampled(slot, prefix, position)
+        return token
+
+    def _sampled(self, slot: int, prefix: int, position: int) -> int:
+        drawn, bits = super()._token(slot, prefix, position), self.mask(slot, position)
         if bits is None:
-            return self._marks[drawn // 10 % len(self._marks)] if drawn % 10 == 0 else 200 + drawn % 700
+            return self._free(slot, prefix, position)
         allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
         special, ends = self._text.pieces.special, self._text.eos_ids
         marks = [token for token in allowed if token in special]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from engine.geometry import KVGroup
-from engine.plan import StepResult
+from engine.plan import ResultRow, StepResult
 from engine.step_masks import StepMasks, decode_masks
 from tests.support.engine.kvmachine import KVMachine, Model
 
@@ -15,15 +15,16 @@ Plant = Callable[[StepMasks], StepMasks]
 
 
 class MaskedRanks(KVMachine):
-    """`plant_masks(masks)` may alter each step's masks before it runs. `bits`: of the step that runs, each masked slot's int32
-    [words]."""
+    """`plant_masks(masks)` may alter each step's masks before it runs. `masks`: of the step that runs, each masked slot's int32
+    [words], one behind the other; `first`: position of the first token of the row that is sampled."""
 
     def __init__(
         self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model
     ) -> None:
         super().__init__(groups, pages, slots, max_len, model)
         self.plant_masks: Plant = lambda masks: masks
-        self.bits: dict[int, np.ndarray] = {}
+        self.masks: dict[int, list[np.ndarray]] = {}
+        self.first = 0
         self._masks: deque[StepMasks] = deque()
 
     def submit_masks(self, masks: bytes) -> None:
@@ -37,12 +38,27 @@ class MaskedRanks(KVMachine):
 
     def result(self) -> StepResult:
         """Run the oldest plan, whose masks have come if it is masked."""
-        self.bits = {}
+        self.masks = {}
         if self.queue[0].masked:
             masks = self._masks.popleft()
             assert masks.step == self.queue[0].step
-            self.bits = dict(zip(masks.slots.tolist(), masks.bits, strict=True))
+            for slot, bits in zip(masks.slots.tolist(), masks.bits, strict=True):
+                self.masks.setdefault(slot, []).append(bits)
         return super().result()
+
+    def mask(self, slot: int, position: int) -> np.ndarray | None:
+        """Of a token of the row that is sampled, int32 [words]; None: any may come."""
+        mask = self.masks[slot][position - self.first] if slot in self.masks else None
+        return None if mask is None or (mask == -1).all() else mask
+
+    def silent(self, slot: int, position: int) -> bool:
+        """The mask behind a draft is missing."""
+        mask = self.mask(slot, position)
+        return mask is not None and not mask.any()
+
+    def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
+        self.first = position
+        return super()._sample(slot, position, drafts)
 
 
 def of_another_row(masks: StepMasks) -> StepMasks:

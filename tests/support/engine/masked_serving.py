@@ -12,7 +12,7 @@ from engine.front.text import TextProcessor
 from engine.matcher import Vocabulary
 from engine.protocol import GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
 from engine.step_masks import StepMasks
-from tests.support.engine.masked_machine import GROUPS, MaskedMachine
+from tests.support.engine.masked_machine import GROUPS, Known, MaskedMachine
 from tests.support.engine.plans import DecodeRow, decode_rows
 
 MAX_LEN = 512
@@ -38,6 +38,7 @@ class MaskedRun:
     prefill: int = 0  # tokens of chunks
     given: dict[int, list[int]] = field(default_factory=dict)  # steps of each request's tokens
     rows: list[DecodeRow] = field(default_factory=list)
+    known: Known = field(default_factory=dict)
 
     def tokens(self, request: int) -> list[int]:
         return [token for output in self.outputs if output.id == request for token in output.tokens]
@@ -55,15 +56,16 @@ def serve(
     marks: tuple[int, ...] = (),
     cache_share: float | None = 1.0,
     drafts: int = 0,
+    known: Known | None = None,
 ) -> MaskedRun:
-    """As the core's loop does it, two plans out at a time."""
+    """As the core's loop does it, two plans out at a time. known: what another run gave, which is drafted."""
+    served = MaskedRun(known=dict(known or {}))
     scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, (drafts,), cache_share=cache_share))
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
-    machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,))
+    machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,), served.known)
     machine.plant_masks = plant
     for request in requests:
         masks.add(request) if request.params.needs_masks else scheduler.requests.add(request)
-    served = MaskedRun()
     while scheduler.requests.unfinished or scheduler.in_flight:
         if masks.making:
             masks.advance()

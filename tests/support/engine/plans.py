@@ -98,13 +98,17 @@ def listed(plan: StepPlan) -> StepPlan:
     return decode_plan(encode_plan(plan))
 
 
-def result_of(step: int, rows: Sequence[ResultRow], prompts: Sequence[PromptRow] = ()) -> StepResult:
-    """A result of these rows."""
+def result_of(
+    step: int, rows: Sequence[ResultRow], prompts: Sequence[PromptRow] = (), drafts: Sequence[Sequence[int]] = ()
+) -> StepResult:
+    """A result of these rows, with the drafts behind each, if there are any."""
     width = max((len(row.tokens) for row in rows), default=1)
     table = np.zeros((len(rows), RESULT_HEAD + max(width, 1)), np.int32)
     for at, row in enumerate(rows):
         head = (row.slot, row.number & NUMBER_MASK, len(row.tokens), ROW_NAN * row.nan | ROW_EMPTY * row.empty)
         table[at, : RESULT_HEAD + len(row.tokens)] = head + row.tokens
+    if drafts:
+        table = np.concatenate([table, np.array(drafts, np.int32)], axis=1)
     return StepResult(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs}, prompts)
 
 

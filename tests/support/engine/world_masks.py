@@ -61,11 +61,11 @@ class Grammars:
         matcher.consume([])
         return matcher
 
-    def masks(self, matchers: Sequence["WorldMatcher"]) -> np.ndarray:
-        """int32 [n, 4], as the real one's."""
+    def masks(self, matchers: Sequence["WorldMatcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """int32 [1 + drafts, 4], as the real one's."""
         for matcher in matchers:
             matcher.mask_s = 2 * SLOW_S if chance(self.slow, self.seed, matcher.grammar, *matcher.consumed, 5) else 0.0
-        return np.stack([mask_of(matcher.grammar, matcher.consumed) for matcher in matchers])
+        return [np.stack(matcher.ahead(drafted)) for matcher, drafted in zip(matchers, drafts, strict=True)]
 
 
 def mask_of(grammar: int, consumed: Consumed) -> np.ndarray:
@@ -82,14 +82,29 @@ class WorldMatcher:
     grammar: int
     consumed: Consumed = field(default_factory=Consumed)
     mask_s: float = 0.0
+    frees: bool = False
 
     @property
     def complete(self) -> bool:
         return self.grammars.ends(self.grammar, self.consumed)
 
-    def fresh(self) -> "WorldMatcher":
+    def fresh(self, *, frees: bool = False) -> "WorldMatcher":
         assert not self.consumed.count
-        return WorldMatcher(self.grammars, self.grammar)
+        return WorldMatcher(self.grammars, self.grammar, frees=frees)
+
+    def ahead(self, drafts: Sequence[int]) -> list[np.ndarray]:
+        """The masks of the next token, and behind each draft; 0 where it fails, and now and then from where there is no time."""
+        grammars, consumed = self.grammars, self.consumed
+        masks = [mask_of(self.grammar, consumed)]
+        for token in drafts:
+            consumed = consumed.then(token)
+            if grammars.fails(self.grammar, consumed) or chance(0.1, self.grammar, *consumed, 8) or not masks[-1].any():
+                masks.append(np.zeros_like(masks[0]))
+            elif (masks[-1] == -1).all() or (self.frees and grammars.ends(self.grammar, consumed)):
+                masks.append(np.full_like(masks[0], -1))
+            else:
+                masks.append(mask_of(self.grammar, consumed))
+        return masks
 
     def consume(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -97,7 +112,7 @@ class WorldMatcher:
         self._fail_if(refusing=True)
 
     def mask(self) -> np.ndarray:
-        (bits,) = self.grammars.masks([self])
+        ((bits,),) = self.grammars.masks([self], [()])
         self.check(bits)
         return bits
 
@@ -169,33 +184,33 @@ class WorldRanks(MaskedRanks):
         return found
 
     def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
+        row = super()._sample(slot, position, drafts)
         sequence, number = self._admitted[0][slot]
-        wanted, mask = self.wanted(sequence.id, position), self.bits.get(slot)
+        for count in range(max(1, len(row.tokens))):
+            if count and (sequence.number != number or self._cut(sequence, row.tokens[:count])):
+                break
+            self._check(sequence, slot, position + count, dropped=sequence.number != number)
+            self.seen["draft_masks"] += count > 0 and self.mask(slot, position + count) is not None
+        return row
+
+    def _cut(self, sequence: Any, tokens: tuple[int, ...]) -> bool:
+        """Whether what comes behind these tokens is dropped."""
+        self.seen["cut_rows"] += tokens[-1] in sequence.cut_ids
+        return tokens[-1] in sequence.cut_ids or results._cut(sequence, tokens)[1] is not None
+
+    def _check(self, sequence: Any, slot: int, position: int, *, dropped: bool) -> None:
+        """The token there has its own mask, or none."""
+        wanted, mask = self.wanted(sequence.id, position), self.mask(slot, position)
         if mask is None:
-            assert wanted is None or sequence.number != number, f"{sequence} has no mask of the token at {position}"
+            assert wanted is None or dropped, f"{sequence} has no mask of the token at {position}"
         else:
             assert wanted is not None, f"{sequence} has a mask of the token at {position}, which is free"
             assert wanted.tolist() == mask.tolist(), f"{sequence} has another mask of the token at {position} than its own"
-        masked, dropped, ends = mask is not None, sequence.number != number, forced_token(mask) is not None
+        masked, ends = mask is not None, forced_token(mask) is not None
         self.seen.update(masks=masked, dropped_masks=masked and dropped, forced_ends=ends, dropped_ends=ends and dropped)
-        row = super()._sample(slot, position, drafts)
-        if not dropped:
-            self._check_drafts(sequence, position, row.tokens)
-        return row
-
-    def _check_drafts(self, sequence: Any, position: int, tokens: tuple[int, ...]) -> None:
-        """Tokens behind a row's first have no mask, and need none unless they are behind one that begins masks."""
-        for count, token in enumerate(tokens[:-1], 1):
-            if token in sequence.cut_ids:
-                self.seen["cut_rows"] += 1
-                return
-            if results._cut(sequence, tokens[:count])[1] is not None:
-                return
-            wanted = self.wanted(sequence.id, position + count)
-            assert wanted is None, f"{sequence} was given the token at {position + count} without its mask"
 
     def _token(self, slot: int, prefix: int, position: int) -> int:
-        forced = forced_token(self.bits.get(slot))
+        forced = forced_token(self.mask(slot, position))
         return super()._token(slot, prefix, position) if forced is None else forced
 
 

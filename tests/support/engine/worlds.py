@@ -338,14 +338,14 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
 
 
 def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A row is as wide as may be, ends within its sequence's limit, and is one token wide where it is masked."""
+    """A row is no wider than may be, ends within its sequence's limit, and is one token wide where it may not draft."""
     running = {sequence.slot: sequence for sequence in scheduler.requests.running}
     for slot, width, flags in decode_rows(plan):
         sequence = running[slot]
         assert 1 <= width <= 1 + plan.drafts
         assert sequence.high <= sequence.limit - 1
         assert flags == ROW_MASKED * sequence.masked
-        assert not sequence.masked or width == 1
+        assert sequence.may_draft or width == 1
 
 
 def check_pages(scheduler: Scheduler) -> None:
