@@ -98,7 +98,8 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
             assert len({status.state_hash for status in group.status()[: group.config.tp]}) == 1
             return at_first
 
-    group = Group.boot(msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256))
+    config = msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256, max_seqs=4, max_len=1024)
+    group = Group.boot(config)
     assert group.step_times is not None
     assert [rows for rows, _ in group.step_times.decodes] == [1, config.max_seqs]
     assert [rows for rows, _ in group.step_times.prefills] == [1, 128, 256]
