@@ -229,14 +229,14 @@ def test_the_same_on_the_loop_of_ray_serve(config: EngineConfig) -> None:
 @pytest.mark.parametrize("name", ["rank 1", "the core"])
 def test_a_stopped_process_ends_every_stream(config: EngineConfig, name: str) -> None:
     """SIGSTOP of any process under load: all streams raise EngineDead naming it within the heartbeat bound and a bit."""
-    reason = deaths(Group.boot(config, commands(ranks=SLOW)), send(name, signal.SIGSTOP), 1.0 + 0.75)
+    reason = deaths(Group.boot(config, commands(ranks=SLOW)), send(name, signal.SIGSTOP), 1.0 + 2.0)
     assert reason.startswith(f"{name} is not scheduled")
 
 
 def test_a_hung_rank_is_named_with_its_step(config: EngineConfig) -> None:
     """A rank that hangs in step 30 with its heart beating is named with the step, within the step bound and a bit."""
     group = Group.boot(config, commands(rank_0=Behaviour(stall=30, step_s=0.01), ranks=SLOW))
-    assert deaths(group, lambda _: None, 1.5 + 1.5).startswith("rank 0 made no progress in step 30 for ")
+    assert deaths(group, lambda _: None, 1.5 + 3.0).startswith("rank 0 made no progress in step 30 for ")
 
 
 def test_a_rank_that_raises_says_why(config: EngineConfig) -> None:

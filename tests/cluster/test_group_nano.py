@@ -98,7 +98,8 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
             assert len({status.state_hash for status in group.status()[: group.config.tp]}) == 1
             return at_first
 
-    group = Group.boot(msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256))
+    config = msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256, max_seqs=4, max_len=1024)
+    group = Group.boot(config)
     assert group.step_times is not None
     assert [rows for rows, _ in group.step_times.decodes] == [1, config.max_seqs]
     assert [rows for rows, _ in group.step_times.prefills] == [1, 128, 256]
@@ -132,7 +133,7 @@ def test_a_stopped_rank_ends_every_stream(config: EngineConfig) -> None:
     ends = asyncio.run(watched(group))
     print(f"{ends[0][0]}: streams ended after {1000 * max(late for _, late in ends):.0f} ms")
     assert all(isinstance(error, EngineDead) and str(error).startswith("rank 1 is not scheduled") for error, _ in ends), ends
-    assert max(late for _, late in ends) < HEARTBEAT_S + 1.0
+    assert max(late for _, late in ends) < HEARTBEAT_S + 3.0
 
 
 def test_a_rank_with_a_token_of_its_own_ends_every_stream(config: EngineConfig) -> None:

@@ -192,12 +192,12 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv("QUARTET_CONNECTIONS_PER_ADDRESS", limit)
         held: list[socket.socket] = []
         with haproxy(tmp_path, free_port(), tmp_path) as url:
-            wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 5)  # the first may meet the probe's connection
+            wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 20)  # the first may meet the probe's connection
             assert [taken(url, held) for _ in range(3)] == [not limit] * 3
             assert taken(url, held, "127.0.0.2")
             for made in held:
                 made.close()
-            wait(lambda url=url, held=held: taken(url, held), 5)
+            wait(lambda url=url, held=held: taken(url, held), 20)
             held[-1].close()
 
 

@@ -125,11 +125,11 @@ def test_one_wait_a_round_is_enough_with_two_halves() -> None:
 
 
 def test_ranks_in_step_over_many_rounds() -> None:
-    """Thousands of rounds of changing lengths, sums and gathers in turn, all right."""
+    """Hundreds of rounds of changing lengths, sums and gathers in turn, all right."""
 
     def body(group: MappedCollectives) -> bool:
         good = True
-        for number in range(1500):
+        for number in range(500):
             x = torch.full((1 + number % 50,), float(number + group.rank))
             good &= bool((group.all_reduce(x.clone()) == 4 * number + 6).all())
             good &= group.all_gather(x[:1]).tolist() == [number, number + 1, number + 2, number + 3]

@@ -33,7 +33,6 @@ def asked(member: str) -> tuple[QuestionSet, Judge]:
     return question_set, Judge(question_set, load_oracle(question_set.folder))
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("member", "setup"),
     [pytest.param(*case, marks=() if case[1] is PREEMPTED else pytest.mark.slow, id=case[1].name) for case in CASES],
@@ -54,7 +53,6 @@ def test_a_member_answers_right_and_as_transformers_does(member: str, setup: Set
     assert bool(run.preemptions) == setup.tight
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("fault", [pytest.param(fault, marks=SLOW.get(fault, ())) for fault in FAULTS if fault != "none"])
 def test_a_fault_shows(fault: str) -> None:
     """The same questions with one lasting fault on the ranks: at least one answer in twenty is not transformers' any more."""

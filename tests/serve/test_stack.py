@@ -127,6 +127,28 @@ def test_logits_are_adjusted(stack: Stack) -> None:
     assert (status, "forbid every token" in message) == (400, True)
 
 
+def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> None:
+    """Another build, of two ranks, under open streams and a client that goes on asking: they end whole, it hears 200, a new replica
+    answers. It is that of the tests below: their boots and steps take half as long."""
+    (before,) = stack.find("ServeReplica")
+    built = serve_process.build_info(stack)
+    streams = [Reader(stack.url, LONG | {"max_tokens": 150}) for _ in range(3)]
+    wait(lambda: all("data:" in stream.text for stream in streams), 40, stack.said)
+    stack.redeploy(build="changed", tp=2)
+    replies, began = [], time.monotonic()
+    while before in stack.find("ServeReplica"):
+        assert time.monotonic() - began < 150, stack.said()
+        replies.append(httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, timeout=90))
+    for stream in streams:
+        stream.join(60)
+        assert stream.text.rstrip().endswith("[DONE]"), stream.text[-300:]
+    longest = max(reply.elapsed.total_seconds() for reply in replies)
+    print(f"\nredeployed in {time.monotonic() - began:.1f} s: {len(replies)} requests meanwhile, the longest took {longest:.1f} s")
+    assert {reply.status_code for reply in replies} == {200}
+    assert serve_process.build_info(stack) != built
+    assert len(stack.find("engine.rank.worker")) == 2
+
+
 def test_it_answers_held_out_questions(stack: Stack) -> None:
     """One of every skill that it learnt, streamed six at a time by openai's client, thoughts and calls apart: right but for one."""
     text = TextProcessor.load(resolve("nano:31b"))
@@ -145,28 +167,6 @@ def test_it_answers_questions_about_pictures(stack: Stack) -> None:
     with api(stack) as client, ThreadPoolExecutor(6) as pool:
         wrong = [pair for pair in pool.map(partial(look, client), drawn(random.Random(SEED), 30)) if len(set(pair)) > 1]
     assert (len(wrong) <= 1, figures(stack)["quartet_encoded_images_total"] > 20) == (True, True), (SEED, wrong)
-
-
-def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> None:
-    """Another build under open streams and a client that goes on asking: they end whole, it hears 200, a new replica answers,
-    and the tests below have two ranks: their boots and steps take half as long."""
-    (before,) = stack.find("ServeReplica")
-    built = serve_process.build_info(stack)
-    streams = [Reader(stack.url, LONG | {"max_tokens": 150}) for _ in range(3)]
-    wait(lambda: all("data:" in stream.text for stream in streams), 40, stack.said)
-    stack.redeploy(build="changed", tp=2)
-    replies, began = [], time.monotonic()
-    while before in stack.find("ServeReplica"):
-        assert time.monotonic() - began < 150, stack.said()
-        replies.append(httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, timeout=90))
-    for stream in streams:
-        stream.join(60)
-        assert stream.text.rstrip().endswith("[DONE]"), stream.text[-300:]
-    longest = max(reply.elapsed.total_seconds() for reply in replies)
-    print(f"\nredeployed in {time.monotonic() - began:.1f} s: {len(replies)} requests meanwhile, the longest took {longest:.1f} s")
-    assert {reply.status_code for reply in replies} == {200}
-    assert serve_process.build_info(stack) != built
-    assert len(stack.find("engine.rank.worker")) == 2
 
 
 WEATHER: Any = {
@@ -341,7 +341,7 @@ def test_a_burst_waits_its_turn(stack: Stack) -> None:
 
 def test_a_newcomer_passes_a_crowd(stack: Stack) -> None:
     """Sixty streams of one address that nobody reads, at sixteen slots: another address' is answered with the second sixteen."""
-    body = json.dumps(LONG | {"max_tokens": 120}).encode()
+    body = json.dumps(LONG | {"max_tokens": 60}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with ExitStack() as held:
         crowd = [held.enter_context(socket.create_connection(("127.0.0.1", stack.port), timeout=60)) for _ in range(60)]
@@ -405,7 +405,7 @@ def test_a_lost_process_ends_every_stream_with_one_error_event(
         assert "[DONE]" not in reader.text
     slowest = max(reader.ended or 0.0 for reader in readers) - killed
     assert slowest < bound_s
-    wait(lambda: not any(command_line(pid) for pid in children), 3)
+    wait(lambda: not any(command_line(pid) for pid in children), 10)
     back = serves_again(stack, SHORT)
     print(f"\n{victim} {blow.name}: streams ended after {slowest:.3f} s, served again after {back:.1f} s")
     assert back < 60
@@ -422,18 +422,18 @@ def test_a_killed_replica_cuts_every_connection(stack: Stack) -> None:
     killed = time.monotonic()
     os.kill(stack.find("ServeReplica")[0], signal.SIGKILL)
     for reader in readers:
-        reader.join(5)
+        reader.join(10)
         assert isinstance(reader.error, httpx.RemoteProtocolError)
         assert "[DONE]" not in reader.text
         assert (reader.ended or 0.0) - killed < 2
-    wait(lambda: not any(command_line(pid) for pid in children), 2)
-    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)  # and no zombie of them
-    waiting.join(10)
+    wait(lambda: not any(command_line(pid) for pid in children), 10)
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 20)  # and no zombie of them
+    waiting.join(30)
     assert (waiting.status, json.loads(waiting.text)["error"]["code"]) == (503, "engine_restarting"), waiting.text
     back = serves_again(stack, SHORT)
     print(f"\nreplica: served again after {back:.1f} s")
     assert back < 60
-    wait(lambda: "quartet_requests_running" in figures(stack), 5)
+    wait(lambda: "quartet_requests_running" in figures(stack), 20)
     assert figures(stack)["quartet_requests_running"] == 0, "a request that had been dispatched was sent again"
 
 
@@ -475,9 +475,9 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     wait(lambda: "data:" in reader.text, 20, stack.said)
     ports = [port for _, port, _ in serve_process.listeners(sorted(stack.grow()))]
     stack.process.send_signal(signal.SIGTERM)
-    wait(lambda: httpx.get(f"{stack.url}/v1/models", timeout=10).status_code >= 400, 10, stack.said)
+    wait(lambda: httpx.get(f"{stack.url}/v1/models", timeout=10).status_code >= 400, 30, stack.said)
     code = stack.process.wait(60)
-    reader.join(1)
+    reader.join(10)
     assert reader.error is None
     assert reader.text.rstrip().endswith("[DONE]")
     assert code == 0, stack.said()

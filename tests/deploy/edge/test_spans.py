@@ -335,10 +335,10 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edg
         assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
         until(lambda: collector.requests == 1, "the export that hangs")
         for _ in range(4):
-            assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=1).status_code == 200
+            assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=10).status_code == 200
         paced.settle()
         assert said == []
-        assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=1).status_code == 200
+        assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=10).status_code == 200
         until(lambda: said != [], "the word about what does not fit")
         paced.service.tracer = None
         began = time.monotonic()

@@ -38,7 +38,7 @@ from tests.support.engine.load_figures import load
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
-STEP_S = 0.02
+STEP_S = 0.05  # half of it is more than a machine takes to wake a thread
 GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
 
 
@@ -158,7 +158,7 @@ def test_the_loop_times_steps() -> None:
         for number in range(2):
             front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * 5), params=SamplingParams(max_tokens=6)))
             front.until_ended(1)
-            time.sleep(20 * STEP_S)
+            time.sleep(12 * STEP_S)
     assert len(scheduler.took) >= 12
     assert all(0.9e3 * STEP_S < took < 10e3 * STEP_S for took in scheduler.took), scheduler.took
     assert sorted(scheduler.took)[6] < 1.5e3 * STEP_S
