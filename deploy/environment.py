@@ -23,6 +23,7 @@ RAY: dict[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no calls home
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # HAProxy in front of the replicas: a tenth of the CPU per streamed token
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # the default of 30 s delays every restart and every end
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # as long as `serve_start` waits: what takes the default of 5 s is killed
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a dead proxy is replaced in seconds
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",  # the same
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a stopped replica cannot drain

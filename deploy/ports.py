@@ -63,8 +63,9 @@ def check_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--port chooses another)") from error
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", error)
+            raise ConfigError(f"cannot listen on {host}:{port}: {why} (--port chooses another)") from error
 
 
 def free_port(preferred: int) -> int:

@@ -6,7 +6,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from deploy.ports import PROXY_PORTS, REPLICA_RANGE, Ports
+from deploy.ports import PROXY_PORTS, REPLICA_RANGE, Ports, check_port
+from engine.errors import ConfigError
 
 pytestmark = pytest.mark.pure
 
@@ -42,3 +43,9 @@ def test_a_kept_port_is_for_who_shares_it(two: tuple[Ports, Ports]) -> None:
         stack.enter_context(server.accept()[0])
         with pytest.raises(OSError, match="in use"):
             two[1]._keep(port)
+
+
+def test_no_port_is_a_sentence() -> None:
+    """A number that no port has names the option that gave it, as a port that is taken does. Planted: bind's own OverflowError."""
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:99999: .*--port"):
+        check_port("127.0.0.1", 99999)

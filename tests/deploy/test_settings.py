@@ -287,3 +287,11 @@ def test_every_variable_has_a_reader_in_ray() -> None:
     names = [name for name in ours if name.startswith("RAY_SERVE_")]
     assert len(names) > 10
     assert [name for name in names if f'"{name}"' not in text] == []
+
+
+def test_a_proxy_that_starts_slowly_is_waited_for() -> None:
+    """As long as the launcher's call of Serve waits for it. Planted: Serve's own 5 s, at which a loaded machine's boot ended."""
+    from ray.serve._private import constants
+
+    wait_s = float(environment.RAY.get("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", constants.PROXY_READY_CHECK_TIMEOUT_S))
+    assert wait_s >= constants.HTTP_PROXY_TIMEOUT
