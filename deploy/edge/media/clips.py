@@ -1,14 +1,13 @@
 """A sound file as an audio encoder takes it. For a tower, what is longer than 30 s becomes several clips, cut at silences."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 from av import AudioResampler
-from av.audio.stream import AudioStream
-from av.container import InputContainer
 
-from deploy.edge.media.containers import check_seconds, check_stream, demuxer, opened_container
+from deploy.edge.media.containers import check_seconds, demuxer, opened_stream
 from deploy.edge.media.rasters import prepared
 from deploy.edge.media.tasks import DecodeTask, Prepared
 from engine.audio_geometry import tower_tokens
@@ -38,20 +37,16 @@ def read_audio(data: bytes, most_seconds: float) -> Array:
     """Its samples, float32 [n], mono at 16 kHz. InvalidRequest: it is of no format that we read, or longer than that."""
     if (name := demuxer(data)) is None:
         raise InvalidRequest("it is none of WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 and WebM")
-    with opened_container(data, name, pixels=1) as container:
-        stream = container.streams.best("audio")
-        check_stream(stream, "audio", most_seconds)
-        assert isinstance(stream, AudioStream), stream
-        if stream.rate not in _RATES:
-            raise InvalidRequest(f"audio at {stream.rate} Hz is not read")
-        stream.codec_context.thread_count = 1
-        return resampled(_mono(container, stream, most_seconds), stream.rate)
+    stream = opened_stream(data, name, "audio", most_seconds)
+    if stream.rate not in _RATES:
+        raise InvalidRequest(f"audio at {stream.rate} Hz is not read")
+    return resampled(_mono(stream, most_seconds), stream.rate)
 
 
-def _mono(container: InputContainer, stream: AudioStream, most_seconds: float) -> Iterator[Array]:
+def _mono(stream: Any, most_seconds: float) -> Iterator[Array]:
     """Its frames, the channels mixed to one."""
     floats, samples = AudioResampler("fltp"), 0
-    for frame in container.decode(stream):
+    for frame in stream.container.decode(stream):
         samples += frame.samples
         check_seconds(samples / stream.rate, "audio", most_seconds)
         for part in floats.resample(frame):

@@ -1,15 +1,15 @@
 """Files that ffmpeg reads (PyAV), opened from their bytes: by the one demuxer that the first of them name, with codecs
 of this list.
 
-Playlists are no format of ours, and nothing that a file refers to is opened.
+Playlists are no format of ours, and nothing that a file refers to is opened. They are closed when nothing refers to them.
 """
 
 import io
 import re
+from typing import Any, Literal
 
-from av.container import InputContainer
 from av.container import open as open_container
-from av.stream import Disposition, Stream
+from av.stream import Disposition
 
 from engine.errors import InvalidRequest
 
@@ -39,23 +39,22 @@ def demuxer(data: bytes) -> str | None:
     return next((name for name, magic in _DEMUXERS.items() if re.match(magic, data, re.DOTALL)), None)
 
 
-def opened_container(data: bytes, name: str, pixels: int) -> InputContainer:
-    """By this demuxer. What its headers leave open a frame or two must tell, of so many pixels at most."""
+def opened_stream(data: bytes, name: str, kind: Literal["audio", "video"], most_seconds: float, pixels: int = 1) -> Any:
+    """By this demuxer, the best of its kind, decoded by one thread. What headers leave open a frame or two must tell, of so many
+    pixels at most. InvalidRequest: there is none, its codec is none of ours, or it says that it is longer."""
     codecs = ",".join(codec for names in _CODECS.values() for codec in names)
     options = {"codec_whitelist": codecs, "max_streams": str(STREAMS), "max_pixels": str(pixels), "probesize": str(PROBED_BYTES)}
     options |= {"format_whitelist": name, "protocol_whitelist": "none"}
-    return open_container(io.BytesIO(data), "r", format=name, options=options)
-
-
-def check_stream(stream: Stream | None, kind: str, most_seconds: float) -> None:
-    """InvalidRequest: there is none, its codec is none of ours, or it says that it is longer."""
+    stream = open_container(io.BytesIO(data), "r", format=name, options=options).streams.best(kind)
     if stream is None or stream.disposition & Disposition.attached_pic:
         raise InvalidRequest(f"it holds no {kind}")
     codec = stream.codec_context.name if stream.codec_context else "of a codec that is unknown"
     if codec not in _CODECS[kind]:
         raise InvalidRequest(f"its {kind} is {codec}; read are {', '.join(_CODECS[kind])}")
-    if stream.duration and stream.time_base and stream.container.format.name not in _GUESSED:
+    if stream.duration and stream.time_base and name not in _GUESSED:
         check_seconds(float(stream.duration * stream.time_base), kind, most_seconds)
+    stream.codec_context.thread_count = 1
+    return stream
 
 
 def check_seconds(seconds: float, kind: str, most: float) -> None:

@@ -9,14 +9,14 @@ import base64
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from av import Packet, VideoFrame
-from av.container import InputContainer
 from av.video.stream import VideoStream
 from PIL import Image, ImageSequence
 
-from deploy.edge.media.containers import check_stream, demuxer, opened_container
+from deploy.edge.media.containers import demuxer, opened_stream
 from deploy.edge.media.rasters import check_pixels, opened, prepared, resized, soft_tokens, target_size, upright
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
 from engine.errors import InvalidRequest
@@ -75,26 +75,22 @@ def _filmed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]
     """Frames of a container, of which those are decoded that a sampled one needs: from the key frame before it on."""
     name = demuxer(data)
     assert name is not None, "only containers come here"
-    with opened_container(data, name, task.pixels) as container:
-        stream = container.streams.best("video")
-        check_stream(stream, "video", task.video_seconds)
-        assert isinstance(stream, VideoStream), stream
-        check_pixels(stream.width, stream.height, task.pixels)
-        packets = _packets(container, stream)
-        shown = [at for at, packet in enumerate(packets) if not packet.is_discard]
-        order = sorted(shown, key=lambda at: _time(packets[at]))
-        sampled = _sampled(len(order), task.frames)
-        stream.codec_context.thread_count = 1
-        stream.codec_context.options = {"max_pixels": str(task.pixels)}
-        rate = float(stream.average_rate or _UNTIMED_FPS)
-        for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
-            turns = frame.rotation // 90
-            yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)), index / rate
+    stream = opened_stream(data, name, "video", task.video_seconds, task.pixels)
+    check_pixels(stream.width, stream.height, task.pixels)
+    packets = _packets(stream)
+    shown = [at for at, packet in enumerate(packets) if not packet.is_discard]
+    order = sorted(shown, key=lambda at: _time(packets[at]))
+    sampled = _sampled(len(order), task.frames)
+    stream.codec_context.options = {"max_pixels": str(task.pixels)}
+    rate = float(stream.average_rate or _UNTIMED_FPS)
+    for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
+        turns = frame.rotation // 90
+        yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)), index / rate
 
 
-def _packets(container: InputContainer, stream: VideoStream) -> list[Packet]:
+def _packets(stream: Any) -> list[Packet]:
     """Of all frames. InvalidRequest: they are too many."""
-    full = (packet for packet in container.demux(stream) if packet.size)
+    full = (packet for packet in stream.container.demux(stream) if packet.size)
     packets = [] if stream.frames > FILMED_FRAMES else list(islice(full, FILMED_FRAMES + 1))
     if (count := max(stream.frames, len(packets))) > FILMED_FRAMES:
         raise InvalidRequest(f"it has {count} frames or more; at most {FILMED_FRAMES} are read")

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from deploy.edge.media import videos
-from deploy.edge.media.containers import demuxer, opened_container
+from deploy.edge.media.containers import demuxer, opened_stream
 from deploy.edge.media.rasters import prepare_image
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
 from engine.errors import InvalidRequest
@@ -129,7 +129,7 @@ def test_nothing_else_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     playlist = b"ffconcat version 1.0\nfile a.mp4\n"
     assert demuxer(playlist) is None
     with pytest.raises(av.error.FFmpegError):
-        opened_container(playlist, "concat", 1 << 20)
+        opened_stream(playlist, "concat", "video", 60, 1 << 20)
     with av.open(io.BytesIO(playlist), format="concat") as container:
         assert container.streams.video[0].width == 160
 
