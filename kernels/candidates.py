@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.choose import scaled, store
+from kernels.choose import filtered, scaled, store
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
-from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
 _BLOCK = constexpr(64)  # ids whose largest value is noted
@@ -72,11 +71,8 @@ def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> Non
     rows, count, _ = best.shape
     if not enabled(best):
         small = (_small(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
-        seeds, top_k, _ = batch.parameters.integers[batch.slots[small].long()].unbind(1)
-        _, top_p, min_p = batch.parameters.floats[batch.slots[small].long()].unbind(1)
         values, ids = best[small].unbind(-1)
-        ahead = batch.positions[small].long() + 1
-        chosen[small, 0] = choose_kept(values, ids.long(), seeds, ahead, top_k, top_p, min_p).int()
+        chosen[small, 0] = filtered(values, ids.long(), batch, small)
         store(batch, chosen[:, 0])
         return
     launch(

@@ -20,7 +20,7 @@ from kernels.fused_allreduce_norm import polled
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import enabled, launch, trigger, wait
 from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
-from kernels.sample import cap, gumbel, mask
+from kernels.sample import cap, choose_kept, gumbel, mask
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 from kernels.slots import put
 
@@ -124,6 +124,15 @@ def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
         soft = torch.where(batch.capped[rows, None] != 0, logits, soft)
     temperature = batch.parameters.floats[batch.slots[rows].long(), :1]
     return torch.where(logits == -torch.inf, logits, soft / temperature)
+
+
+def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
+    """int32 [n]: the tokens of the batch's rows int64 [n], from what their filters keep of `values`, scaled logits of `ids`, as
+    `choose_kept` takes them."""
+    slots = batch.slots[rows].long()
+    seeds, top_k, _ = batch.parameters.integers[slots].unbind(1)
+    _, top_p, min_p = batch.parameters.floats[slots].unbind(1)
+    return choose_kept(values, ids, seeds, batch.positions[rows].long() + 1, top_k, top_p, min_p).int()
 
 
 def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:

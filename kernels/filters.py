@@ -25,11 +25,10 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.candidates import float_order, kth_order, scaled_logits
-from kernels.choose import scaled, store
+from kernels.choose import filtered, scaled, store
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.noise import GREEDY, gumbel_noise, noise_key
-from kernels.sample import choose_kept
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
 _BLOCK = constexpr(64)  # ids whose largest value is noted
@@ -91,10 +90,8 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
         own, at = _filtering(batch, share)
         sound = chosen[at, 1] == 0
         own, at = own[sound], at[sound]
-        seeds, top_k, _ = batch.parameters.integers[batch.slots[at].long()].unbind(1)
-        _, top_p, min_p = batch.parameters.floats[batch.slots[at].long()].unbind(1)
         ids = torch.arange(vocabulary, device=chosen.device).expand(len(own), -1)
-        tokens[own] = choose_kept(rows.values[own], ids, seeds, batch.positions[at].long() + 1, top_k, top_p, min_p).int()
+        tokens[own] = filtered(rows.values[own], ids, batch, at)
         return tokens
     listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
     launch(

@@ -3,10 +3,11 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K
 
-GREEDY, SMALL = tl.constexpr(GREEDY_BELOW), tl.constexpr(SMALL_TOP_K)
+GREEDY, SMALL = constexpr(GREEDY_BELOW), constexpr(SMALL_TOP_K)
 
 
 @triton.jit

@@ -42,6 +42,15 @@ def add_product(x, weight, total, SWAP: tl.constexpr):
 
 
 @triton.jit
+def softmax_step(scores, top, total):
+    """One step of an online softmax in base 2: the new maximum, the weights, what older sums are multiplied by, the new total."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    keep = tl.exp2(top - higher)
+    return higher, weights, keep, total * keep + tl.sum(weights, 1)
+
+
+@triton.jit
 def hold(x):
     """x, not used before this point: loads until then are in flight together, and none waits for another's way to shared memory."""
     if INTERPRET:

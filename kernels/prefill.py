@@ -21,7 +21,8 @@ from triton.language import constexpr
 
 from kernels.grid import cdiv, next_power_of_2
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
-from kernels.numerics import LOG2E, cast, dot
+from kernels.numerics import LOG2E, cast, dot, softmax_step
+from kernels.splitkv import page_of
 
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
@@ -208,7 +209,7 @@ def _walk(
     """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them.
     A query sees keys up to its `newest`."""
     dims = tl.arange(0, D)
-    pages = _pages_of(ids, first, width, KEYS, PAGE)
+    pages = page_of(ids, first, width, KEYS, PAGE)
     for key in tl.range(first, last, KEYS):
         keys = key + tl.arange(0, KEYS)
         if KEYS <= PAGE:
@@ -223,26 +224,13 @@ def _walk(
         else:
             k = tl.load(at)
             v = tl.load(at + KV_HEADS * PAGE * D)
-        pages = _pages_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
+        pages = page_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
         scores = dot(q, tl.trans(k)) * LOG2E
         if MASKED:
             seen = (keys[None, :] <= newest[:, None]) & (keys < end)[None, :]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        keep = tl.exp2(top - higher)
-        total = total * keep + tl.sum(weights, 1)
+        top, weights, keep, total = softmax_step(scores, top, total)
         sums = sums * keep[:, None] + dot(cast(weights, v.dtype), v)
-        top = higher
     return top, total, sums
-
-
-@triton.jit
-def _pages_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
-    """The page of KEYS keys from `key` on, or of each where they have several; 0 behind the table's end."""
-    entries = key // PAGE
-    if KEYS > PAGE:
-        entries += tl.arange(0, KEYS) // PAGE
-    return tl.load(ids + entries, entries < width, other=0)

@@ -18,7 +18,7 @@ from triton.language import constexpr
 
 from kernels.grid import cdiv
 from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
-from kernels.numerics import LOG2E, cast, dot
+from kernels.numerics import LOG2E, cast, dot, softmax_step
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
@@ -85,17 +85,13 @@ def _attend(
             rest_keys = tl.load(k + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
             scores += dot(rest_queries, tl.trans(rest_keys))
         scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        keep = tl.exp2(top - higher)
-        total = total * keep + tl.sum(weights, 1)
+        top, weights, keep, total = softmax_step(scores, top, total)
         values = tl.load(v + key_at + dims[None, :], seen[:, None], 0.0)
         weights = cast(weights, values.dtype)
         sums = sums * keep[:, None] + dot(weights, values)
         if REST:
             rest_values = tl.load(v + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
             rest_sums = rest_sums * keep[:, None] + dot(weights, rest_values)
-        top = higher
     tl.store(out + at + dims[None, :], cast(sums / total[:, None], out.dtype.element_ty), live)
     if REST:
         tl.store(out + at + rest[None, :], cast(rest_sums / total[:, None], out.dtype.element_ty), live & (rest < D)[None, :])

@@ -47,7 +47,7 @@ def decode_kernel(
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
     position = tl.load(positions + row)
-    page = page_of(ids, split, width, KEYS, PAGE)
+    page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     token = qkv + row * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     q_raw = load_halves(token + (head * GROUP + rows) * D + half, is_q, 0.0, HALF)
     cos, sin = rope_angles(cos_sin + row * 2 * PAIRS, half, is_q, PAIRS)
@@ -100,7 +100,7 @@ def decode_kernel(
 
     begin = split
     if EARLY:
-        page = page_of(ids, split + SPLITS, width, KEYS, PAGE)
+        page = page_of(ids, (split + SPLITS) * KEYS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
         top, totals, sums = _attend(q_low, q_high, hold(k_low), hold(k_high), hold(v), seen, top, totals, sums)
         begin += SPLITS
@@ -108,7 +108,7 @@ def decode_kernel(
         k_low = load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
         k_high = load_run(heads_k, page, run, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
         v = load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
-        page = page_of(ids, run + SPLITS, width, KEYS, PAGE)  # one turn ahead
+        page = page_of(ids, (run + SPLITS) * KEYS, width, KEYS, PAGE)  # one turn ahead
         seen = _seen(run, first, oldest, end, KEYS)
         top, totals, sums = _attend(q_low, q_high, k_low, k_high, v, seen, top, totals, sums)
 
@@ -134,9 +134,9 @@ def decode_kernel(
 
 
 @triton.jit
-def page_of(ids, run, width, KEYS: constexpr, PAGE: constexpr):
-    """The page of run `run` of KEYS keys, or of each of its keys where a run has several pages; 0 behind the table's end."""
-    entry = run * KEYS // PAGE
+def page_of(ids, key, width, KEYS: constexpr, PAGE: constexpr):
+    """The page of KEYS keys from `key` on, or of each of them where they lie in several; 0 behind the table's end."""
+    entry = key // PAGE
     if KEYS > PAGE:
         entry += tl.arange(0, KEYS) // PAGE
     return tl.load(ids + entry, entry < width, other=0)

@@ -20,7 +20,7 @@ from triton.language import constexpr
 from kernels.decode import DecodeScratch, decode_reference, row_blocks
 from kernels.grid import next_power_of_2
 from kernels.launch import check_contiguous, enabled, launch, shared_memory, trigger, wait
-from kernels.numerics import LOG2E, cast, dot
+from kernels.numerics import LOG2E, cast, dot, softmax_step
 from kernels.slots import first_page
 from kernels.splitkv import combine, load_run, page_of
 from kernels.tiles import LARGE_SHARED
@@ -143,22 +143,18 @@ def verify_kernel(
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DV], tl.float32)
-    page = page_of(ids, split, width, KEYS, PAGE)
+    page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     for run in tl.range(split, runs, SPLITS):
         k = load_run(heads_k, page, run, first, oldest, last + 1, tl.arange(0, D), D, 2 * KEPT, KEYS, PAGE)
         v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
-        page = page_of(ids, run + SPLITS, width, KEYS, PAGE)  # one turn ahead
+        page = page_of(ids, (run + SPLITS) * KEYS, width, KEYS, PAGE)  # one turn ahead
         keys = first + run * KEYS + tl.arange(0, KEYS)
         seen = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, dot(queries, tl.trans(k)) * LOG2E, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        keep = tl.exp2(top - higher)
-        total = total * keep + tl.sum(weights, 1)
+        top, weights, keep, total = softmax_step(scores, top, total)
         sums = sums * keep[:, None] + dot(cast(weights, v.dtype), v)
-        top = higher
 
     norm = tl.where(total > 0, total, 1.0)
     sums = sums / norm[:, None]
