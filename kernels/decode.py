@@ -233,7 +233,7 @@ def _pages(bound: int, page: int, window: int | None) -> int:
 def decode_reference(q: Tensor, pool: Tensor, found: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """q [rows, n, heads, d] at positions int32 [rows, n], -1: anything comes out; found int [rows, pages]: the pages `first` .. of
     each row; entries past its last position's page are not read: the null page stands in, and is masked."""
-    rows, n, heads, d = q.shape
+    rows, n, _, d = q.shape
     kv_heads, page = pool.shape[2], pool.shape[3]
     pages = found.shape[1]
     entries = first[:, None] + torch.arange(pages, device=q.device)

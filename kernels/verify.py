@@ -12,7 +12,6 @@ query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_p
 
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
