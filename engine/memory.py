@@ -124,9 +124,9 @@ def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int) -> t
 def _windows(group: KVGroup, need: Need) -> int:
     """Windows of all slots, the prompts of the plans that are out (held until their results are in), the null page."""
     assert group.window is not None
-    each = -(-(group.window + 1) // group.page) + 1
-    most = need.slots * -(-need.max_len // group.page) + 1
-    return min(need.slots * each + DEPTH * -(-need.prefill_budget // group.page) + 1, most)
+    window = -(-(group.window + 1) // group.page) + 1
+    limit = need.slots * -(-need.max_len // group.page) + 1
+    return min(need.slots * window + DEPTH * -(-need.prefill_budget // group.page) + 1, limit)
 
 
 def _tail(group: KVGroup) -> int:

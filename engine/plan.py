@@ -217,11 +217,11 @@ class StepResult:
     logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     prompts: Sequence[PromptRow] = ()
 
-    def row(self, at: int) -> ResultRow:
+    def row(self, index: int) -> ResultRow:
         """One row as an object."""
-        slot, number, count, flags, *tokens = self.table[at].tolist()
+        slot, number, count, flags, *tokens = self.table[index].tolist()
         nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
-        return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(at, ()), empty)
+        return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(index, ()), empty)
 
     @property
     def rows(self) -> list[ResultRow]:
@@ -359,7 +359,7 @@ def encode_rows(
     assert table.dtype == np.int32, table.dtype
     header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, RESULT_HAS_LOGPROBS if logprobs else 0, len(prompts))
     counts = table[:, 2].tolist() if logprobs else []
-    lists = [_encode_logprobs(one) for row, count in enumerate(counts) for one in logprobs.get(row, [None] * count)]
+    lists = [_encode_logprobs(entry) for row, count in enumerate(counts) for entry in logprobs.get(row, [None] * count)]
     return b"".join([header, table.tobytes(), *lists, *map(_encode_prompt, prompts)])
 
 

@@ -79,8 +79,9 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
         last = torch.arange(sequences, device=ahead.device) * width + ahead
         out.ids[:sequences], out.ids[sequences:] = rows.chosen[last, 0], 0
         out.slots[:sequences], out.slots[sequences:] = slots, padding
-        places = torch.arange(len(out.positions), dtype=torch.int32, device=ahead.device)[:, None]
-        out.positions[:, :sequences], out.positions[:, sequences:] = torch.where(positions >= 0, positions + ahead + places, -1), -1
+        offsets = torch.arange(len(out.positions), dtype=torch.int32, device=ahead.device)[:, None]
+        out.positions[:, :sequences] = torch.where(positions >= 0, positions + ahead + offsets, -1)
+        out.positions[:, sequences:] = -1
         out.hidden[:sequences] = torch.where((positions >= 0)[:, None], rows.hidden[last], out.hidden[:sequences])
         return accepted
     accepted, stops, hidden = torch.empty_like(out.ids), stop.shape[1], rows.hidden.shape[1]
@@ -89,17 +90,17 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
         rows.chosen, rows.ids, rows.slots, rows.positions, rows.hidden, stop, lengths, *out, out.positions.stride(0), accepted,
         sequences, padding,
         WIDTH=width, LANES=next_power_of_2(width), STOPS=stops, BLOCK=min(_BLOCK, next_power_of_2(stops)),
-        PLACES=len(out.positions), PLACE_LANES=next_power_of_2(len(out.positions)),
+        OFFSETS=len(out.positions), OFFSET_LANES=next_power_of_2(len(out.positions)),
         HIDDEN=hidden, COLUMNS=min(_COLUMNS, next_power_of_2(hidden)), warps=4,
     )  # fmt: skip
     return accepted
 
 
-@triton.jit(do_not_specialize=["places_stride", "sequences", "padding", "ids", "slots", "positions"])
+@triton.jit(do_not_specialize=["positions_stride", "sequences", "padding", "ids", "slots", "positions"])
 def _accept(
-    chosen, ids, slots, positions, hidden, stop, lengths, out_ids, out_slots, out_positions, out_hidden, places_stride, accepted,
+    chosen, ids, slots, positions, hidden, stop, lengths, out_ids, out_slots, out_positions, out_hidden, positions_stride, accepted,
     sequences, padding,
-    WIDTH: constexpr, LANES: constexpr, STOPS: constexpr, BLOCK: constexpr, PLACES: constexpr, PLACE_LANES: constexpr,
+    WIDTH: constexpr, LANES: constexpr, STOPS: constexpr, BLOCK: constexpr, OFFSETS: constexpr, OFFSET_LANES: constexpr,
     HIDDEN: constexpr, COLUMNS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One sequence: the first place at which it ends."""
@@ -128,8 +129,8 @@ def _accept(
     tl.store(accepted + row, tl.where(live, last + 1, 0))
     tl.store(out_ids + row, tl.sum(tl.where((lane == last) & inside, token, 0), 0))
     tl.store(out_slots + row, slot)
-    place = tl.arange(0, PLACE_LANES)
-    tl.store(out_positions + place * places_stride + row, tl.where(live, position + last + place, -1), place < PLACES)
+    offset = tl.arange(0, OFFSET_LANES)
+    tl.store(out_positions + offset * positions_stride + row, tl.where(live, position + last + offset, -1), offset < OFFSETS)
     if live & (last > 0):
         tl.store(lengths + slot, tl.load(lengths + slot) + last)
     if live:

@@ -262,9 +262,9 @@ def _adjust(
             others = word_end - word_start - 1  # -1: no word
             complete = (others >= 0) & (others <= generated)
             for back in range(1, tl.max(others, 0) + 1):
-                wanted = tl.load(bad_words + slot * WORD_IDS + word_end - 1 - back, complete & (back <= others), -1)
+                expected = tl.load(bad_words + slot * WORD_IDS + word_end - 1 - back, complete & (back <= others), -1)
                 came = tl.load(history + position + 1 - back, back <= generated, -1)
-                complete = complete & ((back > others) | (wanted == came))
+                complete = complete & ((back > others) | (expected == came))
             entry = tl.load(bad_words + slot * WORD_IDS + word_end - 1, complete, -1) - first
             _ban(line, entry, complete & (entry >= start) & (entry < end))
 

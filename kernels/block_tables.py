@@ -31,8 +31,8 @@ def block_tables(
     if not enabled(table):
         first = first_page(positions, page, window)
         entries = first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)
-        found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1).long()]
-        tables.copy_(torch.where(entries * page <= positions[:, None], found, 0))
+        pages = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1).long()]
+        tables.copy_(torch.where(entries * page <= positions[:, None], pages, 0))
         lengths.copy_((positions + 1 - first * page).clamp(min=1))
         return
     block = min(1024, next_power_of_2(width))
@@ -53,7 +53,7 @@ def _tables(
     row = tl.program_id(0)
     position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK)
     entry = first + at
-    found = tl.load(table + slot * columns + entry, (at < width) & (entry * PAGE <= position) & (entry < columns), 0)
-    tl.store(tables + row.to(tl.int64) * width + at, found, at < width)
+    pages = tl.load(table + slot * columns + entry, (at < width) & (entry * PAGE <= position) & (entry < columns), 0)
+    tl.store(tables + row.to(tl.int64) * width + at, pages, at < width)
     if tl.program_id(1) == 0:
         tl.store(lengths + row, tl.maximum(position + 1 - first * PAGE, 1))

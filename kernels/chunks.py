@@ -82,22 +82,22 @@ def _inputs_reference(
     results: ResultInputs, width: int,
 ) -> None:  # fmt: skip
     decodes, planned, *_ = plan_sections(plan, layout)
-    listed, found, row = [], [], 0
+    listed, given, row = [], [], 0
     for slot, start, end, first_logit, *_ in planned.tolist():
         listed.append((slot, row, start, end - start))
         row += end - start
         if first_logit < end:
-            found += [(row - 1, slot, -1 if lane else end - 1) for lane in range(width)]
+            given += [(row - 1, slot, -1 if lane else end - 1) for lane in range(width)]
     listed.append((padding, row, row - prompts, prompts - row))
     for slot, first, position, count in listed:
         at = torch.arange(position, position + count, dtype=torch.int32, device=plan.device)
         rows.slots[first : first + count], rows.positions[first : first + count] = slot, at.clamp(min=-1)
         rows.ids[first : first + count] = torch.where(at >= 0, tokens[slot, at.clamp(min=0).long()], 0)
     behind = range(prompts, prompts + len(decodes) * width)
-    found += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
-    found += [(0, padding, -1)] * (len(results.rows) - len(found))
+    given += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
+    given += [(0, padding, -1)] * (len(results.rows) - len(given))
     chunks.zero_()[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
-    for out, values in zip(results, zip(*found, strict=True), strict=False):
+    for out, values in zip(results, zip(*given, strict=True), strict=False):
         out.copy_(torch.tensor(values))
 
 
@@ -136,12 +136,12 @@ def _chunk_inputs(
         tl.store(entry + 2, start, live & first)
         tl.store(entry + 3, end - start, live & first)
         samples = (first_logit < end).to(tl.int32)
-        place = (sampled + tl.cumsum(samples, 0) - samples) * WIDTH
+        index = (sampled + tl.cumsum(samples, 0) - samples) * WIDTH
         for token in range(WIDTH):
             gives = (samples > 0) & first
-            tl.store(result_rows + place + token, (last - 1).to(tl.int64), gives)
-            tl.store(result_slots + place + token, its_slot, gives)
-            tl.store(result_positions + place + token, tl.where(token == 0, end - 1, -1), gives)
+            tl.store(result_rows + index + token, (last - 1).to(tl.int64), gives)
+            tl.store(result_slots + index + token, its_slot, gives)
+            tl.store(result_positions + index + token, tl.where(token == 0, end - 1, -1), gives)
         total += tl.sum(end - start, 0)
         sampled += tl.sum(samples, 0)
     token = tl.load(tokens + slot.to(tl.int64) * tokens_width + position, position >= 0, 0)
@@ -157,12 +157,12 @@ def _chunk_inputs(
             tl.store(entry + 2, tl.where(pad, total - prompts, 0), at + lane < listed)
             tl.store(entry + 3, tl.where(pad, prompts - total, 0), at + lane < listed)
         for at in range(sampled * WIDTH, given, BLOCK):
-            place = at + lane
-            source = prompts + place - sampled * WIDTH
-            live = place < (sampled + decodes) * WIDTH
-            tl.store(result_rows + place, tl.where(live, source, 0).to(tl.int64), place < given)
-            tl.store(result_slots + place, tl.load(slots + source, live & (place < given), padding), place < given)
-            tl.store(result_positions + place, tl.load(positions + source, live & (place < given), -1), place < given)
+            index = at + lane
+            source = prompts + index - sampled * WIDTH
+            live = index < (sampled + decodes) * WIDTH
+            tl.store(result_rows + index, tl.where(live, source, 0).to(tl.int64), index < given)
+            tl.store(result_slots + index, tl.load(slots + source, live & (index < given), padding), index < given)
+            tl.store(result_positions + index, tl.load(positions + source, live & (index < given), -1), index < given)
 
 
 @triton.jit(do_not_specialize=["count", "tiles_count", "tokens"])

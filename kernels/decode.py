@@ -230,20 +230,20 @@ def _pages(bound: int, page: int, window: int | None) -> int:
     return whole if window is None else min(whole, (window - 2) // page + 2)
 
 
-def decode_reference(q: Tensor, pool: Tensor, found: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """q [rows, n, heads, d] at positions int32 [rows, n], -1: anything comes out; found int [rows, pages]: the pages `first` .. of
-    each row; entries past its last position's page are not read: the null page stands in, and is masked."""
+def decode_reference(q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """q [rows, n, heads, d] at positions int32 [rows, n], -1: anything comes out; page_ids int [rows, pages]: the pages `first` ..
+    of each row; entries past its last position's page are not read: the null page stands in, and is masked."""
     rows, n, _, d = q.shape
     kv_heads, page = pool.shape[2], pool.shape[3]
-    pages = found.shape[1]
+    pages = page_ids.shape[1]
     entries = first[:, None] + torch.arange(pages, device=q.device)
-    found = torch.where(entries * page <= positions.amax(1, keepdim=True), found, 0)
+    page_ids = torch.where(entries * page <= positions.amax(1, keepdim=True), page_ids, 0)
     keys = (entries[..., None] * page + torch.arange(page, device=q.device))[:, None]  # [rows, 1, pages, page]
     here = positions[..., None, None]
     seen = keys <= here
     if window is not None:
         seen &= keys > here - window
-    k, v = (side.unflatten(0, (rows, pages)) for side in gather(pool, found.flatten()))
+    k, v = (side.unflatten(0, (rows, pages)) for side in gather(pool, page_ids.flatten()))
     v.transpose(2, 3)[~seen.any(1)] = 0.0
     grouped = q.float().view(rows, n, kv_heads, -1, d).transpose(1, 2).reshape(rows, 1, kv_heads, -1, d)
     scores = (grouped @ k.transpose(-1, -2)).unflatten(3, (n, -1))  # [rows, pages, kv_heads, n, group, page]

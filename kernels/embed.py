@@ -49,8 +49,8 @@ def _embed(
     token = tl.load(ids + row)
     if COUNT > 0:
         lane = tl.arange(0, WIDTH)
-        found = tl.load(placeholders + lane, lane < COUNT, -1) == token
-        token = tl.where(tl.max(found.to(tl.int32), 0) > 0, pad, token)
+        equal = tl.load(placeholders + lane, lane < COUNT, -1) == token
+        token = tl.where(tl.max(equal.to(tl.int32), 0) > 0, pad, token)
     local = (token - first).to(tl.int64)
     mine = (local >= 0) & (local < ROWS) & (column < N)
     tl.store(out + row * N + column, tl.load(table + local * N + column, mine, 0.0), column < N)

@@ -58,9 +58,9 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
 def _experts_reference(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
-        tokens, places = torch.where(chosen == expert)
+        tokens, ranks = torch.where(chosen == expert)
         part = functional.linear(geglu(functional.linear(x[tokens], gate_up[expert])), down[expert])
-        total.index_add_(0, tokens, part.float() * weights[tokens, places, None])
+        total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
     return total.to(x.dtype)
 
 

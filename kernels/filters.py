@@ -226,9 +226,9 @@ def _filter(
             total = tl.sum(tl.load(masses + own * NB + block, block < NB, 0.0) * tl.exp(highest - peak), 0)
             floor = tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf"))
             # the blocks that can hold what is kept
-            wanted = tl.minimum(tl.where(top_k > 0, top_k, _TILE), NB)
+            needed = tl.minimum(tl.where(top_k > 0, top_k, _TILE), NB)
             orders = tl.where(block < NB, float_order(highest), -2147483648)
-            key = kth_order(orders, wanted)
+            key = kth_order(orders, needed)
             only_floor = (top_k == 0) & (min_p > 0.0)
             member = tl.where(only_floor, (highest >= floor) & (block < NB), orders >= key)
             count = tl.sum(member.to(tl.int32), 0)

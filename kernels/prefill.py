@@ -98,8 +98,8 @@ def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, windo
     end = int(last_seen.max()) + 1
     oldest = 0 if window is None else max(0, start - window + 1)
     base = oldest // page
-    found = (side.transpose(0, 1).flatten(1, 2) for side in gather(pool, pages[base : cdiv(end, page)]))
-    k, v = (side[:, oldest - base * page : end - base * page] for side in found)  # [kv_heads, keys, d]
+    sides = (side.transpose(0, 1).flatten(1, 2) for side in gather(pool, pages[base : cdiv(end, page)]))
+    k, v = (side[:, oldest - base * page : end - base * page] for side in sides)  # [kv_heads, keys, d]
     queries = torch.arange(start, start + n, device=q.device)[:, None]
     keys = torch.arange(oldest, end, device=q.device)
     seen = keys <= last_seen[:, None]

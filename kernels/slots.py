@@ -54,8 +54,8 @@ def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengt
         for group, slot, first, count in releases.tolist():
             tables[group][slot, first : first + count] = 0
         for index, table in enumerate(tables):
-            mine = appends[appends[:, 0] == index]
-            put(table, mine[:, 1], mine[:, 2], mine[:, 3])
+            own = appends[appends[:, 0] == index]
+            put(table, own[:, 1], own[:, 2], own[:, 3])
         lengths[chunks[:, 0]] = chunks[:, 2].int()
 
 
@@ -109,8 +109,8 @@ def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, win
         slots, positions = slots.view(-1, q_len)[:, 0], positions.view(-1, q_len)
         entries = first_page(positions[:, :1], page, window) + torch.arange(out.shape[1], device=out.device)
         used = (entries * page <= positions.amax(1, keepdim=True)) & (positions[:, :1] >= 0)
-        found = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
-        out.copy_(torch.where(used, found, out))
+        pages = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
+        out.copy_(torch.where(used, pages, out))
 
 
 def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
@@ -265,8 +265,8 @@ def _pages(
         position = tl.max(tl.load(positions + tl.program_id(0) * Q_LEN + row, row < Q_LEN, -1), 0)
     entry = first + at
     live = (at < out_width) & (entry * PAGE <= position) & (position >= 0)
-    found = tl.load(table + slot * width + entry, live, 0)
-    tl.store(out + tl.program_id(0).to(tl.int64) * out_width + at, found, live)
+    pages = tl.load(table + slot * width + entry, live, 0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * out_width + at, pages, live)
 
 
 @triton.jit(do_not_specialize=["pairs", "positions"])

@@ -114,11 +114,11 @@ def _check_rows(
                 bad = needed & ((value != correct) | (correct == 0))
             else:
                 bad = (at < width) & (value != correct)
-            one = tl.full(entry.shape, 1, tl.int32)
-            place = tl.atomic_add(violations + entry * 0, one, mask=bad)
-            kept = bad & (place < LIMIT)
-            record = violations + 8 * (place + 1)
-            fields = (one * KIND, one * group, one * slot, entry, value, correct, one * row, one * position)
+            ones = tl.full(entry.shape, 1, tl.int32)
+            index = tl.atomic_add(violations + entry * 0, ones, mask=bad)
+            kept = bad & (index < LIMIT)
+            record = violations + 8 * (index + 1)
+            fields = (ones * KIND, ones * group, ones * slot, entry, value, correct, ones * row, ones * position)
             for i in tl.static_range(8):
                 tl.store(record + i, fields[i], kept)
             tl.store(address, correct, bad & ((value < 0) | (value >= pages)))

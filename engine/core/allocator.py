@@ -48,13 +48,13 @@ class Allocator:
         windows = [(pool.total, pool.group.window) for pool in self.pools if pool.group.window is not None]
         return all(chunk - (1 - window) // self.page <= total for total, window in windows)
 
-    def fitting(self, sequence: Sequence, wanted: int, headroom: int = 0) -> int:
+    def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `wanted` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
-        room = wanted
+        fitting = count
         for pool, run in zip(self.pools, sequence.runs, strict=True):
             held = (run.end + max(0, pool.available - headroom)) * pool.group.page
-            room = min(room, held - sequence.high)
-        return max(0, room)
+            fitting = min(fitting, held - sequence.high)
+        return max(0, fitting)
 
     def hold(self, sequence: Sequence, end: int, changes: Changes) -> None:
         """Take the pages for positions up to `end`."""
@@ -69,9 +69,9 @@ class Allocator:
             run.pages += pages
         self._note_bounds(sequence)
 
-    def _append(self, pool: PagePool, sequence: Sequence, at: int, pages: "list[int] | array[int]", changes: Changes) -> None:
+    def _append(self, pool: PagePool, sequence: Sequence, first: int, pages: "list[int] | array[int]", changes: Changes) -> None:
         group, slot = pool.group.index, sequence.slot
-        changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(slot), range(at, at + len(pages)), pages)))
+        changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(slot), range(first, first + len(pages)), pages)))
 
     def name_again(self, sequence: Sequence, changes: Changes) -> None:
         """Tell the ranks all pages of a sequence, as if they were new."""
@@ -81,11 +81,11 @@ class Allocator:
     def release(self, sequence: Sequence, changes: Changes) -> None:
         """Give back the pages that no position from the edge of `low`'s page on can see."""
         for pool, run in zip(self.pools, sequence.runs, strict=True):
-            at = run.first
+            first = run.first
             dropped = run.drop_before(first_page(pool.group, sequence.low))
             if dropped:
                 pool.give(dropped)
-                changes.releases.extend((pool.group.index, sequence.slot, at, len(dropped)))
+                changes.releases.extend((pool.group.index, sequence.slot, first, len(dropped)))
         self._note_bounds(sequence)
 
     def _note_bounds(self, sequence: Sequence) -> None:
@@ -141,10 +141,10 @@ class Allocator:
         if self.cache is None:
             return
         self.cache.use(sequence.keys, hit)
-        for at, pool in enumerate(self.pools):
+        for index, pool in enumerate(self.pools):
             pages = hit.full if pool is self._full else hit.tail
             pool.share(pages)
-            sequence.runs[at] = PageRun(hit.count - len(pages), pages)
+            sequence.runs[index] = PageRun(hit.count - len(pages), pages)
             self._append(pool, sequence, hit.count - len(pages), pages, changes)
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
         points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}

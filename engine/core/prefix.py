@@ -45,8 +45,8 @@ def extend_keys(
     size = page * tokens.itemsize
     data = tokens[len(keys) * page : count * page].tobytes()
     pictured = _media_by_page(media, page) if media else {}
-    for at in range(0, len(data), size):
-        content = data[at : at + size]
+    for offset in range(0, len(data), size):
+        content = data[offset : offset + size]
         if pictured:
             content += pictured.get(len(keys), b"")
         key = sha256(key + content).digest()
@@ -159,8 +159,8 @@ class PrefixCache:
         self._touch(segment)
 
     def _touch(self, segment: Segment) -> None:
-        for each in segment.path():
-            self._order.move_to_end(each)
+        for ancestor in segment.path():
+            self._order.move_to_end(ancestor)
         if segment in self._tails:
             self._tails.move_to_end(segment)
 
@@ -204,14 +204,14 @@ class PrefixCache:
         self._order[segment] = None
         return segment
 
-    def _split(self, segment: Segment, at: int) -> Segment:
+    def _split(self, segment: Segment, count: int) -> Segment:
         """Cut off its first `at` pages as a segment of their own, above it."""
         parent = segment.parent
         assert parent is not None
-        upper = Segment(parent, segment.start, segment.keys[:at], segment.pages[:at])
+        upper = Segment(parent, segment.start, segment.keys[:count], segment.pages[:count])
         parent.children[upper.keys[0]] = upper
-        segment.parent, segment.start = upper, segment.start + at
-        segment.keys, segment.pages = segment.keys[at:], segment.pages[at:]
+        segment.parent, segment.start = upper, segment.start + count
+        segment.keys, segment.pages = segment.keys[count:], segment.pages[count:]
         upper.children[segment.keys[0]] = segment
         self._order[upper] = None
         return upper
@@ -249,9 +249,9 @@ class PrefixCache:
         If no leaf has idle full pages, that is a segment above one, whose holders computed the pages below it themselves.
         """
         if pool is self._full:
-            self._remove_subtree(self._oldest(self._order, lambda each: pool.has_idle(each.pages), self._touch))
+            self._remove_subtree(self._oldest(self._order, lambda candidate: pool.has_idle(candidate.pages), self._touch))
             return
-        segment = self._oldest(self._tails, lambda each: pool.has_idle(each.tail or ()), self._tails.move_to_end)
+        segment = self._oldest(self._tails, lambda candidate: pool.has_idle(candidate.tail or ()), self._tails.move_to_end)
         self._drop_tail(segment)
         self._prune(segment)
 
@@ -273,13 +273,13 @@ class PrefixCache:
             segment = segment.parent
 
     def _remove_subtree(self, segment: Segment) -> None:
-        stack, found = [segment], []
+        stack, subtree = [segment], []
         while stack:
-            each = stack.pop()
-            found.append(each)
-            stack.extend(each.children.values())
-        for each in reversed(found):
-            self._remove(each)
+            member = stack.pop()
+            subtree.append(member)
+            stack.extend(member.children.values())
+        for member in reversed(subtree):
+            self._remove(member)
         self._prune(segment.parent)
 
     def _remove(self, segment: Segment) -> None:

@@ -246,12 +246,12 @@ class Scheduler:
         if size:
             self._chunk(sequence, size, draft)
 
-    def _fitting(self, sequence: Sequence, wanted: int, least: int) -> int:
+    def _fitting(self, sequence: Sequence, count: int, least: int) -> int:
         """How many of its next `wanted` positions can have pages, with one for every other sequence if `least` of them can."""
         fitting = self.allocator.fitting
-        size = fitting(sequence, wanted, headroom=len(self.requests.running) - 1)
+        size = fitting(sequence, count, headroom=len(self.requests.running) - 1)
         if size < least:
-            size = fitting(sequence, wanted)
+            size = fitting(sequence, count)
         return sequence.last_end(sequence.high + size) - sequence.high if sequence.spans else size
 
     def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
@@ -279,12 +279,12 @@ class Scheduler:
         draft.budget = max(0, draft.budget - size)
         draft.scored -= size if sequence.reports_prompt else 0
         draft.in_flight.prefill_tokens += size
-        at = draft.chunks.setdefault(sequence.slot, len(rows))
-        if at < len(rows):
-            start = plan.chunks[at][1]
+        index = draft.chunks.setdefault(sequence.slot, len(rows))
+        if index < len(rows):
+            start = plan.chunks[index][1]
         samples = end == sequence.target
-        plan.chunks[at : at + 1] = [(sequence.slot, start, end, end - 1 if samples else end, 0, 0)]
-        rows[at : at + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
+        plan.chunks[index : index + 1] = [(sequence.slot, start, end, end - 1 if samples else end, 0, 0)]
+        rows[index : index + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
         if samples:
             plan.masked |= sequence.masked
             _note_drafts(sequence, draft)
@@ -313,9 +313,9 @@ class Scheduler:
                 return
             self._prefill(sequence, sequence.ready, draft)
 
-    def _make_room(self, sequence: Sequence, wanted: int) -> bool:
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""
-        while self.allocator.fitting(sequence, wanted) < wanted:
+        while self.allocator.fitting(sequence, count) < count:
             youngest = self.requests.running[-1]
             if youngest is sequence:
                 return False
@@ -349,9 +349,9 @@ def _chunks(draft: PlanDraft) -> list[Prompt]:
 def _name_spans(draft: PlanDraft) -> None:
     """Give each chunk the spans in it."""
     plan = draft.plan
-    for at, (sequence, *_) in enumerate(draft.in_flight.chunks):
+    for index, (sequence, *_) in enumerate(draft.in_flight.chunks):
         if sequence.spans:
-            slot, start, end, first_logit = plan.chunks[at][:4]
+            slot, start, end, first_logit = plan.chunks[index][:4]
             spans = [span for span in sequence.spans if start <= span[0] < end]
-            plan.chunks[at] = (slot, start, end, first_logit, len(plan.spans), len(spans))
+            plan.chunks[index] = (slot, start, end, first_logit, len(plan.spans), len(spans))
             plan.spans.extend(spans)

@@ -143,13 +143,13 @@ def shares(
     return found
 
 
-def _interpolate(points: Points, at: float) -> float:
+def _interpolate(points: Points, x: float) -> float:
     """The value at `at`, linear between the points and extrapolated beyond them; constant for a single point."""
     if len(points) == 1:
         return points[0][1]
-    after = min(max(bisect_right([x for x, _ in points], at), 1), len(points) - 1)
+    after = min(max(bisect_right([known for known, _ in points], x), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[after - 1 : after + 1]
-    return y0 + (at - x0) * (y1 - y0) / (x1 - x0)
+    return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
 
 
 class DecodeRows(NamedTuple):

@@ -296,11 +296,11 @@ class Generation:
     def _cut(self, output: Output) -> Delta:
         assert self._stops is not None
         kept: list[Part] = []
-        for place, parts in enumerate(self._by_token(output)):
+        for index, parts in enumerate(self._by_token(output)):
             matched = _keep(parts, self._stops, kept)
             if matched is not None or (self._one_call and self._reader.ended_calls):
                 self._stream.abort(AbortReason.stop_string)
-                used = min(place + 1, len(output.tokens))
+                used = min(index + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)
                 return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish, matched)
         if output.finish is not None:
@@ -326,11 +326,11 @@ class Generation:
 
 def _pieces(output: Output) -> Iterator[Output]:
     """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
-    at, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top))) if output.logprobs else len(output.tokens)
-    while len(output.tokens) - at > step:
-        yield Output(id=output.id, tokens=output.tokens[at : at + step], logprobs=output.logprobs[at : at + step])
-        at += step
-    yield output if not at else msgspec.structs.replace(output, tokens=output.tokens[at:], logprobs=output.logprobs[at:])
+    first, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top))) if output.logprobs else len(output.tokens)
+    while len(output.tokens) - first > step:
+        yield Output(id=output.id, tokens=output.tokens[first : first + step], logprobs=output.logprobs[first : first + step])
+        first += step
+    yield output if not first else msgspec.structs.replace(output, tokens=output.tokens[first:], logprobs=output.logprobs[first:])
 
 
 def _last(output: Output) -> int | None:

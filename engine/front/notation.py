@@ -138,4 +138,4 @@ def json_inside(text: str, quote: str = MARK) -> str:
     if quote == MARK:
         return json_string(text)[1:-1]
     parts = _ESCAPE.split(text.replace("\\'", "'"))
-    return "".join(part if place % 2 else json_inside(part) for place, part in enumerate(parts))
+    return "".join(part if index % 2 else json_inside(part) for index, part in enumerate(parts))

@@ -76,9 +76,9 @@ class Markers:
 
     def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
         """The tokens of a thought that the prompt leaves open; None: it leaves none open."""
-        for place in range(len(prompt) - 1, -1, -1):
-            if prompt[place] in self.boundaries:
-                return prompt[place + 1 :] if prompt[place] == self.begin_thought else None
+        for index in range(len(prompt) - 1, -1, -1):
+            if prompt[index] in self.boundaries:
+                return prompt[index + 1 :] if prompt[index] == self.begin_thought else None
         return None
 
 

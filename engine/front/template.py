@@ -74,7 +74,7 @@ class ChatTemplate:
 
     def _render(self, conversation: Conversation) -> tuple[str, str]:
         cut = CutCalls()
-        messages = [_prepared(message, place, cut) for place, message in enumerate(conversation.messages)]
+        messages = [_prepared(message, index, cut) for index, message in enumerate(conversation.messages)]
         sentinel = _sentinel([messages, conversation.tools])
         variables = self._tokens | dict(conversation.extra)
         text = self._template.render(
@@ -122,12 +122,12 @@ class CutCalls:
         return parser.take()
 
 
-def _prepared(message: Mapping[str, Any], place: int, cut: CutCalls) -> dict[str, Any]:
+def _prepared(message: Mapping[str, Any], index: int, cut: CutCalls) -> dict[str, Any]:
     """The message as templates expect it: a known role, replies without thoughts, tool arguments as mappings."""
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(
-            f"messages[{place}].role: {role!r} is not one of {', '.join(sorted(ROLES))}", param="messages"
+            f"messages[{index}].role: {role!r} is not one of {', '.join(sorted(ROLES))}", param="messages"
         )
     ready = dict(message)
     if role == "assistant":
@@ -135,7 +135,7 @@ def _prepared(message: Mapping[str, Any], place: int, cut: CutCalls) -> dict[str
         if (thought := message.get("reasoning") or message.get("reasoning_content")) is not None:
             ready |= {"reasoning": thought, "reasoning_content": thought}  # templates read one or the other
     if message.get("tool_calls"):
-        where = f"messages[{place}].tool_calls"
+        where = f"messages[{index}].tool_calls"
         ready["tool_calls"] = [_with_mapping(call, f"{where}[{n}]", cut) for n, call in enumerate(message["tool_calls"])]
     return ready
 

@@ -41,7 +41,7 @@ class Adjustments:
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """What new tenants ask for; of the last ones nothing is left."""
-        changed = [one for one in admissions if one.params.adjustments is not None or self._flags[one.slot]]
+        changed = [admission for admission in admissions if admission.params.adjustments is not None or self._flags[admission.slot]]
         if not changed:
             return
         slots = [admission.slot for admission in changed]
@@ -51,24 +51,24 @@ class Adjustments:
             if admission.params.adjustments is not None:
                 self._store(admission, admission.params.adjustments)
 
-    def _store(self, admission: Admission, wanted: LogitAdjustments) -> None:
+    def _store(self, admission: Admission, adjustments: LogitAdjustments) -> None:
         slot, flags = [admission.slot], self._flags[admission.slot]
         if flags & (PENALIZED | BAD_WORDS):
             self._put(self.tables.starts, slot, np.array([[admission.prompt, len(admission.tokens)]], np.int32))
         if flags & BIASED:
-            ids, values = zip(*wanted.bias, strict=True)
+            ids, values = zip(*adjustments.bias, strict=True)
             self._put(self.tables.bias_ids, slot, _padded(ids, MAX_BIAS_IDS, -1))
             self._put(self.tables.bias, slot, _padded(values, MAX_BIAS_IDS, 0.0, np.float32))
         if flags & PENALIZED:
-            penalties = (wanted.repetition_penalty, wanted.presence_penalty, wanted.frequency_penalty)
+            penalties = (adjustments.repetition_penalty, adjustments.presence_penalty, adjustments.frequency_penalty)
             self._put(self.tables.penalties, slot, np.array([penalties], np.float32))
             self._put(self.tables.counts, slot, self._counts(admission)[None])
         if flags & LIMITED:
-            self._put(self.tables.allowed, slot, self._bits(wanted.allowed_ids)[None])
+            self._put(self.tables.allowed, slot, self._bits(adjustments.allowed_ids)[None])
         if flags & BAD_WORDS:
-            ends = list(accumulate(map(len, wanted.bad_words)))
+            ends = list(accumulate(map(len, adjustments.bad_words)))
             self._put(self.tables.word_ends, slot, _padded(ends, MAX_BAD_WORDS, ends[-1]))
-            self._put(self.tables.bad_words, slot, _padded(list(chain.from_iterable(wanted.bad_words)), MAX_BAD_WORD_IDS, -1))
+            self._put(self.tables.bad_words, slot, _padded(list(chain.from_iterable(adjustments.bad_words)), MAX_BAD_WORD_IDS, -1))
 
     def _counts(self, admission: Admission) -> np.ndarray:
         """int16 [n], as the table has them, of the admission's tokens."""
@@ -99,15 +99,15 @@ class Adjustments:
             return
         assert len(owners) == 1 + np.count_nonzero(np.diff(slots)), slots
         self._staging.append(self._staging.pop(0))
-        rows, places = self._staging[-1]
+        rows, mask_rows = self._staging[-1]
         rows, mine = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
         rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow
-        table = places.numpy()
+        table = mask_rows.numpy()
         table[:, 0] = _NO_STEP
         table[owners, 0], table[owners, 1] = _low_word(step), first
         with self._beside(after):
             self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
-            self.tables.mask_rows.copy_(places, non_blocking=True)
+            self.tables.mask_rows.copy_(mask_rows, non_blocking=True)
         self._mask_steps[owners] = step
 
     @contextmanager
@@ -154,11 +154,16 @@ def _tables(slots: int, n: int, words: int, device: torch.device, width: int) ->
     )
 
 
-def _flags(wanted: LogitAdjustments | None) -> int:
+def _flags(adjustments: LogitAdjustments | None) -> int:
     """A slot's."""
-    if wanted is None:
+    if adjustments is None:
         return 0
-    given = {BIASED: wanted.bias, PENALIZED: wanted.penalizes, LIMITED: wanted.allowed_ids, BAD_WORDS: wanted.bad_words}
+    given = {
+        BIASED: adjustments.bias,
+        PENALIZED: adjustments.penalizes,
+        LIMITED: adjustments.allowed_ids,
+        BAD_WORDS: adjustments.bad_words,
+    }
     return sum(flag for flag, value in given.items() if value)
 
 

@@ -43,7 +43,7 @@ class GroupCache:
         width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
         self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
-        self._layers = {layer: self.pool[place] for place, layer in enumerate(group.layers)}
+        self._layers = {layer: self.pool[index] for index, layer in enumerate(group.layers)}
 
     def layer(self, layer_index: int) -> Tensor:
         """View [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""

@@ -76,7 +76,7 @@ class PageCheck:
             for admission in plan.admissions:
                 table[admission.slot] = 0
             last = {(slot, entry): page for index, slot, entry, page in plan.appends.tolist() if index == group}
-            appends = np.array([(*place, page) for place, page in last.items()], np.int64).reshape(-1, 3)
+            appends = np.array([(*key, page) for key, page in last.items()], np.int64).reshape(-1, 3)
             self._check_range(plan.step, group, appends)
             slots, entries, pages = uploaded(torch.from_numpy(appends), table.device).unbind(1)
             table[slots, entries] = pages.int()

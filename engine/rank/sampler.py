@@ -101,8 +101,8 @@ class Sampler:
         parts = self._parallel.all_gather(parts).view(rows, self._parallel.size, -1)
         total, chosen = parts[:, :, 0].logsumexp(-1, keepdim=True), parts[:, :, 1].amax(-1, keepdim=True)
         ahead = self._parallel.all_gather((capped >= chosen).sum(-1, keepdim=True).float()).sum(-1, keepdim=True)
-        values, places = parts[:, :, 2 : 2 + alternatives].flatten(1).topk(alternatives, dim=-1)
-        top = parts[:, :, 2 + alternatives :].flatten(1).gather(1, places)
+        values, order = parts[:, :, 2 : 2 + alternatives].flatten(1).topk(alternatives, dim=-1)
+        top = parts[:, :, 2 + alternatives :].flatten(1).gather(1, order)
         numbers = [(chosen - total).view(torch.int32), ahead.int(), top.int(), (values - total).view(torch.int32)]
         return torch.cat(numbers, dim=1)
 

@@ -122,7 +122,7 @@ _CORE = (
     ),
     Fault(
         "cache-evicts-what-is-used", "engine/core/prefix.py",
-        "self._order.move_to_end(each)", "pass", "engine/core/test_prefix.py",
+        "self._order.move_to_end(ancestor)", "pass", "engine/core/test_prefix.py",
     ),
     Fault(
         "thought-exceeds-its-budget", "engine/core/masks.py",
@@ -145,7 +145,7 @@ _RANK = (
     ),
     Fault(
         "last-tenants-adjustments-stay", "engine/rank/adjustments.py",
-        " or self._flags[one.slot]]", "]", "engine/rank/test_adjustments.py",
+        " or self._flags[admission.slot]]", "]", "engine/rank/test_adjustments.py",
     ),
     Fault(
         "counts-run-into-in-the-prompt", "engine/rank/adjustments.py",
@@ -398,7 +398,7 @@ _KERNELS = (
     ),
     Fault(
         "window-shows-one-key-more", "kernels/decode.py",
-        "seen &= keys > here[..., None] - window", "seen &= keys >= here[..., None] - window", "kernels/test_decode.py",
+        "seen &= keys > here - window", "seen &= keys >= here - window", "kernels/test_decode.py",
     ),
     Fault(
         "kernel-window-shows-one-key-more", "kernels/splitkv.py",

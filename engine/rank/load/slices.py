@@ -117,7 +117,7 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
     if part == "gate_up":
         half, share = shape[1] // 2, shape[1] // 2 // size
         starts = (rank * share, half + rank * share)
-        return tuple(Cut(1, start, start + share, place * share) for place, start in enumerate(starts))
+        return tuple(Cut(1, start, start + share, index * share) for index, start in enumerate(starts))
     dim = _EVEN[part]
     share = shape[dim] // size
     return (Cut(dim, rank * share, (rank + 1) * share, share if part == "up" else 0),)
