@@ -130,7 +130,7 @@ _CORE = (
     ),
     Fault(
         "grammar-holds-behind-its-call", "engine/core/masks.py",
-        "if state.trigger is not None and state.matcher.complete:", "if False:", "engine/core/test_masks.py",
+        "if state.matcher.frees and state.matcher.complete:", "if False:", "engine/core/test_masks.py",
     ),
 )
 
