@@ -136,7 +136,7 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
 
 
 def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
-    """Also of one whose body came after its head, and that leaves before it has an answer. Planted: Serve's configuration as it is."""
+    """Also of one whose body came after its head, and that leaves before its answer. Planted: Serve's configuration as it is."""
     for wrapper, hears in ((WRAPPER, True), (haproxy_binary() or "", False)):
         with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(
             tmp_path, replica.getsockname()[1], None, wrapper, server_timeout="10s"
