@@ -136,7 +136,7 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
 
 
 def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
-    """Also of one whose body came after its head, and leaves before it has an answer. Planted: Serve's configuration as it is."""
+    """Also of one whose body came after its head, and that leaves before its answer. Planted: Serve's configuration as it is."""
     for wrapper, hears in ((WRAPPER, True), (haproxy_binary() or "", False)):
         with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(
             tmp_path, replica.getsockname()[1], None, wrapper, server_timeout="10s"
@@ -192,12 +192,12 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv("QUARTET_CONNECTIONS_PER_ADDRESS", limit)
         held: list[socket.socket] = []
         with haproxy(tmp_path, free_port(), tmp_path) as url:
-            wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 20)  # the first may meet the probe's connection
+            wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 5)  # the first may meet the probe's connection
             assert [taken(url, held) for _ in range(3)] == [not limit] * 3
             assert taken(url, held, "127.0.0.2")
             for made in held:
                 made.close()
-            wait(lambda url=url, held=held: taken(url, held), 20)
+            wait(lambda url=url, held=held: taken(url, held), 5)
             held[-1].close()
 
 
