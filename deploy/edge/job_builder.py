@@ -287,7 +287,8 @@ def _check_choice(choice: ToolChoice, tools: Tools) -> None:
 
 def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
     """The prompt leaves no room for a token."""
-    message = f"This model's context is {max_len} tokens; the prompt has {size}, which leaves no room to generate."
+    most = f"This model's maximum context length is {max_len} tokens, of which one is to be generated."
+    message = f"prompt is too long: {size} > {max_len - 1} maximum. {most}"  # agents compact a chat that is answered in these words
     return InvalidRequest(message, param=param, code="context_length_exceeded")
 
 

@@ -248,7 +248,8 @@ def expanded(text: str, media: Sequence[tuple[MediaKind, str]]) -> str:
 
 
 def _too_many(param: str, most: int) -> InvalidRequest:
-    return InvalidRequest(f"{param}: more than {most} tokens", param=param, code="context_length_exceeded")
+    message = f"prompt is too long: more than {most} tokens. This model's maximum context length is exceeded."
+    return InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
 def template_source(folder: Path, instead: Path | None = None) -> str | None:

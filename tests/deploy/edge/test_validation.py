@@ -73,7 +73,7 @@ BAD: list[tuple[str, str, str | None]] = [
     (CHAT, chat(n=5_000_000), "n"),
     (CHAT, chat(n=True), "n"),
     (CHAT, chat(seed=2**70), "seed"),
-    (CHAT, chat(stop=["a", "b", "c", "d", "e"]), "stop"),
+    (CHAT, chat(stop=["a"] * 17), "stop"),
     (CHAT, chat(stop="x" * 257), "stop"),
     (CHAT, chat(stop=["" * 2]), "stop"),
     (CHAT, chat(stop=7), "stop"),
@@ -149,7 +149,7 @@ GOOD: list[tuple[str, str]] = [
     (CHAT, chat(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.3, logit_bias={"5": -100, "1023": 100})),
     (TEXT, text(bad_words=["one", "two words"], allowed_token_ids=[5, 5, 1023], presence_penalty=None)),
     (CHAT, chat(temperature=None, stop=None, n=None, stream=None, tools=None, logprobs=None, max_tokens=None, seed=None)),
-    (CHAT, chat(response_format={"type": "text"}, stop="x" * 256, seed=-5, max_tokens=10**9, modalities=["text"])),
+    (CHAT, chat(response_format={"type": "text"}, stop=["x" * 256] * 16, seed=-5, max_tokens=10**9, modalities=["text"])),
     (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}])),
     (CHAT, chat(stop_token_ids=[1023], top_logprobs=20, logprobs=True)),
     (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "function_call": None, "refusal": None, "audio": None}])),
@@ -201,9 +201,24 @@ def test_a_large_body_is_read_as_a_small_one() -> None:
 
 def test_the_context_error_has_both_numbers(edge: Edge) -> None:
     """context_length_exceeded says how long the prompt is and what fits, at the very boundary."""
-    reply = httpx.post(f"{edge.url}{TEXT}", content=text(prompt=[5] * 256), headers={"content-type": "application/json"})
-    assert reply.json()["error"]["code"] == "context_length_exceeded"
-    assert "256 tokens; the prompt has 256 tokens" in reply.json()["error"]["message"]
+    error = httpx.post(f"{edge.url}{TEXT}", json=json.loads(text(prompt=[5] * 256))).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "prompt is too long: 256 tokens > 255 maximum. This model's maximum context length is 256 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("words", [1000, 100_000])
+def test_agents_know_the_context_error(edge: Edge, path: str, words: int) -> None:
+    """Claude Code, LiteLLM and opencode tell by these words that a chat must be compacted, however far it is beyond the context.
+    Planted: a prompt that fits has none of them."""
+    for count, status in ((1, 200), (words, 400)):
+        said = " ".join(["salt"] * count)
+        turns = [{"role": "user", "content": said}]
+        prompt = {TEXT: {"prompt": said}, "/v1/responses": {"input": said}}.get(path, {"messages": turns})
+        reply = httpx.post(f"{edge.url}{path}", json={"model": "nano", "max_tokens": 1, **prompt}, timeout=20)
+        message = str(reply.json().get("error", {}) and reply.json()["error"]["message"])
+        assert reply.status_code == status, reply.text
+        assert ("prompt is too long: " in message and "maximum context length is " in message) is (status == 400)
 
 
 def test_an_unknown_model_is_404(edge: Edge) -> None:
