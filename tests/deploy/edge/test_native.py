@@ -131,10 +131,16 @@ def test_a_bad_body_is_refused_by_its_own_name(edge: Edge, path: str, body: dict
     assert not edge.core.requests
 
 
+ABSENT = [
+    ("/rerank", "no scores"), ("/v1/images/generations", "text only"), ("/v1/responses/resp_1", "stored"),
+    ("/chat/completions", "begin with /v1"), ("/v1/v1/messages", "goes without it"), ("/metrics", "a port of their own"),
+]  # fmt: skip
+
+
 def test_what_a_generator_is_not(edge: Edge) -> None:
     """404 with a sentence, which OpenAI's client shows; where nobody would expect a route there is none."""
     with client(edge) as api, pytest.raises(openai.NotFoundError, match="no embeddings"):
         api.embeddings.create(model="nano", input="x")
-    for path, words in (("/rerank", "no scores"), ("/v1/images/generations", "text only"), ("/v1/responses/resp_1", "stored")):
+    for path, words in ABSENT:
         assert words in post(edge, path).json()["error"]["message"]
     assert post(edge, "/v1/embeddingsx").json()["error"]["message"] == "Not Found: POST /v1/embeddingsx."
