@@ -19,9 +19,11 @@ from deploy.edge.ask import AnswerForm, LazyForm
 from deploy.edge.raw_json import ANYTHING, Json, not_null, read_small
 from engine.errors import InvalidRequest
 from engine.front.grammar import MAX_SCHEMA_BYTES, Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
+from engine.front.string_schema import FORMATS
 
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
+_VALUES = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
 
 
 class _Structure(Struct, frozen=True):
@@ -69,14 +71,14 @@ def read_form(raw: Raw, key: str, rules_of: Callable[[Any, str], str | None]) ->
 
 
 def _response_format(value: Any, key: str) -> str | None:
-    """A schema stands under `json_schema`, or in other APIs one level higher."""
+    """A schema stands under `json_schema`, or in other APIs, and beside `json_object` (llama.cpp's), one level higher."""
     match value:
         case {"type": "text"}:
             return None
+        case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema" | "json_object", "schema": schema}:
+            return _schema(schema, key)
         case {"type": "json_object"}:
             return json_answer()
-        case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
-            return _schema(schema, key)
         case {"type": "json_schema"}:
             raise InvalidRequest(f"{key}.schema: is required")
         case {"type": "structural_tag"}:
@@ -115,7 +117,22 @@ def _schema(value: Any, key: str) -> str:
     schema = _nested(value, key)
     if schema is not True and not isinstance(schema, dict):
         raise InvalidRequest(f"{key}: must be a JSON Schema, an object")
-    return json_answer({} if schema is True else schema)
+    return json_answer({} if schema is True else _without_unknown_formats(schema))
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """JSON Schema has them as annotations: pydantic writes "password", zod "cuid"."""
+    match schema:
+        case dict():
+            items = ((name, value) for name, value in schema.items() if name != "format" or not _is_unknown(value))
+            return {name: value if name in _VALUES else _without_unknown_formats(value) for name, value in items}
+        case list():
+            return [_without_unknown_formats(element) for element in schema]
+    return schema
+
+
+def _is_unknown(name: Any) -> bool:
+    return isinstance(name, str) and name not in FORMATS
 
 
 def _any_object(value: Any, key: str) -> str | None:

@@ -112,9 +112,9 @@ def _anchored(atoms: list[str], pattern: str) -> str:
 
 
 def _format(name: Any) -> list[str]:
-    if not isinstance(name, str) or name not in _FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise SchemaError(f"{str(name)[:100]!r} of the schema keyword 'format'")
-    return [_FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [_FORMATS[name]]
+    return [FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [FORMATS[name]]
 
 
 def _date() -> str:
@@ -152,7 +152,7 @@ _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?
 _LOCAL = "[A-Za-z0-9_+-]{1,16}"
 _PATH = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"  # RFC 3986's pchar
 _HOST = rf"(?:{_IPV4}|\[{_ipv6()}\]|{_NAME})(?::[1-9][0-9]{{0,3}})?"
-_FORMATS: Mapping[str, str] = {
+FORMATS: Mapping[str, str] = {
     "date": _date(),
     "time": _TIME,
     "date-time": f"{_date()}T{_TIME}",

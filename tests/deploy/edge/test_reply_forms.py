@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.front.reply import Markers
+from engine.front.string_schema import FORMATS
 from engine.matcher import Matcher, Vocabulary
 from engine.protocol import Grammar, ThoughtBudget
 from tests.support.edge.api_client import token_steps
@@ -57,6 +58,7 @@ def accepts(matcher: Matcher, tokens: list[int]) -> bool:
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, '{"b":[1]}', "[1]"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a":5}', '{"a":"b"}'),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, '{"a":5}', '{"a":"b"}'),
     ({"response_format": {"type": "structural_tag", **TAG}}, 'so <f>{"a":1}</f> it', "so <f>{}</f>"),
     ({"structured_outputs": {"json": SCHEMA}}, '{"a":5}', '{"a": 5}'),
@@ -189,6 +191,18 @@ def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
 
 def form(**schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def test_formats_that_nobody_knows_say_nothing(edge: Edge) -> None:
+    """As JSON Schema has it: pydantic's "password" and zod's "cuid" leave a string free. Planted: known formats are kept, and a
+    constant that looks like a format, too."""
+    for name in ("password", "binary", "cuid"):
+        found = asked(edge, chat(**form(type="object", properties={"format": {"type": "string", "format": name}})))
+        assert writes(edge, found, '{"format":"so"}')
+        assert not writes(edge, found, '{"format":5}')
+    for name in FORMATS:
+        assert not writes(edge, asked(edge, chat(**form(type="string", format=name))), '"so !"')
+    assert not writes(edge, asked(edge, chat(**form(const={"format": "cuid"}))), "{}")
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
