@@ -17,7 +17,8 @@ TOOLS = 128
 STOPS = 64
 TOOLS_SCHEMA = array(OBJECT, maxItems=TOOLS)
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
-DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "auto": None, None: None}  # to an image's soft tokens
+# To an image's soft tokens.
+DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
 
 _STOPS = ListReader(str, STOPS)
 

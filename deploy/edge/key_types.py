@@ -33,6 +33,9 @@ Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Priority = Annotated[int, Meta(ge=-(2**31 - 1), le=2**31 - 1)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+AddedPenalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 
 

@@ -34,7 +34,12 @@ _ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Natural])
 
 def invalid(path: str, why: str, code: str | None = None) -> InvalidRequest:
     """What is wrong at `path`, which begins with a key of the request."""
-    return InvalidRequest(f"{path}: {why}", re.split(r"[.\[]", path)[0], code)
+    return InvalidRequest(f"{path}: {why}", _first(path), code)
+
+
+def _first(path: str) -> str:
+    """The key of the request that `path` begins with."""
+    return re.split(r"[.\[]", path)[0]
 
 
 def at_most(element: Any, most: int) -> Any:
@@ -165,7 +170,7 @@ def _why_malformed(error: Exception) -> str:
 def _complaint(error: Exception, key: str) -> InvalidRequest:
     """msgspec's one finding in our words; `key`: which of the request's was decoded."""
     if not isinstance(error, msgspec.ValidationError):
-        return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=key or None, code="invalid_json")
+        return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=_first(key) or None, code="invalid_json")
     said = _WHERE.fullmatch(str(error))
     assert said is not None, error
     what = said["what"]

@@ -224,9 +224,8 @@ def _parts(raw: Json, where: str, part: Callable[[ContentBlock, str], P]) -> lis
     """Of a text, or of blocks, each as `part` has it."""
     if (given := not_null(raw)) is None:
         return []
-    key = where.partition("[")[0]
-    text = read_text(given, key)
-    blocks = _BLOCKS.read(given, key) if text is None else [ContentBlock("text", text)]
+    text = read_text(given, where)
+    blocks = _BLOCKS.read(given, where) if text is None else [ContentBlock("text", text)]
     return [part(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
 
 

@@ -32,9 +32,9 @@ class ContentPart(Struct, frozen=True):
 
     type: Annotated[str, one_of("text", *_URL_PARTS, "input_audio")]
     text: str | None = None
-    image_url: MediaUrl | None = None
-    video_url: MediaUrl | None = None
-    audio_url: MediaUrl | None = None
+    image_url: MediaUrl | str | None = None
+    video_url: MediaUrl | str | None = None
+    audio_url: MediaUrl | str | None = None
     input_audio: InputAudio | None = None
 
 
@@ -114,7 +114,8 @@ def _part(part: ContentPart, where: str) -> Part:
     if part.type == "input_audio":
         return media_part("audio", (part.input_audio or InputAudio()).url, where)
     if (kind := _URL_PARTS.get(part.type)) is not None:
-        given: MediaUrl = getattr(part, part.type) or MediaUrl()
+        said: MediaUrl | str | None = getattr(part, part.type)
+        given = said if isinstance(said, MediaUrl) else MediaUrl(said)  # a text: Mistral's clients
         return media_part(kind, given.url, where, given.detail if kind == "image" else None)
     return text_part(part.type, part.text, where)
 

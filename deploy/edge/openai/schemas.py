@@ -65,10 +65,10 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
     temperature: kt.Temperature | None = None
     top_p: kt.Fraction | None = None
     top_k: kt.TopK | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    min_p: kt.MinP | None = None
+    presence_penalty: kt.AddedPenalty | None = None
+    frequency_penalty: kt.AddedPenalty | None = None
+    repetition_penalty: kt.RepetitionPenalty | None = None
     logit_bias: Annotated[Raw, kt.shown_as(_BIASES)] | UnsetType = UNSET
     bad_words: kt.RawTexts = UNSET
     allowed_token_ids: kt.RawIds = UNSET

@@ -100,6 +100,40 @@ def test_one_conversation_in_three_apis() -> None:
         assert READ[path](body.encode()).ask == replace(wanted, keys=KeyNames(**keys)), path
 
 
+def test_responses_sample_as_chats_do() -> None:
+    """vLLM's keys beside OpenAI's mean what they mean in a chat, and are checked alike. Planted: another seed is another ask."""
+    keys = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "stop": ["S"]}
+    keys |= {"presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    assert ask_of(RESPONSES, **keys).sampling == ask_of(CHAT, **keys).sampling != ask_of(CHAT, **keys | {"seed": 8}).sampling
+    with pytest.raises(InvalidRequest, match="top_k"):
+        ask_of(RESPONSES, top_k=-2)
+
+
+def test_an_error_inside_a_result_says_where() -> None:
+    """Of a block in a tool's result, by its turn and its place in it; `param` stays the request's key."""
+    block = {"type": "text", "text": 5}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
+    turns = [{"role": "user", "content": "x"}, {"role": "user", "content": [result]}]
+    items = [{"role": "user", "content": "x"}, {"type": "function_call_output", "call_id": "a", "output": [block]}]
+    for path, key, value, where in (
+        (MESSAGES, "messages", turns, "messages[1].content[0].content[0].text: "),
+        (RESPONSES, "input", items, "input[1].output[0].text: "),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            ask_of(path, **{key: value})
+        assert (str(caught.value)[: len(where)], caught.value.param) == (where, key)
+
+
+def test_a_url_may_be_a_text() -> None:
+    """As Mistral's clients send it: the same ask as in an object; `original` is OpenAI's detail above `high`."""
+    url = "data:image/png;base64,AAAA"
+    bare, whole, large = (
+        chat_of(CHAT, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": said}]}])
+        for said in (url, {"url": url}, {"url": url, "detail": "original"})
+    )
+    assert bare == whole != large
+
+
 def test_parts_are_typed() -> None:
     """A user's parts stay parts in OpenAI's and Anthropic's APIs; an item of a response is one text."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
