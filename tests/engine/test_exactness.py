@@ -111,7 +111,7 @@ def drive(group: Group, prompts: list[list[int]]) -> tuple[list[Answer], Figures
     """All prompts at once, to their ends."""
 
     async def main() -> tuple[list[Answer], Figures]:
-        async with attached(group) as (client, figures), asyncio.timeout(120):
+        async with attached(group) as (client, figures), asyncio.timeout(240):
             params = [GREEDY if at % 4 else SCORED for at in range(len(prompts))]
             answers = await ask_all(client, list(map(Request, prompts, params)), len(prompts))
             load = await still(client)

@@ -236,7 +236,7 @@ def test_a_group_of_processes(case: Callable[[str], Case]) -> None:
     config = msgspec.structs.replace(it.config, tp=2, max_seqs=8, pages=(80, 17), prefix_cache=False)
 
     async def main() -> Served:
-        async with attached(group) as (client, _), asyncio.timeout(120):
+        async with attached(group) as (client, _), asyncio.timeout(240):
             longer = msgspec.structs.replace(ASKED, max_tokens=64)
             requests = [Request(prompt.ids, longer, media=prompt.media) for prompt in asked]
             served = Served(dict(enumerate(await ask_all(client, requests, len(requests)))))
