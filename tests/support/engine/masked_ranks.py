@@ -48,7 +48,9 @@ class MaskedRanks(KVMachine):
 
     def mask(self, slot: int, position: int) -> np.ndarray | None:
         """Of a token of the row that is sampled, int32 [words]; None: any may come."""
-        mask = self.masks[slot][position - self.first] if slot in self.masks else None
+        masks, index = self.masks.get(slot), position - self.first
+        assert masks is None or index < len(masks), f"slot {slot} has {len(masks)} masks, its row more tokens"
+        mask = masks[index] if masks else None
         return None if mask is None or (mask == -1).all() else mask
 
     def silent(self, slot: int, position: int) -> bool:
