@@ -82,26 +82,26 @@ class Vocabulary:
         return Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), self.size)
 
     def masks(self, matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Each matcher's masks as in `engine.step_masks`, int32 [1 + drafts, words]; many by several threads."""
+        """Each matcher's masks as in `engine.step_masks`, int32 [n, words]: of the next token, and behind drafts as far as they can
+        be made; many by several threads."""
         ends = list(accumulate(1 + len(drafted) for drafted in drafts))
         bits = np.split(np.zeros((ends[-1], mask_words(self.size)), np.int32), ends[:-1])
         parts = max(1, min(_MASK_THREADS, len(matchers), ends[-1] // _MASKS_A_THREAD))
         every = [(matchers[at::parts], drafts[at::parts], bits[at::parts]) for at in range(parts)]
         others = [self._threads.submit(_fill, *part) for part in every[1:]]
-        _fill(*every[0])
-        for other in others:
-            other.result()
+        bits[::parts] = _fill(*every[0])
+        for at, other in enumerate(others, 1):
+            bits[at::parts] = other.result()
         return bits
 
 
-def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks: Sequence[np.ndarray]) -> None:
-    """The next token's masks of all, then as many behind drafts as there is time for."""
+def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The next token's masks of all, then as many behind drafts as there is time for; those that were made."""
     for matcher, bits in zip(matchers, masks, strict=True):
         matcher.fill(bits[0])
     until = time.thread_time() + _AHEAD_S
-    for matcher, drafted, bits in zip(matchers, drafts, masks, strict=True):
-        if drafted:
-            matcher.fill_ahead(drafted, bits, until)
+    every = zip(matchers, drafts, masks, strict=True)
+    return [bits[: 1 + matcher.fill_ahead(drafted, bits, until)] if drafted else bits for matcher, drafted, bits in every]
 
 
 class Matcher:
@@ -134,21 +134,21 @@ class Matcher:
         self.inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self.mask_s = time.thread_time() - began
 
-    def fill_ahead(self, drafts: Sequence[int], masks: np.ndarray, until: float) -> None:
-        """Writes the masks behind each draft as if it came, int32 [1 + drafts, words], whose first is there. They stay 0 behind a
-        draft that may not come, from where one cannot be made, and from `until` on, of this thread's CPU time."""
+    def fill_ahead(self, drafts: Sequence[int], masks: np.ndarray, until: float) -> int:
+        """Writes masks behind each draft as if it came, int32 [1 + drafts, words], whose first is there; how many: up to a draft
+        that may not come, or a mask that cannot be made, or the time `until` of this thread's CPU."""
         ahead = self.inner.deep_copy()
         for at, token in enumerate(drafts, 1):
             if not allows(masks[at - 1], token) or time.thread_time() > until:
-                return
+                return at - 1
             ahead.consume_token(token)
             if self.frees and ahead.is_accepting():
                 masks[at:] = -1
-                return
+                break
             ahead.unsafe_compute_mask_ptr(masks[at].ctypes.data, masks[at].nbytes)
             if ahead.is_error():
-                masks[at] = 0
-                return
+                return at - 1
+        return len(drafts)
 
     def check(self, bits: np.ndarray) -> None:
         """Raises GenerationFailed where making this mask failed, or no token may come."""

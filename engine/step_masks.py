@@ -2,7 +2,7 @@
 
 A record comes before its plan, or after it while ranks compute the step's forward. A row of the plan that is not in it is free:
 its sequence has ended, or needs no mask any more. A slot has as many masks, one behind the other, as its row is wide: of the next
-token, and behind each draft as if it came. Where a mask is 0 no token comes, and the row ends before.
+token, and behind each draft as if it came. Or fewer, the last of zeros: there no token comes, and the row ends before.
 
     StepMasks   step u64, n u32, words u32 | slots int32 [n] | bits int32 [n, words]          little-endian
 """
@@ -50,7 +50,7 @@ def masks_capacity(count: int, vocabulary: int) -> int:
 
 
 def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:
-    """Bytes of the masks int32 [width, words] of a step's slots; `decode_masks` reads them."""
+    """Bytes of the masks int32 [n, words] of a step's slots; `decode_masks` reads them."""
     assert all(bits.shape[1:] == (words,) and bits.dtype == np.int32 for bits in masks.values()), (step, words)
     slots = np.repeat(np.fromiter(masks, np.int32, len(masks)), [len(bits) for bits in masks.values()])
     return b"".join([_HEADER.pack(step, len(slots), words), slots.tobytes(), *(bits.tobytes() for bits in masks.values())])

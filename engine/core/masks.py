@@ -4,7 +4,7 @@
     drafts behind them, with result n ------->
 
 A row has a mask for its next token, and one for each token behind its drafts, made along these from a copy of the matcher. Where
-a mask is missing, since its draft may not come or there is no time, it is 0, and the row ends there.
+a mask is missing, since its draft may not come or there is no time, the row ends.
 
 A row is planned before its masks are made, so that it runs in every step (`MaskState.late`), with two exceptions: the first row
 waits for its grammar, which is compiled in a thread; and because ranks sample a step only when all its masks are there, a grammar
@@ -207,9 +207,9 @@ class MaskedRow:
 
     @property
     def masks(self) -> np.ndarray:
-        """int32 [width, words]"""
+        """As in `engine.step_masks`."""
         masks = present(self.state.masks)[: self.width]
-        return np.pad(masks, ((0, self.width - len(masks)), (0, 0)))
+        return masks if len(masks) == self.width else np.concatenate([masks, np.zeros_like(masks[:1])])
 
 
 def present(value: T | None) -> T:

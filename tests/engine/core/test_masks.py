@@ -130,13 +130,14 @@ def behind_the_first(masks: StepMasks) -> StepMasks:
     return replace(masks, slots=masks.slots[order], bits=masks.bits[order])
 
 
-def not_taken_back(matcher: Matcher, drafts: list[int], masks: np.ndarray, until: float) -> None:
+def not_taken_back(matcher: Matcher, drafts: list[int], masks: np.ndarray, until: float) -> int:
     """Planted fault: the drafts that masks were made behind stay in the matcher."""
     for at, token in enumerate(drafts, 1):
         if not allows(masks[at - 1], token):
-            return
+            return at - 1
         matcher.inner.consume_token(token)
         matcher.fill(masks[at])
+    return len(drafts)
 
 
 def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

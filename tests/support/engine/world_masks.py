@@ -62,7 +62,7 @@ class Grammars:
         return matcher
 
     def masks(self, matchers: Sequence["WorldMatcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """int32 [1 + drafts, 4], as the real one's."""
+        """int32 [n, 4] of each, as the real one's."""
         for matcher in matchers:
             matcher.mask_s = 2 * SLOW_S if chance(self.slow, self.seed, matcher.grammar, *matcher.consumed, 5) else 0.0
         return [np.stack(matcher.ahead(drafted)) for matcher, drafted in zip(matchers, drafts, strict=True)]
@@ -93,14 +93,14 @@ class WorldMatcher:
         return WorldMatcher(self.grammars, self.grammar, frees=frees)
 
     def ahead(self, drafts: Sequence[int]) -> list[np.ndarray]:
-        """The masks of the next token, and behind each draft; 0 where it fails, and now and then from where there is no time."""
+        """The masks of the next token, and behind each draft, up to where it fails, or now and then there is no time."""
         grammars, consumed = self.grammars, self.consumed
         masks = [mask_of(self.grammar, consumed)]
         for token in drafts:
             consumed = consumed.then(token)
-            if grammars.fails(self.grammar, consumed) or chance(0.1, self.grammar, *consumed, 8) or not masks[-1].any():
-                masks.append(np.zeros_like(masks[0]))
-            elif (masks[-1] == -1).all() or (self.frees and grammars.ends(self.grammar, consumed)):
+            if grammars.fails(self.grammar, consumed) or chance(0.1, self.grammar, *consumed, 8):
+                break
+            if (masks[-1] == -1).all() or (self.frees and grammars.ends(self.grammar, consumed)):
                 masks.append(np.full_like(masks[0], -1))
             else:
                 masks.append(mask_of(self.grammar, consumed))
