@@ -49,7 +49,7 @@ class Allocator:
         return all(chunk - (1 - window) // self.page <= total for total, window in windows)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
-        """How many of the next `wanted` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
+        """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
         fitting = count
         for pool, run in zip(self.pools, sequence.runs, strict=True):
             held = (run.end + max(0, pool.available - headroom)) * pool.group.page

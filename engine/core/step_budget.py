@@ -144,7 +144,7 @@ def shares(
 
 
 def _interpolate(points: Points, x: float) -> float:
-    """The value at `at`, linear between the points and extrapolated beyond them; constant for a single point."""
+    """The value at `x`, linear between the points and extrapolated beyond them; constant for a single point."""
     if len(points) == 1:
         return points[0][1]
     after = min(max(bisect_right([known for known, _ in points], x), 1), len(points) - 1)
