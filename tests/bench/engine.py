@@ -59,7 +59,7 @@ PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0
     ("e2b", 1, 100): (7.79, 9.61),
 }  # fmt: skip
 
-
+PROMPT = 1024  # tokens, of the peers' protocol
 SAMPLING: dict[str, dict[str, float]] = {"greedy": {}, "default": {"temperature": 1.0, "top_k": 64, "top_p": 0.95}}
 
 
@@ -136,9 +136,9 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
     await client.start()
     rng = random.Random(args.seed)
     rows: list[Row] = []
-    await run(client, [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)]], 8, args.sampling)
-    for size in args.batches:
-        prompts = [[rng.randrange(300, vocab - 10) for _ in range(args.prompt)] for _ in range(size)]
+    await run(client, [[rng.randrange(300, vocab - 10) for _ in range(PROMPT)]], 8, args.sampling)
+    for size, length in args.batches:
+        prompts = [[rng.randrange(300, vocab - 10) for _ in range(length)] for _ in range(size)]
         steps: list[tuple[int, int]] = []
         firsts, wholes = [], []
         for _ in range(args.repeat):
@@ -146,25 +146,26 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
             watching = asyncio.create_task(device_times(group, steps))
             wholes.append(await run(client, prompts, args.tokens + 1, args.sampling))
             watching.cancel()
-        rows += told(args, size, firsts, wholes, statistics.median(idle for _, idle in steps))
+        rows += told(args, size, length, firsts, wholes, statistics.median(idle for _, idle in steps))
     for load in args.loads:
         rows += await run_load(client, load, vocab, args)
     await client.close()
     return rows
 
 
-def told(args: argparse.Namespace, size: int, firsts: list[Run], wholes: list[Run], idle: float) -> list[Row]:
+def told(args: argparse.Namespace, size: int, length: int, firsts: list[Run], wholes: list[Run], idle: float) -> list[Row]:
     """The rows of a batch, printed."""
     first, whole = min(run.seconds for run in firsts), min(run.seconds for run in wholes)
     beside, steady = min(run.beside for run in wholes), min(run.steady for run in wholes)
     step = 1e3 * (whole - first) / args.tokens
-    compared = args.shard_of == 1 and args.sampling == "greedy" and not args.drafts
+    compared = length == PROMPT and args.shard_of == 1 and args.sampling == "greedy" and not args.drafts
     peers = PEERS.get((args.model.split(":")[-1], args.tp, size)) if compared else None
     against = f"  vLLM {peers[0]:.2f} ({peers[0] / step:.2f}x), SGLang {peers[1]:.2f} ({peers[1] / step:.2f}x)" if peers else ""
     seen = {"prefill": [run.seconds for run in firsts], "beside": [run.beside for run in wholes]}
     each = "  ".join(f"{name} {min(all_):.4f} s [{' '.join(f'{one:.4f}' for one in all_)}]" for name, all_ in seen.items())
-    print(f"batch {size:4}  {each}  step {step:8.3f} ms  steady {steady:8.3f} ms  idle {idle:.0f} us{against}", flush=True)
-    prefill, decode = (f"{case(args)}-{kind}-b{size}" for kind in ("prefill", "decode"))
+    print(f"batch {size:4} x {length}  {each}  step {step:.3f} ms  steady {steady:.3f} ms  idle {idle:.0f} us{against}", flush=True)
+    batch = f"b{size}" if length == PROMPT else f"b{size}x{length}"
+    prefill, decode = (f"{case(args)}-{kind}-{batch}" for kind in ("prefill", "decode"))
     return [
         (prefill, "prefill", first, "s"),
         (prefill, "prefill beside decode rows", beside, "s"),
@@ -182,6 +183,12 @@ def case(args: argparse.Namespace) -> str:
     return f"{args.model.split(':')[-1]}{shard}-tp{args.tp}{sampled}{drafted}"
 
 
+def batch(text: str) -> tuple[int, int]:
+    """Read a --batches entry: requests, and tokens of a prompt."""
+    size, _, length = text.partition("x")
+    return int(size), int(length or PROMPT)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -189,9 +196,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--shard-of", type=int, default=1, metavar="N", help="a rank's shard of N, as a model of its own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--prompt", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens behind the first")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 100])
+    parser.add_argument(
+        "--batches", type=batch, nargs="+", default=[(size, PROMPT) for size in (1, 8, 32, 64, 100)], metavar="N[xTOKENS]",
+        help=f"requests at once, and tokens of a prompt ({PROMPT})",
+    )  # fmt: skip
     parser.add_argument("--repeat", type=int, default=3, help="of which the best counts")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
@@ -215,7 +224,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         dtype="bfloat16" if args.device == "cuda" else "float32",
         load_format="dummy" if args.model.startswith("dummy:") or args.shard_of > 1 or args.drafts else "safetensors",
         mtp=mtp,
-        max_seqs=args.slots or max(args.batches),
+        max_seqs=args.slots or max(args.batches)[0],
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
