@@ -84,26 +84,26 @@ class StepTimes(msgspec.Struct, frozen=True):
     """Measured step times: (rows, milliseconds), ascending in rows.
 
     decodes     steps of decode rows alone, with short contexts;   prefills  steps of prompt tokens alone
-    beside      what decode rows in a step with prompt tokens cost more than as many prompt tokens
+    mixed       what decode rows in a step with prompt tokens cost more than as many prompt tokens
     context_ms  what a token of context adds to a step of decode rows
-    read_ms     what a token of context adds to a chunk's step;   behind_ms  to each token of the chunk
+    read_ms     what a token of context adds to a chunk's step;   attend_ms  to each token of the chunk
     tile        rows of a tile in large matrix products: with prompt tokens, part of a tile costs as much as the whole
     """
 
     decodes: tuple[tuple[int, float], ...]
     prefills: tuple[tuple[int, float], ...]
-    beside: tuple[tuple[int, float], ...] = ((1, 0.0),)
+    mixed: tuple[tuple[int, float], ...] = ((1, 0.0),)
     context_ms: float = 0.0
     read_ms: float = 0.0
-    behind_ms: float = 0.0
+    attend_ms: float = 0.0
     tile: int = 1
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     """The times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
-    *curves, context_ms, read_ms, behind_ms, tiles = zip(*map(msgspec.structs.astuple, measured), strict=True)
-    decodes, prefills, beside = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
-    return StepTimes(decodes, prefills, beside, max(context_ms), max(read_ms), max(behind_ms), tiles[0])
+    *curves, context_ms, read_ms, attend_ms, tiles = zip(*map(msgspec.structs.astuple, measured), strict=True)
+    decodes, prefills, mixed = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
+    return StepTimes(decodes, prefills, mixed, max(context_ms), max(read_ms), max(attend_ms), tiles[0])
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -39,7 +39,7 @@ class DecodeStep(NamedTuple):
     """A step that has ended: the index of its rows in `sizes` when its drafts were chosen, the share of them that may draft, its
     drafts, its prompt tokens, how long it took."""
 
-    at: int
+    size: int
     drafting: float
     drafts: int
     prompt_tokens: int
@@ -50,7 +50,7 @@ class DraftChoice(NamedTuple):
     """Drafts of a step of so many rows, an index in `sizes`."""
 
     drafts: int
-    at: int
+    size: int
 
 
 @dataclass
@@ -105,7 +105,7 @@ class RowCount:
     chosen    of the options, the one in force;    loss  what it has lost against a better one, in steps
     trial     the option that is tried now
     drafting  share of rows that may draft;        prompts    share of steps that have prompt tokens
-    beside_ms of prompt tokens, a step on average; steps      so far
+    prompt_ms of prompt tokens, a step on average; steps      so far
     """
 
     options: list[Option]
@@ -114,7 +114,7 @@ class RowCount:
     loss: float = 0.0
     drafting: float = 1.0
     prompts: float = 0.0
-    beside_ms: float = 0.0
+    prompt_ms: float = 0.0
     steps: int = 0
 
     def ms(self, option: Option) -> float:
@@ -137,7 +137,7 @@ class Drafting:
         self._verified, self._right = [0] * most, [0] * most  # rows by their drafts, and by how many of these were right
         self._read = ([0] * most, [0] * most)  # of both, what the remembered ones have
         self._remembered = ([0.0] * most, [0.0] * most)
-        self._at, self._fewer = 0, 0  # rows of the last step, and steps in a row that had fewer
+        self._size, self._fewer = 0, 0  # rows of the last step, and steps in a row that had fewer
         self._prompts = PromptTime()
         self._step = 0
         self._credit_ms = 0.0  # that trials may lose
@@ -156,41 +156,41 @@ class Drafting:
         """Of the next step, of `rows` decode rows. Rows that were more a few steps ago count as many still: the number does not
         change from step to step where two sizes meet."""
         if len(self._options) > 1:
-            at = bisect_left(self._sizes, rows)
-            self._fewer = self._fewer + 1 if at < self._at else 0
-            if at > self._at or self._fewer > EVERY:
-                self._at, self._fewer = at, 0
-            known = self._known(self._at)
+            size = bisect_left(self._sizes, rows)
+            self._fewer = self._fewer + 1 if size < self._size else 0
+            if size > self._size or self._fewer > EVERY:
+                self._size, self._fewer = size, 0
+            known = self._known(self._size)
             self.drafts = (known.trial.option if known.trial else known.chosen).drafts
-        return DraftChoice(self.drafts, self._at)
+        return DraftChoice(self.drafts, self._size)
 
     def took(self, step: DecodeStep) -> None:
         """A step with decode rows has ended."""
         if len(self._options) == 1:
             return
         self._step += 1
-        known = self._known(step.at)
+        known = self._known(step.size)
         known.drafting += (step.drafting - known.drafting) / SMOOTH
-        beside_ms = self._prompts.of((id(known), step.drafts), step.prompt_tokens, step.ms)
+        prompt_ms = self._prompts.of((id(known), step.drafts), step.prompt_tokens, step.ms)
         known.steps += 1
-        known.beside_ms += (beside_ms - known.beside_ms) / min(known.steps, MIXED)
+        known.prompt_ms += (prompt_ms - known.prompt_ms) / min(known.steps, MIXED)
         known.prompts += (bool(step.prompt_tokens) - known.prompts) / min(known.steps, MIXED)
         self._credit_ms += TRIALS_SHARE * step.ms
-        self._note_time(known, step.drafts, bool(step.prompt_tokens), max(step.ms - beside_ms, 0.1 * step.ms))
+        self._note_time(known, step.drafts, bool(step.prompt_tokens), max(step.ms - prompt_ms, 0.1 * step.ms))
         if self._step % EVERY == 0:
             self._remember()
         if known.steps % EVERY == 0:
             self._look(known)
 
-    def _known(self, at: int) -> RowCount:
+    def _known(self, size: int) -> RowCount:
         """Of steps of so many rows. At first the number in force is that of the nearest rows."""
-        if at not in self._by_rows:
+        if size not in self._by_rows:
             options = [Option(drafts) for drafts in self._options]
-            nearest = min(self._by_rows, key=lambda other: abs(other - at), default=None)
+            nearest = min(self._by_rows, key=lambda other: abs(other - size), default=None)
             drafts = self.drafts if nearest is None else self._by_rows[nearest].chosen.drafts
             chosen = options[self._options.index(drafts)]
-            self._by_rows[at] = RowCount(options, chosen, self._trial(chosen))
-        return self._by_rows[at]
+            self._by_rows[size] = RowCount(options, chosen, self._trial(chosen))
+        return self._by_rows[size]
 
     def _trial(self, option: Option) -> Trial:
         return Trial(option, sum(self._verified[option.drafts :]))
@@ -220,7 +220,7 @@ class Drafting:
         if option is known.chosen:
             self._credit_ms += START * ms
         lost = 1 - self._gain(known, option, ms)
-        self._credit_ms -= max(0.0, lost) * (ms + known.beside_ms) * steps
+        self._credit_ms -= max(0.0, lost) * (ms + known.prompt_ms) * steps
         known.trial = None
 
     def _look(self, known: RowCount) -> None:
@@ -276,7 +276,7 @@ class Drafting:
     def _gain(self, known: RowCount, option: Option, ms: float) -> float:
         """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""
         chosen, tokens = known.chosen, self._tokens(known)
-        return tokens[option.drafts] / tokens[chosen.drafts] * (known.ms(chosen) + known.beside_ms) / (ms + known.beside_ms)
+        return tokens[option.drafts] / tokens[chosen.drafts] * (known.ms(chosen) + known.prompt_ms) / (ms + known.prompt_ms)
 
     def _tokens(self, known: RowCount) -> list[float]:
         """Tokens that a row gives on average with 0, 1, ... drafts."""

@@ -281,25 +281,25 @@ class Masks:
         """Read what was committed; call it after each commit, and while something is `making`."""
         if ended := [state for state in self._states if state.sequence.ended]:
             self._forget(ended)
-        wanted = [state for state in self._states if self._read_tokens(state)]
-        if wanted:
-            self._make_masks(wanted)
+        states = [state for state in self._states if self._read_tokens(state)]
+        if states:
+            self._make_masks(states)
 
     def _forget(self, ended: list[MaskState]) -> None:
         """Follow these no longer, and cancel what threads have not started for them and nobody else."""
         self._states = [state for state in self._states if not state.sequence.ended]
-        wanted = {id(state.compiled) for state in self._states}
+        needed = {id(state.compiled) for state in self._states}
         for state in ended:
-            state.cancel(compiling=id(state.compiled) not in wanted)
+            state.cancel(compiling=id(state.compiled) not in needed)
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` will give its masks."""
         widths = dict.fromkeys(plan.result_slots, 1) | dict(zip(plan.decodes, plan.rows[1 :: SECTIONS["rows"]], strict=True))
         sequences = ((state, state.sequence) for state in self._states if state.sequence.masked)
         rows = [
-            MaskedRow(state, each.number, each.slot, width, each.high - width + 1, each.rejected)
-            for state, each in sequences
-            if (width := widths.get(each.slot))
+            MaskedRow(state, sequence.number, sequence.slot, width, sequence.high - width + 1, sequence.rejected)
+            for state, sequence in sequences
+            if (width := widths.get(sequence.slot))
         ]
         assert rows, plan
         self._planned.append((plan.step, rows))
@@ -399,11 +399,11 @@ class Masks:
         matcher = present(self._vocabulary).matcher(grammar)
         return matcher, matcher.mask()
 
-    def _make_masks(self, wanted: list[MaskState]) -> None:
+    def _make_masks(self, states: list[MaskState]) -> None:
         """Make the masks of each one's next token, and of those behind its drafts."""
-        matchers = [present(state.matcher) for state in wanted]
-        drafts = [state.sequence.drafted for state in wanted]
-        for state, matcher, masks in zip(wanted, matchers, present(self._vocabulary).masks(matchers, drafts), strict=True):
+        matchers = [present(state.matcher) for state in states]
+        drafts = [state.sequence.drafted for state in states]
+        for state, matcher, masks in zip(states, matchers, present(self._vocabulary).masks(matchers, drafts), strict=True):
             try:
                 matcher.check(masks[0])
             except GenerationFailed as error:
@@ -422,9 +422,9 @@ class Masks:
         may come."""
         if state.limit is not None:
             limit, masks = copy(state.limit), masks.copy()
-            for at, bits in enumerate(masks):
+            for index, bits in enumerate(masks):
                 if limit.must_end and allows(bits, limit.end):
                     bits[:] = only(limit.end, present(self._vocabulary).size)
-                limit.read(state.sequence.drafted[at : at + 1])
+                limit.read(state.sequence.drafted[index : index + 1])
         state.masks, state.length = masks, state.read
         state.update_wait()

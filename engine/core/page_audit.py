@@ -79,8 +79,8 @@ def _sequences(pool: PagePool, index: int, held: Counter[int], running: Sequence
             yield f"slot {sequence.slot} has pages up to position {run.end * size}, and is planned up to {sequence.high}"
         for entry, page in enumerate(run.pages, run.first):
             if held[page] > 1:
-                other, at = first.setdefault(page, (sequence.slot, entry))
-                if at != entry:
-                    yield f"page {page} is slot {other}'s entry {at} and slot {sequence.slot}'s entry {entry}"
+                other, first_entry = first.setdefault(page, (sequence.slot, entry))
+                if first_entry != entry:
+                    yield f"page {page} is slot {other}'s entry {first_entry} and slot {sequence.slot}'s entry {entry}"
                 elif (entry + 1) * size > sequence.low:
                     yield f"page {page}, entry {entry}, is shared and slot {sequence.slot} still writes to it"

@@ -55,12 +55,12 @@ def extend_keys(
 
 def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
     """Of each page in which media stand: where they do, and their digests."""
-    found: dict[int, bytes] = {}
+    by_page: dict[int, bytes] = {}
     for item in media:
         described = pack("<qq", item.first, item.length) + item.digest
-        for at in range(item.first // page, -(-item.end // page)):
-            found[at] = found.get(at, b"") + described
-    return found
+        for index in range(item.first // page, -(-item.end // page)):
+            by_page[index] = by_page.get(index, b"") + described
+    return by_page
 
 
 @dataclass(eq=False, slots=True)
@@ -205,7 +205,7 @@ class PrefixCache:
         return segment
 
     def _split(self, segment: Segment, count: int) -> Segment:
-        """Cut off its first `at` pages as a segment of their own, above it."""
+        """Cut off its first `count` pages as a segment of their own, above it."""
         parent = segment.parent
         assert parent is not None
         upper = Segment(parent, segment.start, segment.keys[:count], segment.pages[:count])

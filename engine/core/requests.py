@@ -126,8 +126,8 @@ class Requests:
             raise _too_long(f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}")
         limit = min(prompt + params.max_tokens, self._max_len)
         if limit > self._longest and (prompt + 1 > self._longest or not request.clip):
-            asked = f"the prompt has {prompt} tokens, and with those to generate the request needs room for {limit}"
-            raise _too_long(f"{asked}; the KV cache holds at most {self._longest} of one request")
+            needs = f"the prompt has {prompt} tokens, and with those to generate the request needs room for {limit}"
+            raise _too_long(f"{needs}; the KV cache holds at most {self._longest} of one request")
         return min(limit, self._longest)
 
     def _check_media(self, media: tuple[MediaItem, ...], prompt: int) -> None:

@@ -31,7 +31,7 @@ class InFlightStep:
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
-    drafts    as in the plan, chosen for rows of the index `rows_at`;   drafting  its sequences that may draft
+    drafts    as in the plan, chosen for rows of the index `size`;   drafting  its sequences that may draft
     masked    as in the plan
     expected  its expected time, if a target bounds the step
     encoder_waits  sequences that it has no chunk of, or a shorter one, as it may encode no more
@@ -41,7 +41,7 @@ class InFlightStep:
     chunks: list[ChunkRow] = field(default_factory=list)
     rows: list[tuple[Sequence, int, int]] = field(default_factory=list)
     drafts: int = 0
-    rows_at: int = 0
+    size: int = 0
     drafting: int = 0
     masked: bool = False
     prefill_tokens: int = 0
@@ -97,10 +97,10 @@ class Results:
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
         """Commit the chunks' rows, which come first; returns how many they are."""
-        at = 0
+        index = 0
         for sequence, number, end, samples in chunks:
-            row = result.row(at) if samples else None
-            at += samples
+            row = result.row(index) if samples else None
+            index += samples
             if sequence.number != number:
                 continue
             sequence.low = end
@@ -108,13 +108,14 @@ class Results:
                 self._requests.allocator.cache_passed_points(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
-        return at
+        return index
 
     def _commit_rows(self, rows: list[tuple[Sequence, int, int]], result: StepResult, first: int) -> None:
         """Commit the decode rows. The loop handles the common row, of one token that ends nothing; `_fold` all others."""
         slots, _, counts, _, tokens = result.table[first:, :5].T.tolist()
         outputs, plain = self._requests.outputs, not result.logprobs
-        for at, ((sequence, number, width), slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):
+        for index, (row, slot, count, token) in enumerate(zip(rows, slots, counts, tokens, strict=True), first):
+            sequence, number, width = row
             if sequence.number != number:
                 continue
             if count == width == 1 and plain and token not in sequence.stop_ids and sequence.low + 2 < sequence.limit:
@@ -123,7 +124,7 @@ class Results:
                 sequence.tokens.append(token)
                 outputs.append(Output(id=sequence.id, tokens=[token]))
             else:
-                self._fold(sequence, width, result.row(at))
+                self._fold(sequence, width, result.row(index))
         self._requests.counters.decode_tokens += sum(counts)
 
     def _fold(self, sequence: Sequence, width: int, row: ResultRow) -> None:

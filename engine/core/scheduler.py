@@ -149,7 +149,7 @@ class Scheduler:
             self._budget.took(step.expected, took_ms)
         if rows := len(step.rows):
             drafting = min(1.0, step.drafting / rows)
-            self._drafting.took(DecodeStep(step.rows_at, drafting, step.drafts, step.prefill_tokens, took_ms))
+            self._drafting.took(DecodeStep(step.size, drafting, step.drafts, step.prefill_tokens, took_ms))
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
@@ -177,11 +177,11 @@ class Scheduler:
         waiting = self._admissions.candidates()
         if not (prefills or waiting):
             self._budget.idle()
-            draft.drafts, draft.in_flight.rows_at = self._drafting.choose(len(self.requests.running))
+            draft.drafts, draft.in_flight.size = self._drafting.choose(len(self.requests.running))
             return {}
         decoding = [sequence for sequence in self.requests.running if sequence.decodable]
         draft.decode_rows = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
-        draft.drafts, draft.in_flight.rows_at = self._drafting.choose(len(decoding))
+        draft.drafts, draft.in_flight.size = self._drafting.choose(len(decoding))
         draft.budget = self._budget.prompt_tokens(len(decoding) * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
         prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
@@ -222,7 +222,7 @@ class Scheduler:
 
     def _hold_row(self, sequence: Sequence, width: int, changes: Changes) -> int:
         """Take the pages for up to `width` positions; how many it can have. Nobody is preempted for more than one."""
-        width = self.allocator.fitting(sequence, width) or int(self._make_room(sequence, 1))
+        width = self.allocator.fitting(sequence, width) or int(self._preempt_for(sequence, 1))
         if width:
             self.allocator.hold(sequence, sequence.high + width, changes)
         return width
@@ -230,24 +230,24 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         most = min(draft.budget, draft.scored) if sequence.reports_prompt else draft.budget
-        wanted, least = min(sequence.ready, share, most), 1
-        if wanted < 1:
+        count, least = min(sequence.ready, share, most), 1
+        if count < 1:
             return
         if sequence.media:
             least = sequence.shortest_chunk
-            wanted = max(least, sequence.last_end(sequence.high + wanted) - sequence.high)
-            if wanted > sequence.ready or (wanted > most and draft.plan.chunks):
+            count = max(least, sequence.last_end(sequence.high + count) - sequence.high)
+            if count > sequence.ready or (count > most and draft.plan.chunks):
                 return  # a span that is longer than the budget has a step without other chunks
-        size = self._fitting(sequence, wanted, least)
+        size = self._fitting(sequence, count, least)
         if size < least:
-            size = least if may_preempt and self._make_room(sequence, least) else 0
+            size = least if may_preempt and self._preempt_for(sequence, least) else 0
         if sequence.media and size:
             size = self._encode(sequence, size, draft)
         if size:
             self._chunk(sequence, size, draft)
 
     def _fitting(self, sequence: Sequence, count: int, least: int) -> int:
-        """How many of its next `wanted` positions can have pages, with one for every other sequence if `least` of them can."""
+        """How many of its next `count` positions can have pages, with one for every other sequence if `least` of them can."""
         fitting = self.allocator.fitting
         size = fitting(sequence, count, headroom=len(self.requests.running) - 1)
         if size < least:
@@ -313,8 +313,8 @@ class Scheduler:
                 return
             self._prefill(sequence, sequence.ready, draft)
 
-    def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Preempt younger sequences, youngest first, until `wanted` positions have pages; False if that is not enough."""
+    def _preempt_for(self, sequence: Sequence, count: int) -> bool:
+        """Preempt younger sequences, youngest first, until `count` positions have pages; False if that is not enough."""
         while self.allocator.fitting(sequence, count) < count:
             youngest = self.requests.running[-1]
             if youngest is sequence:

@@ -117,15 +117,15 @@ class Sequence:
     @property
     def shortest_chunk(self) -> int:
         """Tokens of the shortest chunk that can be its next: a whole span, if one begins there."""
-        at = bisect_left(self.spans, (self.high,))
-        if at < len(self.spans) and self.spans[at][0] == self.high:
-            return self.spans[at][1] - self.high
+        index = bisect_left(self.spans, (self.high,))
+        if index < len(self.spans) and self.spans[index][0] == self.high:
+            return self.spans[index][1] - self.high
         return 1
 
     def last_end(self, end: int) -> int:
         """The last position up to `end` that is within no span: there a chunk may end."""
-        at = bisect_left(self.spans, (end,)) - 1
-        return self.spans[at][0] if at >= 0 and self.spans[at][1] > end else end
+        index = bisect_left(self.spans, (end,)) - 1
+        return self.spans[index][0] if index >= 0 and self.spans[index][1] > end else end
 
     @property
     def reports_prompt(self) -> bool:

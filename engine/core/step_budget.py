@@ -41,8 +41,8 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Policy:
-    """`order(wanted, turn)`: the indices of prompts in the order of service. `wanted`: tokens that each could use, running prompts
-    by precedence, then waiting ones. `turn`: the first prompt is served first.
+    """`order(lengths, turn)`: the indices of prompts in the order of service. `lengths`: tokens that each could use,
+    running prompts by precedence, then waiting ones. `turn`: the first prompt is served first.
 
     overtaking  how many later requests may be admitted before one that could not be
     long        how many prompts longer than a step's budget are computed at a time
@@ -53,14 +53,14 @@ class Policy:
     long: int
 
 
-def in_order(wanted: list[int], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
+def in_order(lengths: list[int], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
     """In order of precedence."""
-    return list(range(len(wanted)))
+    return list(range(len(lengths)))
 
 
-def shortest_first(wanted: list[int], turn: bool) -> list[int]:
+def shortest_first(lengths: list[int], turn: bool) -> list[int]:
     """The first prompt on its turn, then the shortest: short ones hardly wait for long ones, and long ones finish."""
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     if turn and order:
         order.remove(0)
         order.insert(0, 0)
@@ -73,8 +73,8 @@ POLICIES = {"fair": Policy(shortest_first, overtaking=64, long=2), "arrival": Po
 class Prompt(NamedTuple):
     """Tokens that could be computed now, and the length of the context before them."""
 
-    wanted: int
-    behind: int
+    tokens: int
+    context: int
 
 
 class StepEstimate:
@@ -87,7 +87,7 @@ class StepEstimate:
     def __init__(self, times: StepTimes, decodes: int, context: int, slowed: float = 1.0) -> None:
         """`decodes` decode rows, with `context` tokens of context in total. `slowed`: what steps take relative to `times`."""
         self._times, self._rows, self._chunks, self._slowed = times, decodes, 0, slowed
-        self._rest = _interpolate(times.beside, decodes) + times.context_ms * context if decodes else 0.0
+        self._rest = _interpolate(times.mixed, decodes) + times.context_ms * context if decodes else 0.0
         self.decode_ms = slowed * (_interpolate(times.decodes, decodes) + times.context_ms * context) if decodes else 0.0
 
     @property
@@ -100,21 +100,21 @@ class StepEstimate:
         tile = self._times.tile
         return self._rest + _interpolate(self._times.prefills, -(-self._rows // tile) * tile)
 
-    def add(self, tokens: int, behind: int) -> None:
-        """Add a chunk of `tokens` behind `behind` others."""
+    def add(self, tokens: int, context: int) -> None:
+        """Add a chunk of `tokens` behind `context` others."""
         self._rows, self._chunks = self._rows + tokens, self._chunks + 1
-        self._rest += self._times.read_ms * behind + self._times.behind_ms * behind * tokens
+        self._rest += self._times.read_ms * context + self._times.attend_ms * context * tokens
 
-    def fitting(self, behind: int, target_ms: float) -> int:
-        """The most tokens behind `behind` others that can be added while the step takes at most `target_ms`."""
-        times, each = self._times, self._times.behind_ms * behind
-        target_ms = target_ms / self._slowed - times.read_ms * behind
-        ends = tuple((ms + (rows - self._rows) * each, float(rows)) for rows, ms in times.prefills)
+    def fitting(self, context: int, target_ms: float) -> int:
+        """The most tokens behind `context` others that can be added while the step takes at most `target_ms`."""
+        times, token_ms = self._times, self._times.attend_ms * context
+        target_ms = target_ms / self._slowed - times.read_ms * context
+        ends = tuple((ms + (rows - self._rows) * token_ms, float(rows)) for rows, ms in times.prefills)
         whole = int(_interpolate(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
         if whole > 0 or not self._chunks:
             return max(0, whole)
         begun, left = -self._rows % times.tile, target_ms - self._measured_ms  # the rest of a started tile
-        return begun if left >= begun * each else max(0, int(left / each)) if each else 0
+        return begun if left >= begun * token_ms else max(0, int(left / token_ms)) if token_ms else 0
 
 
 def shares(
@@ -127,20 +127,20 @@ def shares(
 ) -> list[int]:
     """Tokens of each prompt in a step that computes at most `most`. With `time`, to which they are added, the step takes at most
     `target_ms`, or `whole_ms` as long as every prompt in it so far is finished by it."""
-    found = [0] * len(prompts)
-    for at in order:
-        wanted, behind = prompts[at]
-        share = min(wanted, most if time is None else min(most, time.fitting(behind, target_ms)))
-        if time is not None and share < wanted <= min(most, time.fitting(behind, whole_ms)):
-            share = wanted
-        if share < wanted:
+    tokens = [0] * len(prompts)
+    for index in order:
+        length, context = prompts[index]
+        share = min(length, most if time is None else min(most, time.fitting(context, target_ms)))
+        if time is not None and share < length <= min(most, time.fitting(context, whole_ms)):
+            share = length
+        if share < length:
             whole_ms = 0.0
         if share > 0:
-            found[at] = share
+            tokens[index] = share
             most -= share
             if time is not None:
-                time.add(share, behind)
-    return found
+                time.add(share, context)
+    return tokens
 
 
 def _interpolate(points: Points, x: float) -> float:
@@ -237,7 +237,7 @@ class StepBudget:
             return False
         if self._passed >= MOST_PASSED or not self._has_target(decodes):
             return True
-        time = self._estimate(decodes, [Prompt(self._enough(oldest, most, decodes), oldest.behind)])
+        time = self._estimate(decodes, [Prompt(self._enough(oldest, most, decodes), oldest.context)])
         return self._passed_ms >= (OLDEST_EVERY - 1) * (time.ms - time.decode_ms)
 
     def _within_target(self, prompts: list[Prompt], order: list[int], most: int, decodes: DecodeRows) -> list[int]:
@@ -251,14 +251,14 @@ class StepBudget:
             return tokens
         if self._passed < MOST_PASSED:
             tokens = shares(prompts, order[1:], most, self._estimate(decodes), may_take_ms, whole_ms)
-            return [share if share == prompt.wanted else 0 for share, prompt in zip(tokens, prompts, strict=True)]
+            return [share if share == prompt.tokens else 0 for share, prompt in zip(tokens, prompts, strict=True)]
         return [0] * len(prompts)
 
     def _enough(self, prompt: Prompt, most: int, decodes: DecodeRows) -> int:
         """Tokens that are worth a step: as many as take twice the prompt time of the fewest."""
-        fewest, time = min(prompt.wanted, max(1, most // SMALLEST_PART)), self._estimate(decodes)
-        least = self._estimate(decodes, [Prompt(fewest, prompt.behind)])
-        return max(fewest, min(prompt.wanted, most, time.fitting(prompt.behind, 2 * least.ms - time.decode_ms)))
+        fewest, time = min(prompt.tokens, max(1, most // SMALLEST_PART)), self._estimate(decodes)
+        least = self._estimate(decodes, [Prompt(fewest, prompt.context)])
+        return max(fewest, min(prompt.tokens, most, time.fitting(prompt.context, 2 * least.ms - time.decode_ms)))
 
     def _has_target(self, decodes: DecodeRows) -> bool:
         """Whether a target bounds the step: without decode rows nothing streams."""
@@ -280,7 +280,7 @@ class StepBudget:
         return time
 
     def _order(self, prompts: list[Prompt], turn: bool) -> list[int]:
-        return self._policy.order([prompt.wanted for prompt in prompts], turn)
+        return self._policy.order([prompt.tokens for prompt in prompts], turn)
 
 
 class StepTimer:

@@ -17,7 +17,7 @@ from engine.rank.synthetic_plans import SyntheticPlans
 
 SERIES, REPEATS = 2, 3  # of timed steps at each point, after an untimed one; the quicker series counts
 CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
-BEHIND = 16_384  # context before a chunk, likewise
+CHUNK_CONTEXT = 16_384  # context before a chunk, likewise
 TILE = 128  # rows of a tile in a GPU's large matrix products
 
 
@@ -39,19 +39,19 @@ def _measured(probe: "_Probe", config: EngineConfig) -> StepTimes:
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
     prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))])
     counts = [count for count in _points(min(config.max_seqs, most) - 1, (1, 32, 128)) if count]
-    beside = [(count, max(0.0, probe.beside_ms(count, short, prefills))) for count in counts]
+    mixed = [(count, max(0.0, probe.mixed_ms(count, short, prefills))) for count in counts]
     context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
-    read_ms, behind_ms = _behind(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
+    read_ms, attend_ms = _context_costs(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
     tile = TILE if config.device == "cuda" else 1
-    return StepTimes(decodes, prefills, tuple(beside) or ((1, 0.0),), context_ms, read_ms, behind_ms, tile)
+    return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile)
 
 
-def _behind(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], length: int) -> tuple[float, float]:
+def _context_costs(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], length: int) -> tuple[float, float]:
     """(ms that a context token adds to a chunk's step, ms that it adds per chunk token), from chunks of few rows and of many."""
-    behind = max(0, min(BEHIND, length - many[0]))
-    if not behind:
+    context = max(0, min(CHUNK_CONTEXT, length - many[0]))
+    if not context:
         return 0.0, 0.0
-    less, more = (max(0.0, probe.prefill_ms(rows, behind) - alone) / behind for rows, alone in (few, many))
+    less, more = (max(0.0, probe.prefill_ms(rows, context) - alone) / context for rows, alone in (few, many))
     per_row = max(0.0, more - less) / max(1, many[0] - few[0])
     return max(0.0, less - few[0] * per_row), per_row
 
@@ -82,11 +82,11 @@ class _Probe:
         """A step of `rows` decode rows, each with `context` tokens of context."""
         return self._timed(self._decoding(rows, context), StepPlan(0, rows=single_rows(range(rows))))
 
-    def prefill_ms(self, rows: int, behind: int = 0) -> float:
-        """A step of `rows` tokens of one prompt, behind `behind` others of it."""
-        return self._timed(*self._chunked(0, rows, behind))
+    def prefill_ms(self, rows: int, context: int = 0) -> float:
+        """A step of `rows` tokens of one prompt, behind `context` others of it."""
+        return self._timed(*self._chunked(0, rows, context))
 
-    def beside_ms(self, rows: int, context: int, prefills: tuple[tuple[int, float], ...]) -> float:
+    def mixed_ms(self, rows: int, context: int, prefills: tuple[tuple[int, float], ...]) -> float:
         """How much longer a step takes than one of equally many prompt tokens (from `prefills`) if `rows` are decode rows."""
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(rows, context), self._chunked(rows, whole - rows, 0)
@@ -109,10 +109,10 @@ class _Probe:
         """A plan that admits sequences to the first slots, with pages for all rows that are timed."""
         return self._plans.admit(0, range(rows), context + 1, context, context + SERIES * REPEATS + 2)
 
-    def _chunked(self, slot: int, rows: int, behind: int) -> tuple[StepPlan, StepPlan]:
-        """(a plan that admits a prompt to a slot, a step of `rows` tokens of it behind `behind` others)."""
-        end = behind + rows
-        return self._plans.admit(0, [slot], end, behind, end), StepPlan(0, chunks=[(slot, behind, end, end - 1, 0, 0)])
+    def _chunked(self, slot: int, rows: int, context: int) -> tuple[StepPlan, StepPlan]:
+        """(a plan that admits a prompt to a slot, a step of `rows` tokens of it behind `context` others)."""
+        end = context + rows
+        return self._plans.admit(0, [slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
         """Milliseconds of `plan` after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""

@@ -103,7 +103,7 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
     assert group.step_times is not None
     assert [rows for rows, _ in group.step_times.decodes] == [1, config.max_seqs]
     assert [rows for rows, _ in group.step_times.prefills] == [1, 128, 256]
-    assert [rows for rows, _ in group.step_times.beside] == [1, config.max_seqs - 1]
+    assert [rows for rows, _ in group.step_times.mixed] == [1, config.max_seqs - 1]
     assert asyncio.run(serve(group)) >= 15
 
 

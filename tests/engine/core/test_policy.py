@@ -53,8 +53,8 @@ def test_shares_are_within_what_is_asked_and_there(name: str) -> None:
         for _ in range(20):
             prompts = [Prompt(rng.choice((1, 5, 100, 3000)) + rng.randint(0, 9), 0) for _ in range(rng.randint(1, 6))]
             found = budget.share(prompts, most, DecodeRows(3, 100))
-            assert all(0 <= share <= prompt.wanted for share, prompt in zip(found, prompts, strict=True))
-            assert sum(found) == min(most, sum(prompt.wanted for prompt in prompts))
+            assert all(0 <= share <= prompt.tokens for share, prompt in zip(found, prompts, strict=True))
+            assert sum(found) == min(most, sum(prompt.tokens for prompt in prompts))
             passed = 0 if found[0] else passed + 1
             assert passed < OLDEST_EVERY, "the oldest advances"
 
@@ -180,7 +180,7 @@ def test_without_a_target_streams_stall() -> None:
 
 
 SLOW = StepTimes(  # nano 31B on one CPU core: what a context costs moves a step of decode rows between 12 and 27 ms
-    ((1, 6.0), (16, 25.0)), ((1, 5.6), (128, 55.0), (256, 126.0)), ((1, 0.0),), context_ms=0.0155, read_ms=0.052, behind_ms=0.0003
+    ((1, 6.0), (16, 25.0)), ((1, 5.6), (128, 55.0), (256, 126.0)), ((1, 0.0),), context_ms=0.0155, read_ms=0.052, attend_ms=0.0003
 )
 
 

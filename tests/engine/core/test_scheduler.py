@@ -75,7 +75,7 @@ def test_a_mask_lost_with_its_row_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_first_that_stands_still_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: nobody is preempted for the first in order, which then sits out whenever pages are short."""
-    monkeypatch.setattr(Scheduler, "_make_room", lambda self, sequence, wanted: self.allocator.fitting(sequence, wanted) >= wanted)
+    monkeypatch.setattr(Scheduler, "_preempt_for", lambda self, sequence, count: self.allocator.fitting(sequence, count) >= count)
     assert caught(100, 5)
 
 

@@ -47,14 +47,14 @@ def test_times_grow_with_rows(rank: Rank) -> None:
     print(times)
     assert [rows for rows, _ in times.decodes] == [1, 4]
     assert [rows for rows, _ in times.prefills] == [1, 64]
-    assert [rows for rows, _ in times.beside] == [1, 3]
-    assert all(0 <= ms < times.prefills[-1][1] for _, ms in times.beside)
+    assert [rows for rows, _ in times.mixed] == [1, 3]
+    assert all(0 <= ms < times.prefills[-1][1] for _, ms in times.mixed)
     assert times.tile == 1
     for curve in (times.decodes, times.prefills):
         assert all(before < after for (_, before), (_, after) in pairwise(curve))
     assert times.prefills[-1][1] > 2 * times.prefills[0][1]
     assert 0 < times.context_ms < 1
-    assert 0 < times.read_ms + times.behind_ms < 0.2
+    assert 0 < times.read_ms + times.attend_ms < 0.2
 
 
 def test_times_are_those_of_steps(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

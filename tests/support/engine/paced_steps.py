@@ -16,14 +16,14 @@ from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.plans import result_of
 
 GROUPS = (KVGroup(0, "sliding", (0,), 4, 256, 1024), KVGroup(1, "full", (1,), 1, 512, None))
-BEHIND_MS = 4e-7  # what each token behind a prompt token adds: ten full layers at 400 TFLOP/s a rank
+ATTEND_MS = 4e-7  # what each token behind a prompt token adds: ten full layers at 400 TFLOP/s a rank
 BASE_MS, DECODE_MS, PREFILL_MS = 5.1, 0.093, 0.022  # 31B, TP=4, bf16: a step, and what each row adds (kernel model and 4 x H200)
 TILE = 128  # rows of large products: those of a step with chunks cost as if rounded up to whole tiles (measured on 4 x H200)
 TIMES = StepTimes(
     tuple((rows, BASE_MS + DECODE_MS * rows) for rows in (1, 32, 128, 256)),
     tuple((rows, BASE_MS + PREFILL_MS * rows) for rows in (1, 128, 512, 2048)),
     tuple((rows, (DECODE_MS - PREFILL_MS) * rows) for rows in (1, 32, 128, 256)),
-    behind_ms=BEHIND_MS,
+    attend_ms=ATTEND_MS,
     tile=TILE,
 )
 
@@ -32,13 +32,13 @@ def step_ms(plan: StepPlan) -> float:
     """What a step of 31B takes."""
     decodes = len(plan.decodes)
     prefill = -(-(plan.prompt_tokens + decodes) // TILE) * TILE - decodes if plan.chunks else 0
-    return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill + BEHIND_MS * _behind(plan)
+    return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill + ATTEND_MS * _behind(plan)
 
 
 def work_ms(plan: StepPlan) -> float:
     """What its tokens add to a step: the work that gets done, whatever their prompts' lengths."""
     decodes = len(plan.decodes)
-    return DECODE_MS * decodes + PREFILL_MS * plan.prompt_tokens + BEHIND_MS * _behind(plan)
+    return DECODE_MS * decodes + PREFILL_MS * plan.prompt_tokens + ATTEND_MS * _behind(plan)
 
 
 def _behind(plan: StepPlan) -> int:
