@@ -111,7 +111,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     debug_pages: Annotated[
         PageChecks,
         Meta(
-            description="compare page tables, plans and the allocator's records; sample: a sixteenth of the tables a "
+            description="compare the ranks' page tables with the plans; sample: a sixteenth of the tables a "
             "step; every: all. A violation ends the group"
         ),
     ] = "off"

@@ -9,7 +9,7 @@
     |-- GenerationFailed    one request ended in error (NaN logits, a message that could not be read)      -> HTTP 500
     |-- ConfigError         a setting, a YAML key or the node cannot be used as asked; names the key
     |-- CheckpointError     a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
-    `-- PageViolation       a page table, a plan or the allocator's records are wrong (debug_pages); names slot, group and entry
+    `-- PageViolation       a page table or a plan is wrong (debug_pages); names slot, group and entry
 
 `deploy/edge/http_errors.py` adds those of HTTP, and maps the whole tree to it once; nothing else decides a status code.
 """

@@ -22,10 +22,9 @@ from typing import Any
 import msgspec
 
 from engine.channel import Waiter
-from engine.config import EngineConfig, PageChecks
+from engine.config import EngineConfig
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
-from engine.core.page_audit import PageAudit
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step_budget import StepTimer
 from engine.errors import CheckpointError
@@ -51,11 +50,9 @@ class Core:
         link: FrontLink,
         lifeline: Lifeline,
         waiter: Waiter,
-        debug_pages: PageChecks = "off",
         vocabulary: Vocabulary | None = None,
     ) -> None:
         self._scheduler, self._requests = scheduler, scheduler.requests
-        self._audit = PageAudit(scheduler.requests, debug_pages)
         self._masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
         self._executor = executor
         self._link = link
@@ -134,7 +131,6 @@ class Core:
         if self._masks.making:
             self._advance_masks()
         while self._scheduler.in_flight < DEPTH and (plan := self._scheduler.schedule()) is not None:
-            self._audit.planned(plan.step)
             if plan.masked:
                 self._masks.planned(plan)
                 self._send_masks()
@@ -284,7 +280,7 @@ def serve(lifeline: Lifeline) -> None:
     lifeline.send(Ready())
     try:
         waiter = Waiter(args.spin, idle_s=200e-6)
-        Core(scheduler, executor, link, lifeline, waiter, config.debug_pages, vocabulary).run()
+        Core(scheduler, executor, link, lifeline, waiter, vocabulary).run()
     except EOFError:
         return
 

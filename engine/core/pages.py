@@ -9,7 +9,7 @@ Page 0 is the null page: it is never handed out and every unused table entry nam
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.geometry import KVGroup
@@ -31,11 +31,6 @@ class PagePool:
     def free(self) -> int:
         """Pages that nobody has."""
         return len(self._free)
-
-    @property
-    def free_pages(self) -> Sequence[int]:
-        """The free pages, for checks."""
-        return self._free
 
     @property
     def available(self) -> int:

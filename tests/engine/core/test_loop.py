@@ -5,7 +5,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,7 +14,6 @@ from engine.channel import Waiter
 from engine.core.links import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.errors import PageViolation
 from engine.geometry import KVGroup
 from engine.matcher import Matcher, Vocabulary
 from engine.plan import StepPlan, StepResult
@@ -319,24 +317,3 @@ def test_a_stop_gives_masks_to_the_steps_that_are_out() -> None:
         Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter(), vocabulary=vocabulary).run()
     assert [plan.step for plan in machine.queue if plan.masked] == [1, 2]
     assert [(masks.step, len(masks.slots)) for masks in map(decode_masks, executor.masks)] == [(1, 1), (2, 0)]
-
-
-def test_a_page_violation_ends_the_loop() -> None:
-    """With debug_pages a plan after a fault in page accounting is not sent: the loop raises and names it; a sound one goes out."""
-
-    def serve(spoil: Callable[[Scheduler], None]) -> MachineExecutor:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-            front = Front(ours)
-            executor = StoppingExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position), front=front)
-            loop = Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter(), "every")
-            request = GenerateRequest(id=1, prompt=pack_tokens([1, 2, 3]), params=SamplingParams(max_tokens=5))
-            spoil(scheduler)
-            front.send(request)
-            loop.run()
-            return executor
-
-    assert serve(lambda _: None).deepest >= 1
-    with pytest.raises(PageViolation, match=r"page accounting at plan 1: group full: 38 free, 1 held and 0 idle pages .* of 38"):
-        serve(lambda scheduler: setattr(scheduler.allocator.pools[1], "total", 38))

@@ -1,37 +1,16 @@
-"""The setting `debug_pages` in the core: the allocator's records compared with what sequences and the prefix cache hold.
+"""The allocator's records compared with what sequences and the prefix cache hold.
 
 Each page of a pool is free, held or idle, and in one list only; its holder count is the number of sequences that hold it; two hold
-it only at the same entry, where both have computed the whole page. A violation is raised before the next plan.
+it only at the same entry, where both have computed the whole page.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.config import PageChecks
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence as Running
-from engine.errors import PageViolation
-
-SAMPLED = 1024  # with `sample`, plans between two checks: a check takes 25 ms at 84 000 pages
-
-
-class PageAudit:
-    """Checks the pages of requests at some plans, or all."""
-
-    def __init__(self, requests: Requests, mode: PageChecks) -> None:
-        self._requests = requests
-        self._every = {"off": 0, "sample": SAMPLED, "every": 1}[mode]
-        self._next = self._every
-
-    def planned(self, step: int) -> None:
-        """Plan `step` has been made. PageViolation: the records are wrong; the message names page and holders."""
-        if self._every and step >= self._next:
-            self._next = step + self._every
-            complaint = next(complaints(self._requests), None)
-            if complaint is not None:
-                raise PageViolation(f"page accounting at plan {step}: {complaint}")
 
 
 def complaints(requests: Requests) -> Iterator[str]:
@@ -55,7 +34,7 @@ def _kept(pools: Sequence[PagePool], cache: PrefixCache | None) -> list[set[int]
 
 
 def _pool(pool: PagePool, held: Counter[int], kept: set[int]) -> Iterator[str]:
-    free = Counter(pool.free_pages)
+    free = Counter(pool._free)
     idle = kept - held.keys()
     for page in sorted({page for page, count in free.items() if count > 1}):
         yield f"page {page} is {free[page]} times among the free pages"
