@@ -88,14 +88,14 @@ class Group:
     def _spawn(self, shared: Mapping[str, int], core: socket.socket, command: Command) -> None:
         spin = spin_polls(self.config.tp, len(os.sched_getaffinity(0)))
         for index in range(self.config.tp + 1):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                args = _boot_args(index, self.config.tp, shared, core.fileno(), theirs.fileno(), spin)
+            parent_end, child_end = socket.socketpair()
+            with child_end:
+                args = _boot_args(index, self.config.tp, shared, core.fileno(), child_end.fileno(), spin)
                 inherited = [args.lifeline, *shared.values(), *([args.front] if args.role == "core" else [])]
                 try:
-                    child = children.spawn(args, ours, inherited, self.config.device, command)
+                    child = children.spawn(args, parent_end, inherited, self.config.device, command)
                 except BaseException:
-                    ours.close()
+                    parent_end.close()
                     raise
             self.children.append(child)
 
@@ -158,13 +158,13 @@ class Group:
 
         An EngineClient that has taken `front_socket` must send the stop itself (`client.stop()`) before this.
         """
-        self._say_stop()
+        self._send_stop()
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()
         return orderly
 
-    def _say_stop(self) -> None:
+    def _send_stop(self) -> None:
         if self.front_socket.fileno() < 0:
             return
         self.front_socket.settimeout(_SEND_WAIT_S)

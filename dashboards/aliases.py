@@ -25,13 +25,13 @@ CACHE_CONFIG = "cache_config_info"  # {block_size, num_gpu_blocks}, of quartet_k
 
 def aliases(families: Iterable[Family], model_name: str) -> Iterator[Family]:
     """vLLM's families for ours, which are given as collected. KeyError when a source is missing."""
-    ours = {family.name: family for family in families}
+    by_name = {family.name: family for family in families}
     labels = {"engine": "0", "model_name": model_name}
     for row in ENGINE:
         if row.alias:
-            yield _renamed(row, ours[row.stem], labels)
-    yield _success(ours["quartet_requests"], labels)
-    yield _cache_config(ours["quartet_kv_pages"], ours["quartet_kv_page_tokens"], labels)
+            yield _renamed(row, by_name[row.stem], labels)
+    yield _success(by_name["quartet_requests"], labels)
+    yield _cache_config(by_name["quartet_kv_pages"], by_name["quartet_kv_page_tokens"], labels)
 
 
 def _renamed(row: Metric, source: Family, labels: Mapping[str, str]) -> Family:

@@ -409,10 +409,10 @@ _GROUP = (
 ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_ENCODER, *_GROUP)
 
 
-def deployment_counter(row: Metric, prefix: str, says: str) -> Metric:
+def deployment_counter(row: Metric, prefix: str, description: str) -> Metric:
     """A deployment's own counter beside one of its replicas'."""
     name = row.name.replace("quartet_", prefix, 1)
-    return Metric(name, f"{row.name}, {says}", labels=("application", "deployment", *row.labels))
+    return Metric(name, f"{row.name}, {description}", labels=("application", "deployment", *row.labels))
 
 
 _GONE = "last known counts of the replicas that are gone, summed."

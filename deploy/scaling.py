@@ -117,12 +117,12 @@ class Scaling:
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
         """(replicas, state), as Serve asks every tick."""
-        told = context.aggregated_metrics or {}
+        metrics = context.aggregated_metrics or {}
         now = context.target_num_replicas
-        sums = {name: sum(told.get(name, {}).values()) for name in SUMMED_FIGURES}
-        late = max(told.get("late", {}).values(), default=0.0)
+        sums = {name: sum(metrics.get(name, {}).values()) for name in SUMMED_FIGURES}
+        late = max(metrics.get("late", {}).values(), default=0.0)
         settled = self._settled(context)
-        if context.current_num_replicas and not any(told.get(name) for name in SUMMED_FIGURES):
+        if context.current_num_replicas and not any(metrics.get(name) for name in SUMMED_FIGURES):
             return now, {"wanted": now, "settled": settled}
         replicas, why = max(self._needed(sums, 1.0))
         if late > 1 and sums["waiting_tokens"] and _seen(context, settled):

@@ -31,8 +31,8 @@ def unknown_keys(schema: type[BaseModel], value: Any, path: str) -> Iterator[str
             yield here
             continue
         for model in _models(field.annotation):
-            for place, entry in enumerate(inner) if isinstance(inner, list) else [(None, inner)]:
-                yield from unknown_keys(model, entry, f"{here}." if place is None else f"{here}.{place}.")
+            for index, entry in enumerate(inner) if isinstance(inner, list) else [(None, inner)]:
+                yield from unknown_keys(model, entry, f"{here}." if index is None else f"{here}.{index}.")
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

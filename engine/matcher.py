@@ -87,11 +87,11 @@ class Vocabulary:
         ends = list(accumulate(1 + len(drafted) for drafted in drafts))
         bits = np.split(np.zeros((ends[-1], mask_words(self.size)), np.int32), ends[:-1])
         parts = max(1, min(_MASK_THREADS, len(matchers), ends[-1] // _MASKS_A_THREAD))
-        every = [(matchers[at::parts], drafts[at::parts], bits[at::parts]) for at in range(parts)]
+        every = [(matchers[first::parts], drafts[first::parts], bits[first::parts]) for first in range(parts)]
         others = [self._threads.submit(_fill, *part) for part in every[1:]]
         bits[::parts] = _fill(*every[0])
-        for at, other in enumerate(others, 1):
-            bits[at::parts] = other.result()
+        for first, other in enumerate(others, 1):
+            bits[first::parts] = other.result()
         return bits
 
 
@@ -138,16 +138,16 @@ class Matcher:
         """Writes masks behind each draft as if it came, int32 [1 + drafts, words], whose first is there; how many: up to a draft
         that may not come, or a mask that cannot be made, or the time `until` of this thread's CPU."""
         ahead = self.inner.deep_copy()
-        for at, token in enumerate(drafts, 1):
-            if not allows(masks[at - 1], token) or time.thread_time() > until:
-                return at - 1
+        for count, token in enumerate(drafts, 1):
+            if not allows(masks[count - 1], token) or time.thread_time() > until:
+                return count - 1
             ahead.consume_token(token)
             if self.frees and ahead.is_accepting():
-                masks[at:] = -1
+                masks[count:] = -1
                 break
-            ahead.unsafe_compute_mask_ptr(masks[at].ctypes.data, masks[at].nbytes)
+            ahead.unsafe_compute_mask_ptr(masks[count].ctypes.data, masks[count].nbytes)
             if ahead.is_error():
-                return at - 1
+                return count - 1
         return len(drafts)
 
     def check(self, bits: np.ndarray) -> None:

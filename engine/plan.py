@@ -226,7 +226,7 @@ class StepResult:
     @property
     def rows(self) -> list[ResultRow]:
         """All rows as objects."""
-        return [self.row(at) for at in range(len(self.table))]
+        return [self.row(index) for index in range(len(self.table))]
 
 
 def single_rows(slots: Iterable[int]) -> "array[int]":

@@ -204,7 +204,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         """The same in pieces of at most so many tokens."""
         size = tokens * token_bytes(self.alternatives)
         pieces = [self.words[start : start + size] for start in range(0, len(self.words), size)]
-        return [PromptLogprobs(self.first + tokens * at, self.alternatives, words) for at, words in enumerate(pieces)]
+        return [PromptLogprobs(self.first + tokens * index, self.alternatives, words) for index, words in enumerate(pieces)]
 
 
 def token_bytes(alternatives: int) -> int:

@@ -45,11 +45,11 @@ _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inb
 
 
 class Norms(NamedTuple):
-    """Weights [n] of a fused norm: `post`, for two parts behind one for `each`; `next_norm`: the next pre-norm, None: no x."""
+    """Weights [n] of a fused norm: `post`, of two parts behind one each (`halves`); `next_norm`: the next pre-norm, None: no x."""
 
     post: Tensor | None
     next_norm: Tensor | None
-    each: tuple[Tensor, Tensor] | None = None
+    halves: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def fused_allreduce_norm(
         _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, (False, True))
         return h, x
     rows, width = part.shape[-2:]
-    n = width // 2 if norms.each else width
+    n = width // 2 if norms.halves else width
     if not enabled(part):
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
@@ -150,7 +150,7 @@ def fused_allreduce_norm(
         return _reference(part, residual, norms, eps, scalar, scale)
     h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.next_norm is None else torch.empty_like(h)
-    sharded = peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.each is None
+    sharded = peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.halves is None
     turn = 0 if peers is None else peers.call()
     _launch(part, residual, norms, eps, scalar, scale, peers, h, x, turn, _SHARDED if sharded else _WHOLE)
     return h, x
@@ -162,9 +162,9 @@ def _reference(
     if residual is None or norms.post is None:
         h = part * scale
     else:
-        if norms.each is not None:
+        if norms.halves is not None:
             one, other = part.chunk(2, dim=-1)
-            part = rms_norm(one, norms.each[0], eps) + rms_norm(other, norms.each[1], eps)
+            part = rms_norm(one, norms.halves[0], eps) + rms_norm(other, norms.halves[1], eps)
         h = norm_add(residual, part, norms.post, eps, scalar)
     return h, None if norms.next_norm is None else rms_norm(h, norms.next_norm, eps)
 
@@ -185,12 +185,12 @@ def _launch(
     """`stages` of the kernel that are run: not all where the product has sent the part; one by one by the interpreter, which runs
     ranks one after the other."""
     rows, n = h.shape
-    each = () if len(stages) == len(_SHARDED) else norms.each or (None, None)
+    halves = () if len(stages) == len(_SHARDED) else norms.halves or (None, None)
     over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
     launch(
         _configured(n, h.dtype, *over, stages, part.shape[0] if part.ndim == 3 else 1), (rows,),
-        part, residual, norms.post, *each, norms.next_norm, scalar, h, x, *group, turn, eps, scale,
+        part, residual, norms.post, *halves, norms.next_norm, scalar, h, x, *group, turn, eps, scale,
     )  # fmt: skip
 
 

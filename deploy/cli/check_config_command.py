@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
     applications = read_settings(config, str(args.config))
     check_schema(config, str(args.config))
     check_policies(config, str(args.config))
-    ours = [app for app in config["applications"] if app.get("import_path") == IMPORT_PATH]
+    sections = [app for app in config["applications"] if app.get("import_path") == IMPORT_PATH]
     entries: list[dict[str, Any]] = []
     lines: list[Part] = []
-    for app, settings in zip(ours, applications, strict=True):
+    for app, settings in zip(sections, applications, strict=True):
         try:
             notes = list(all_notes(app, config.get("http_options") or {}, settings))
         except (ConfigError, CheckpointError) as error:

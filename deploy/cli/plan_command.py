@@ -104,11 +104,11 @@ def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     weights, parameters = sizing.weight_bytes_and_count(engine)
     given = {name: getattr(engine, name) for name in sizes()}
     measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
-    asked = {"model": settings.model, "device": engine.device, **given, **measured}
+    question = {"model": settings.model, "device": engine.device, **given, **measured}
     try:
-        return {**asked, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
+        return {**question, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
     except ConfigError as error:
-        return {**asked, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
+        return {**question, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
 
 
 def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:

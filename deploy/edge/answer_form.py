@@ -65,8 +65,8 @@ def read_form(raw: Raw, key: str, rules_of: Callable[[Any, str], str | None]) ->
     except RecursionError:
         raise InvalidRequest(f"{key}: it is nested too deeply", param=key) from None
     except InvalidRequest as error:
-        said = str(error)
-        raise InvalidRequest(said if said.startswith(key) else f"{key}: {said}", param=key, code=error.code) from None
+        message = str(error)
+        raise InvalidRequest(message if message.startswith(key) else f"{key}: {message}", param=key, code=error.code) from None
     return None if rules is None else AnswerForm(rules, key)
 
 

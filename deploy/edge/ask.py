@@ -58,7 +58,7 @@ class ChatMessage:
     def plain(self) -> dict[str, Any]:
         """As chat templates take it, without what is not said."""
         content = self.content
-        said = {
+        fields = {
             "role": self.role,
             "name": self.name,
             "content": content if isinstance(content, str | None) else [_plain_part(part) for part in content],
@@ -66,7 +66,7 @@ class ChatMessage:
             "tool_calls": [_plain_call(call) for call in self.calls] or None,
             "tool_call_id": self.call_id,
         }
-        return {key: value for key, value in said.items() if value is not None}
+        return {key: value for key, value in fields.items() if value is not None}
 
 
 def _plain_part(part: Part) -> dict[str, Any]:

@@ -25,12 +25,12 @@ def read_form(body: bytes, decoder: msgspec.json.Decoder[R], absent: Collection[
 
     InvalidRequest names the first key that is wrong.
     """
-    said = {}
+    values = {}
     for name, value in _fields(body).items():
         if name in absent:
             raise unsupported(name)
-        said[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
-    request: R = decode(msgspec.json.encode(said), "", decoder)
+        values[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
+    request: R = decode(msgspec.json.encode(values), "", decoder)
     return request
 
 

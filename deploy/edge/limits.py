@@ -190,8 +190,8 @@ class Uploads:
 
 
 def _has_body(scope: Scope) -> bool:
-    said = (value != b"0" for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding"))
-    return scope.get("method") == "POST" or any(said)
+    given = (value != b"0" for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding"))
+    return scope.get("method") == "POST" or any(given)
 
 
 def check_head(scope: Scope, limits: LimitSettings) -> None:

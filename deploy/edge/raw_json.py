@@ -171,10 +171,10 @@ def _complaint(error: Exception, key: str) -> InvalidRequest:
     """msgspec's one finding in our words; `key`: which of the request's was decoded."""
     if not isinstance(error, msgspec.ValidationError):
         return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=_first(key) or None, code="invalid_json")
-    said = _WHERE.fullmatch(str(error))
-    assert said is not None, error
-    what = said["what"]
-    path = said["path"] or ""
+    match = _WHERE.fullmatch(str(error))
+    assert match is not None, error
+    what = match["what"]
+    path = match["path"] or ""
     if missing := _MISSING.match(what):
         path = f"{path}.{missing[1]}".lstrip(".")
         what = "is required"

@@ -62,8 +62,8 @@ class CallGrammar:
         self._referred: dict[str, str] = {}
         self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
-        self._rules += [f"tool_{place}: {_literal(name)} {rule}" for place, (name, rule) in enumerate(arguments.items())]
-        called = " | ".join(f"tool_{place}" for place in range(len(arguments)))
+        self._rules += [f"tool_{index}: {_literal(name)} {rule}" for index, (name, rule) in enumerate(arguments.items())]
+        called = " | ".join(f"tool_{index}" for index in range(len(arguments)))
         self._rules.append(f"call: <[{markers.begin_call}]> called")
         self._rules.append(f'called: "call:" ({called}) <[{markers.end_call}]>')
 

@@ -62,12 +62,12 @@ class Structure:
 
 def tagged_answer(structures: Sequence[Structure]) -> str:
     """Free text in which every trigger begins one of its structures."""
-    rules = ["answer: (" + " | ".join(f"tag_{place}" for place in range(len(structures))) + ")* FREE", r"FREE: /(.|\n)*/"]
-    for place, structure in enumerate(structures):
+    rules = ["answer: (" + " | ".join(f"tag_{index}" for index in range(len(structures))) + ")* FREE", r"FREE: /(.|\n)*/"]
+    for index, structure in enumerate(structures):
         texts = structure.begin.removeprefix(structure.trigger), structure.end
         begin, end = (f" {json.dumps(text)}" if text else "" for text in texts)
-        rules.append(f"trigger_{place}[lazy]: FREE {json.dumps(structure.trigger)}")
-        rules.append(f"tag_{place}: trigger_{place}{begin} {_json(structure.schema)}{end}")
+        rules.append(f"trigger_{index}[lazy]: FREE {json.dumps(structure.trigger)}")
+        rules.append(f"tag_{index}: trigger_{index}{begin} {_json(structure.schema)}{end}")
     return "\n".join(rules)
 
 

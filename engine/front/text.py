@@ -203,15 +203,15 @@ class TextProcessor:
 
     def _pieces_of(self, text: str) -> Iterator[tuple[str, str]]:
         """(plain text, the control token behind it, if any), in order; a search holds the interpreter's lock, so there are many."""
-        begun = at = 0
-        while at < len(text):
-            end = at + _WINDOW
-            match = self._cut.search(text, at, end + self._longest)
+        begun = position = 0
+        while position < len(text):
+            end = position + _WINDOW
+            match = self._cut.search(text, position, end + self._longest)
             if match is None or match.start() >= end:
-                at = end
+                position = end
                 continue
             yield text[begun : match.start()], match[0]
-            begun = at = match.end()
+            begun = position = match.end()
         yield text[begun:], ""
 
     def _plain(self, text: str, param: str, most: int) -> list[int]:

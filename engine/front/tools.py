@@ -25,10 +25,10 @@ class Tools:
     def __init__(self, declarations: Sequence[Mapping[str, Any]]) -> None:
         self._schemas: dict[str, ValueSchema] = {}
         self.strict: set[str] = set()  # those whose schemas must be kept
-        for place, declaration in enumerate(declarations):
-            name, parameters = _checked(declaration, f"tools[{place}]")
+        for index, declaration in enumerate(declarations):
+            name, parameters = _checked(declaration, f"tools[{index}]")
             if name in self._schemas:
-                raise _wrong(f"tools[{place}].function.name", f"{name!r} is declared twice")
+                raise _wrong(f"tools[{index}].function.name", f"{name!r} is declared twice")
             self._schemas[name] = ValueSchema(parameters, parameters)
             if declaration["function"].get("strict") is True:
                 self.strict.add(name)
@@ -92,11 +92,11 @@ def _check_parameters(parameters: Any, where: str) -> None:
     left: list[tuple[str, Any]] = [(where, parameters)]
     seen: set[int] = set()
     while left:
-        place, schema = left.pop()
+        where, schema = left.pop()
         if id(schema) not in seen:
             seen.add(id(schema))
-            left += _checked_schema(schema, place)
-            left += _referred_schema(schema, parameters, place)
+            left += _checked_schema(schema, where)
+            left += _referred_schema(schema, parameters, where)
 
 
 def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
@@ -110,8 +110,8 @@ def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
         for name, inner in _a(Mapping, schema, keyword, where).items():
             yield _inside(where, f".{keyword}.{name}"), inner
     for keyword in _SCHEMA_LISTS:
-        for place, inner in enumerate(_a(list, schema, keyword, where)):
-            yield _inside(where, f".{keyword}[{place}]"), inner
+        for index, inner in enumerate(_a(list, schema, keyword, where)):
+            yield _inside(where, f".{keyword}[{index}]"), inner
     for keyword in _SCHEMAS:
         inner = schema.get(keyword)
         if inner is not None:

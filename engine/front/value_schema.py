@@ -52,9 +52,9 @@ class ValueSchema:
         """Whether an object has a property of this name."""
         return any(key in _mapping(branch.get("properties")) for branch in self._branches())
 
-    def element(self, place: int) -> "ValueSchema":
+    def element(self, index: int) -> "ValueSchema":
         """The schema of an array's element at that place, by all alternatives."""
-        return self._inside(lambda branch: _element(branch, place))
+        return self._inside(lambda branch: _element(branch, index))
 
     def _inside(self, schema_of: Callable[[Mapping[str, Any]], Any]) -> "ValueSchema":
         """What one of the alternatives says; those that say nothing do not count, and what allows anything allows it."""
@@ -152,10 +152,10 @@ def _kind_of(value: Any) -> str:
     return "null" if value is None else _PYTHON_TYPES.get(type(value), "string")
 
 
-def _element(branch: Mapping[str, Any], place: int) -> Any:
+def _element(branch: Mapping[str, Any], index: int) -> Any:
     match branch.get("prefixItems") or branch.get("items"):
         case [*named]:
-            return named[place] if place < len(named) else None if named is branch.get("items") else branch.get("items")
+            return named[index] if index < len(named) else None if named is branch.get("items") else branch.get("items")
     return branch.get("items")
 
 

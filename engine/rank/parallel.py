@@ -181,9 +181,9 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
     _expect(parallel, parallel.exchange_rows(10 * rows + rank), own, "exchange")
 
 
-def _expect(parallel: Parallel, found: Tensor, expected: Tensor, what: str) -> None:
-    if not torch.equal(found, expected):
-        wrong = int((found != expected).sum()) if found.shape == expected.shape else expected.numel()
+def _expect(parallel: Parallel, actual: Tensor, expected: Tensor, what: str) -> None:
+    if not torch.equal(actual, expected):
+        wrong = int((actual != expected).sum()) if actual.shape == expected.shape else expected.numel()
         raise ConfigError(
             f"rank {parallel.rank} of {parallel.size}: the {what} of {expected.numel()} known {expected.dtype} values over the "
             f"ranks came out wrong in {wrong}; the ranks cannot compute together on this machine"

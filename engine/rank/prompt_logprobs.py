@@ -19,7 +19,7 @@ from engine.rank.batch import Chunk, ForwardBatch
 from engine.rank.upload import uploaded
 
 
-class WantedLogprobs(NamedTuple):
+class PromptScoring(NamedTuple):
     """Of a slot: logprobs of the prompt's tokens at positions first + 1 .. prompt - 1, each beside so many alternatives."""
 
     number: int
@@ -28,7 +28,7 @@ class WantedLogprobs(NamedTuple):
     alternatives: int
 
     @classmethod
-    def by(cls, admission: Admission, number: int) -> "WantedLogprobs | None":
+    def by(cls, admission: Admission, number: int) -> "PromptScoring | None":
         """What is left of them for an admission; None: nothing."""
         alternatives = admission.params.prompt_logprobs
         if alternatives is None or admission.scored >= admission.prompt - 1:
@@ -41,21 +41,21 @@ class ScoredRows:
     """Rows [row, row + count) of a step's batch, of a slot from position `first` on."""
 
     slot: int
-    wanted: WantedLogprobs
+    scoring: PromptScoring
     row: int
     first: int
     count: int
 
 
-def scored_rows(chunks: Sequence[Chunk], wanted: Mapping[int, WantedLogprobs]) -> list[ScoredRows]:
+def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) -> list[ScoredRows]:
     """Which rows of a step's chunks give logprobs of prompt tokens."""
-    found = []
+    rows = []
     for chunk in chunks:
-        if (asked := wanted.get(chunk.slot)) is not None:
-            first, end = max(chunk.start, asked.first), min(chunk.end, asked.prompt - 1)
+        if (scoring := scorings.get(chunk.slot)) is not None:
+            first, end = max(chunk.start, scoring.first), min(chunk.end, scoring.prompt - 1)
             if first < end:
-                found.append(ScoredRows(chunk.slot, asked, chunk.offset + first - chunk.start, first, end - first))
-    return found
+                rows.append(ScoredRows(chunk.slot, scoring, chunk.offset + first - chunk.start, first, end - first))
+    return rows
 
 
 def token_logprobs(
@@ -71,20 +71,20 @@ def token_logprobs(
     report  (rows int64 [r], ids int64 [r], alternatives) -> int32 [r, 2 + 2 alternatives]: logprobs of ids behind rows of the batch
     share   logits of a row
     """
-    rows = np.concatenate([np.arange(each.row, each.row + each.count) for each in scored])
+    rows = np.concatenate([np.arange(part.row, part.row + part.count) for part in scored])
     index = uploaded(torch.from_numpy(rows), tokens.device)
     ids = tokens[batch.slots[index].long(), batch.positions[index].long() + 1].long()
-    most, size = max(each.wanted.alternatives for each in scored), max(1, PIECE_LOGITS // share)
+    most, size = max(part.scoring.alternatives for part in scored), max(1, PIECE_LOGITS // share)
     return torch.cat([report(*piece, most) for piece in zip(index.split(size), ids.split(size), strict=True)])
 
 
 def prompt_rows(scored: Sequence[ScoredRows], words: np.ndarray) -> list[PromptRow]:
     """What `token_logprobs` gave, int32 [n, 2 + 2 most] on the host, for each chunk with the alternatives that it asks for."""
-    most, found, at = words.shape[1] // 2 - 1, [], 0
-    for each in scored:
-        mine, count = words[at : at + each.count], each.wanted.alternatives
-        cut = np.concatenate([mine[:, : 2 + count], mine[:, 2 + most : 2 + most + count]], axis=1)
-        reported = PromptLogprobs(each.first + 1, count, cut.astype("<i4", copy=False).tobytes())
-        found.append(PromptRow(each.slot, each.wanted.number, reported))
-        at += each.count
-    return found
+    most, reports, first = words.shape[1] // 2 - 1, [], 0
+    for part in scored:
+        own, count = words[first : first + part.count], part.scoring.alternatives
+        cut = np.concatenate([own[:, : 2 + count], own[:, 2 + most : 2 + most + count]], axis=1)
+        reported = PromptLogprobs(part.first + 1, count, cut.astype("<i4", copy=False).tobytes())
+        reports.append(PromptRow(part.slot, part.scoring.number, reported))
+        first += part.count
+    return reports

@@ -26,7 +26,7 @@ from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaItem, MediaKind
-from engine.rank.attention import AskedAttention, FailedChecks, attention_backend
+from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
@@ -34,7 +34,7 @@ from engine.rank.models.architecture import MediaEncoder, Model
 from engine.rank.models.assistant import Assistant
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes
-from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs
+from engine.rank.prompt_logprobs import PromptScoring, ScoredRows
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
@@ -98,15 +98,15 @@ class Runner:
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
         check = self.pages.check_copies if self.pages is not None else None
-        asked = AskedAttention.of(config, failed_checks)
-        attention = attention_backend(asked, geometry, cache, config.tp, self._buckets, device, check, widest)
+        chosen = AttentionConfig.of(config, failed_checks)
+        attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
-            reads = attention_backend(asked, drafter.geometry, cache, config.tp, self._buckets, device, check)
+            reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
             self.draft_stage = DraftStage(drafter, widest - 1, reads, self._inputs, self.sample_stage)
         rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
@@ -230,7 +230,7 @@ class Runner:
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
             for plan_of_masks in (None, uploaded):
                 self.sample_stage.sample(plan_of_masks, ends, hidden[-1:].repeat(rows, 1), everything)
-        scored = [ScoredRows(slot, WantedLogprobs(0, 0, size + 1, MAX_ALTERNATIVES), 0, 0, size)]
+        scored = [ScoredRows(slot, PromptScoring(0, 0, size + 1, MAX_ALTERNATIVES), 0, 0, size)]
         self.sample_stage.prompt_logprobs(ScoredBatch(scored, batch, every))
         self.slots.lengths[slot] = 0
         for group in self.slots.cache:

@@ -19,7 +19,7 @@ from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
 from engine.rank.adjustments import Adjustments
 from engine.rank.kv import KVCache
-from engine.rank.prompt_logprobs import WantedLogprobs
+from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.sampler import SpecialRows
 from engine.rank.upload import uploaded
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SlotParameters
@@ -66,7 +66,7 @@ class SlotState:
         self._numbers = np.zeros(slots, np.int32)
         self._logprobs: list[int | None] = [None] * slots
         self._filters = ["none"] * slots
-        self.prompts: dict[int, WantedLogprobs] = {}
+        self.prompts: dict[int, PromptScoring] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write the tokens and parameters of new sequences, and clear their rows in each page table."""
@@ -86,8 +86,8 @@ class SlotState:
             self._logprobs[admission.slot] = admission.params.logprobs
             self._filters[admission.slot] = _filters(admission.params)
             self.prompts.pop(admission.slot, None)
-            if (wanted := WantedLogprobs.by(admission, admission.number & NUMBER_MASK)) is not None:
-                self.prompts[admission.slot] = wanted
+            if (scoring := PromptScoring.by(admission, admission.number & NUMBER_MASK)) is not None:
+                self.prompts[admission.slot] = scoring
 
     def _store_tokens(self, admissions: Sequence[Admission]) -> None:
         sizes = [len(admission.tokens) for admission in admissions]

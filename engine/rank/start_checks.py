@@ -60,20 +60,20 @@ def check_attention(
     """
     own = OWN[device.type]
     named = {kind: BACKENDS[config.attention_of(kind) or own.name] for kind in ROW_KINDS}
-    asked = {kind: entry for kind, entry in named.items() if entry.parts != own.parts}
-    if not asked:
+    used = {kind: entry for kind, entry in named.items() if entry.parts != own.parts}
+    if not used:
         return frozenset(), []
     groups = config.kv_groups(geometry)
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
-    names = [(kind, group.index) for kind in asked for group in groups]
+    names = [(kind, group.index) for kind in used for group in groups]
     mismatched: dict[tuple[RowKind, int], str] = {}
-    for kind, entry in asked.items():
+    for kind, entry in used.items():
         parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
         wrong = parts_check.mismatches([kind], geometry, groups, settings, parts)
         mismatched |= {(kind, mismatch.group.index): f"is {mismatch}" for mismatch in wrong}
     failed = agreed(parallel, names, mismatched, device)
     sentences = [
-        f"{asked[kind].name} {mismatched.get((kind, group), f'({kind} {group}) is wrong on another rank')}: {own.name} in its place"
+        f"{used[kind].name} {mismatched.get((kind, group), f'({kind} {group}) is wrong on another rank')}: {own.name} in its place"
         for kind, group in sorted(failed)
     ]
     return frozenset(failed), sentences

@@ -163,6 +163,6 @@ def _unique_appends(plan: PlanView) -> np.ndarray:
     first = HEADER + plan.rows.size + plan.chunks.size
     appends = fixed[first : first + plan.appends.size].reshape(plan.appends.shape)
     assert fixed[COUNTS + 2] == len(appends), (fixed[:HEADER], len(appends))
-    last = {tuple(entry): at for at, entry in enumerate(appends[:, :3].tolist())}
+    last = {tuple(entry): index for index, entry in enumerate(appends[:, :3].tolist())}
     appends[np.setdiff1d(np.arange(len(appends)), list(last.values())), 0] = -1
     return fixed

@@ -33,7 +33,7 @@ def _appends(cache: GroupCache, slots: Sequence[int], start: int, end: int) -> l
     entries, count = cache.group.pages_for(start, end), cache.pool.shape[1] - 1
     pages = 1 + np.random.default_rng(0).permutation(count)
     return [
-        (cache.group.index, slot, entry, int(pages[(slot * len(entries) + at) % count]))
+        (cache.group.index, slot, entry, int(pages[(slot * len(entries) + index) % count]))
         for slot in slots
-        for at, entry in enumerate(entries)
+        for index, entry in enumerate(entries)
     ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry, kv_groups, read_geometry
-from engine.rank.attention import AskedAttention, attention_backend
+from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
@@ -130,7 +130,7 @@ def check_bits(hidden: Tensor, parallel: Parallel) -> None:
 def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> list[Tensor]:
     """Logits of each prompt."""
     geometry, cache = model.geometry, caches(model.geometry, job, device)
-    asked = AskedAttention(decode=job.attention_decode)
+    asked = AttentionConfig(decode=job.attention_decode)
     attention = attention_backend(asked, geometry, cache, job.size, (job.rows,), device)
     found, began, steps = [], time.monotonic(), 0
     for slot in range(len(job.prompts)):

@@ -216,10 +216,10 @@ def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
 def test_the_reference_is_the_norms_one_after_the_other() -> None:
     """Sum, post-norm, residual, scalar and next norm are `kernels.norm`'s ops in this order."""
     it = case(branches=2)
-    assert it.norms.each is not None
+    assert it.norms.halves is not None
     assert it.norms.post is not None
     one, other = it.whole.chunk(2, dim=1)
-    y = rms_norm(one, it.norms.each[0], EPS) + rms_norm(other, it.norms.each[1], EPS)
+    y = rms_norm(one, it.norms.halves[0], EPS) + rms_norm(other, it.norms.halves[1], EPS)
     h, x = fused_allreduce_norm(it.whole, it.residual, it.norms, EPS, it.scalar)
     assert torch.equal(h, norm_add(it.residual, y, it.norms.post, EPS, it.scalar))
     assert x is not None

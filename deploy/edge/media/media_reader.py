@@ -41,7 +41,7 @@ async def read_media(
         video_seconds=settings.video_seconds,
         row_samples=row_samples,
     )
-    prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {at}") for at, part in enumerate(media, 1))
+    prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {count}") for count, part in enumerate(media, 1))
     tasks = [asyncio.ensure_future(one) for one in prepared]
     try:
         read = await asyncio.gather(*tasks)
@@ -99,11 +99,11 @@ def _items(one: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
 def _runs(tokens: Sequence[int], soft: set[int]) -> Iterator[tuple[int, int]]:
     """[begin, end) of each run of ids in `soft`."""
     begin = None
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token in soft:
-            begin = place if begin is None else begin
+            begin = index if begin is None else begin
         elif begin is not None:
-            yield begin, place
+            yield begin, index
             begin = None
 
 

@@ -84,10 +84,10 @@ def opened(data: bytes, pixels: int) -> Image.Image:
 
 
 def _check_scans(jpeg: bytes) -> None:
-    at, scans = 2, 0
-    while scans <= MAX_SCANS and (marker := _MARKER.search(jpeg, at)) and marker[1] != b"\xd9":
+    offset, scans = 2, 0
+    while scans <= MAX_SCANS and (marker := _MARKER.search(jpeg, offset)) and marker[1] != b"\xd9":
         scans += marker[1] == b"\xda"
-        at = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
+        offset = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
     if scans > MAX_SCANS:
         raise InvalidRequest(f"it has more than {MAX_SCANS} scans")
 

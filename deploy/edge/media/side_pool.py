@@ -29,16 +29,16 @@ class SidePool:
 
     def run(self, task: Task, source: bytes) -> Prepared:
         """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._hand_over(theirs)
+        parent_end, child_end = socket.socketpair()
+        with parent_end:
+            with child_end:
+                self._hand_over(child_end)
             try:
                 message = encode(task)
-                ours.sendall(LENGTH.pack(len(message)) + message)
-                ours.sendall(source)
-                ours.shutdown(socket.SHUT_WR)
-                answer = _read(ours)
+                parent_end.sendall(LENGTH.pack(len(message)) + message)
+                parent_end.sendall(source)
+                parent_end.shutdown(socket.SHUT_WR)
+                answer = _read(parent_end)
             except ConnectionError:
                 answer = b""
         if not answer.startswith(BEGUN):
@@ -76,14 +76,14 @@ class SidePool:
 
     def _start(self) -> socket.socket:
         if self._control is None:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
+            self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with child_end:
                 paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
                 environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
                 environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # else half of a process' time is page faults
-                command = [sys.executable, "-m", "deploy.edge.media.side_process", str(theirs.fileno())]
+                command = [sys.executable, "-m", "deploy.edge.media.side_process", str(child_end.fileno())]
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), cwd=ROOT, env=environment
+                    command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=environment
                 )
         return self._control
 

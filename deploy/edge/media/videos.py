@@ -78,8 +78,8 @@ def _filmed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]
     stream = opened_stream(data, name, "video", task.video_seconds, task.pixels)
     check_pixels(stream.width, stream.height, task.pixels)
     packets = _packets(stream)
-    shown = [at for at, packet in enumerate(packets) if not packet.is_discard]
-    order = sorted(shown, key=lambda at: _time(packets[at]))
+    shown = [number for number, packet in enumerate(packets) if not packet.is_discard]
+    order = sorted(shown, key=lambda number: _time(packets[number]))
     sampled = _sampled(len(order), task.frames)
     stream.codec_context.options = {"max_pixels": str(task.pixels)}
     rate = float(stream.average_rate or _UNTIMED_FPS)
@@ -99,16 +99,16 @@ def _packets(stream: Any) -> list[Packet]:
 
 def _decoded(stream: VideoStream, packets: Sequence[Packet], chosen: Sequence[int]) -> Iterator[VideoFrame]:
     """The frames of these packets, in the order in which they are shown."""
-    keys, context = [at for at, packet in enumerate(packets) if packet.is_keyframe], stream.codec_context
+    keys, context = [number for number, packet in enumerate(packets) if packet.is_keyframe], stream.codec_context
     frames: Iterator[VideoFrame] = iter(())
     frame, begun = None, -1
-    for at in chosen:
-        before = keys[: bisect_right(keys, at)][-2:]  # a frame may be shown before the key frame that it is stored behind
-        begin = max((key for key in before if _time(packets[key]) <= _time(packets[at])), default=0)
+    for number in chosen:
+        before = keys[: bisect_right(keys, number)][-2:]  # a frame may be shown before the key frame that it is stored behind
+        begin = max((key for key in before if _time(packets[key]) <= _time(packets[number])), default=0)
         if begin > begun:
             context.flush_buffers()
             frames, begun = (one for packet in [*packets[begin:], None] for one in context.decode(packet)), begin
-        while frame is None or _time(frame) < _time(packets[at]):
+        while frame is None or _time(frame) < _time(packets[number]):
             if (following := next(frames, None)) is None:
                 break
             frame = following
@@ -123,4 +123,4 @@ def _time(shown: Packet | VideoFrame) -> int:
 
 def _sampled(count: int, most: int) -> Sequence[int]:
     """Indices of `most` frames at even steps, or of all."""
-    return range(count) if count <= most else [place * count // most for place in range(most)]
+    return range(count) if count <= most else [index * count // most for index in range(most)]

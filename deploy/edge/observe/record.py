@@ -66,8 +66,8 @@ class RequestRecord:
     @property
     def failed(self) -> bool:
         """By our fault: 5xx, or an error after a good head."""
-        theirs = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
-        return self.shown_status >= 500 or (self.status == 200 and not theirs)
+        by_client = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
+        return self.shown_status >= 500 or (self.status == 200 and not by_client)
 
     @property
     def finish(self) -> str | None:
@@ -94,7 +94,7 @@ class RequestRecord:
     def first(self, point: str) -> float | None:
         """Seconds from the submission to the first choice's `scheduled` or `first`; None: it has not come."""
         spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks if clock is not None]
-        return min((at - submitted for at, submitted in spans if at is not None), default=None)
+        return min((moment - submitted for moment, submitted in spans if moment is not None), default=None)
 
     @property
     def prepare_s(self) -> float | None:

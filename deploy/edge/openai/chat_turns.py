@@ -75,13 +75,13 @@ _SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str
 
 def read_chat(messages: Raw, tools: Json, switches: Json, *, generation_prompt: bool | None) -> ChatPrompt:
     """InvalidRequest names the key that is wrong."""
-    told = _switches(switches)
+    given = _switches(switches)
     return ChatPrompt(
         _messages(messages),
         _tools(tools),
-        thinks=told.pop("enable_thinking", None),
+        thinks=given.pop("enable_thinking", None),
         add_generation_prompt=generation_prompt is not False,
-        switches=told,
+        switches=given,
     )
 
 
@@ -114,9 +114,9 @@ def _part(part: ContentPart, where: str) -> Part:
     if part.type == "input_audio":
         return media_part("audio", (part.input_audio or InputAudio()).url, where)
     if (kind := _URL_PARTS.get(part.type)) is not None:
-        said: MediaUrl | str | None = getattr(part, part.type)
-        given = said if isinstance(said, MediaUrl) else MediaUrl(said)  # a text: Mistral's clients
-        return media_part(kind, given.url, where, given.detail if kind == "image" else None)
+        value: MediaUrl | str | None = getattr(part, part.type)
+        media = value if isinstance(value, MediaUrl) else MediaUrl(value)  # a text: Mistral's clients
+        return media_part(kind, media.url, where, media.detail if kind == "image" else None)
     return text_part(part.type, part.text, where)
 
 

@@ -20,7 +20,7 @@ FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
 
 
 @dataclass(frozen=True)
-class AskedAttention:
+class AttentionConfig:
     """Backends by kind of rows; None: the device's. failed_checks: (kind, KV group) that run our own ops whatever was asked for.
     download: FlashInfer may fetch kernels that it lacks."""
 
@@ -30,13 +30,13 @@ class AskedAttention:
     download: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, failed_checks: FailedChecks = ()) -> "AskedAttention":
+    def of(cls, config: EngineConfig, failed_checks: FailedChecks = ()) -> "AttentionConfig":
         """What the settings ask for."""
         return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
 
 
 def attention_backend(
-    asked: str | AskedAttention | None,
+    config: str | AttentionConfig | None,
     geometry: Geometry,
     cache: KVCache,
     tp: int,
@@ -51,14 +51,14 @@ def attention_backend(
     buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
     width: decode rows of a sequence at most
     """
-    if not isinstance(asked, AskedAttention):
-        asked = AskedAttention(asked, asked)
-    entries = {"decode": _entry(asked.decode, device), "extend": _entry(asked.extend, device)}
+    if not isinstance(config, AttentionConfig):
+        config = AttentionConfig(config, config)
+    entries = {"decode": _entry(config.decode, device), "extend": _entry(config.extend, device)}
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)
-    made = functools.cache(lambda entry: make_parts(entry, settings, download=asked.download))
+    made = functools.cache(lambda entry: make_parts(entry, settings, download=config.download))
 
     def parts(kind: RowKind, group: GroupCache) -> AttentionParts:
-        return made(_entry(None, device) if (kind, group.group.index) in asked.failed_checks else entries[kind])
+        return made(_entry(None, device) if (kind, group.group.index) in config.failed_checks else entries[kind])
 
     def extend(group: GroupCache) -> AttentionPart:
         usual, own = parts("extend", group), made(_entry(None, device))

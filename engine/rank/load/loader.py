@@ -25,8 +25,8 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: 
 
     progress: say on stderr what became of a saved head.
     """
-    found, _ = headers(folder, tensors, geometry)
-    head, table = found.get(HEAD), found.get(tensors.published_name("embed_tokens.weight", geometry))
+    by_name, _ = headers(folder, tensors, geometry)
+    head, table = by_name.get(HEAD), by_name.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
         return geometry
     tied = _are_equal(head, table)
@@ -54,11 +54,11 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
     before anything is copied.
     """
     needed, parameters = allocate(model, tensors, weights)
-    places = checked(folder, needed, tensors, model.geometry)
+    by_name = checked(folder, needed, tensors, model.geometry)
     began = time.monotonic()
-    for path in sorted({header.path for header in places.values()}):
+    for path in sorted({header.path for header in by_name.values()}):
         with opened(path) as file:
-            for name, header in places.items():
+            for name, header in by_name.items():
                 if header.path == path:
                     _copy(file.get_slice(header.name), needed[name], parameters[needed[name].parameter])
     if progress:

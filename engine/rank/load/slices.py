@@ -73,7 +73,7 @@ def pieces(
 ) -> dict[str, Piece]:
     """Every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it. CheckpointError: it would cut
     a block of the format's."""
-    found = {}
+    by_name = {}
     for rule in tensors.rules:
         held = weights if rule.kind == "matrix" else PLAIN
         for layer in geometry.layers if "{i}" in rule.name else geometry.layers[:1]:
@@ -85,8 +85,8 @@ def pieces(
                     name = tensors.published_name(rule.name.format(i=layer.index), geometry) + tensor.suffix
                     parameter = rule.parameter.format(i=layer.index) + (f".{tensor.name}" if rule.kind in _WEIGHTS else "")
                     kept = tuple(_of_blocks(cut, tensor, shape, name) for cut in cuts)
-                    found[name] = Piece(name, tensor.shape(shape), parameter, kept, rule.kind, shape[-1], tensor, held)
-    return found
+                    by_name[name] = Piece(name, tensor.shape(shape), parameter, kept, rule.kind, shape[-1], tensor, held)
+    return by_name
 
 
 def elements(tensors: TensorTable, geometry: Geometry) -> int:
@@ -142,8 +142,8 @@ def allocate(model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN
     for piece in needed.values():
         filled[piece.parameter] += piece.kept
         if piece.kind in ("embedding", "ple_table"):
-            behind = parameters[piece.parameter][piece.kept // piece.shape[1] :]
-            filled[piece.parameter] += behind.zero_().numel()
+            rest = parameters[piece.parameter][piece.kept // piece.shape[1] :]
+            filled[piece.parameter] += rest.zero_().numel()
     wrong = [name for name, parameter in parameters.items() if filled[name] != parameter.numel()]
     assert not wrong, f"the table does not fill {wrong}"
     return needed, parameters

@@ -31,40 +31,40 @@ class TensorHeader:
 
 def checked(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry) -> dict[str, TensorHeader]:
     """Every needed tensor's, by its published name, once all of the folder's tensors were found to be right."""
-    found, complaints = headers(folder, tensors, geometry)
-    live = {name for name in found if not tensors.is_unused(name, geometry)}
+    by_name, complaints = headers(folder, tensors, geometry)
+    live = {name for name in by_name if not tensors.is_unused(name, geometry)}
     complaints += [f"{name} is missing" for name in needed if name not in live]
-    complaints += [f"{found[name].name} is unexpected" for name in sorted(live - set(needed))]
-    complaints += [why for name in needed if name in found and (why := _unlike(needed[name], found[name]))]
+    complaints += [f"{by_name[name].name} is unexpected" for name in sorted(live - set(needed))]
+    complaints += [why for name in needed if name in by_name and (why := _unlike(needed[name], by_name[name]))]
     if complaints:
         more = f"; and {len(complaints) - _LISTED} more" if len(complaints) > _LISTED else ""
         raise CheckpointError(f"{folder}: {'; '.join(complaints[:_LISTED])}{more}")
-    return {name: found[name] for name in needed}
+    return {name: by_name[name] for name in needed}
 
 
-def _unlike(piece: Piece, found: TensorHeader) -> str | None:
-    if found.shape != piece.shape:
-        return f"{found.name} has shape {list(found.shape)}, not {list(piece.shape)}"
-    if found.dtype not in piece.tensor.saved:
-        return f"{found.name} has dtype {found.dtype}, not one of {', '.join(piece.tensor.saved)}"
+def _unlike(piece: Piece, header: TensorHeader) -> str | None:
+    if header.shape != piece.shape:
+        return f"{header.name} has shape {list(header.shape)}, not {list(piece.shape)}"
+    if header.dtype not in piece.tensor.saved:
+        return f"{header.name} has dtype {header.dtype}, not one of {', '.join(piece.tensor.saved)}"
     return None
 
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[dict[str, TensorHeader], list[str]]:
     """Every tensor of the folder's shards by its published name, and where index and shards disagree."""
     index = _index(folder)
-    found: dict[str, TensorHeader] = {}
+    by_name: dict[str, TensorHeader] = {}
     complaints, names = [], set()
     for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
         for header in _of_shard(path):
             names.add(header.name)
             if index and index.get(header.name) != path.name:
                 complaints.append(f"{header.name} lies in {path.name}, where the index does not say so")
-            first = found.setdefault(tensors.published_name(header.name, geometry), header)
+            first = by_name.setdefault(tensors.published_name(header.name, geometry), header)
             if first.name != header.name:
                 complaints.append(f"{first.name} and {header.name} are names of one tensor")
     complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in names]
-    return found, complaints
+    return by_name, complaints
 
 
 def _of_shard(path: Path) -> Iterator[TensorHeader]:

@@ -110,10 +110,10 @@ class Assistant(Shard):
         embed: the target's scaled rows of ids;  choose: the draft of each final row, of the pass of that number
         """
         drafted = []
-        for at in range(count):
+        for index in range(count):
             rows = self(embed(ids, step.allreduce_norm), hidden, step)
-            drafted.append(ids := choose(rows, at))
-            if at + 1 < count:
+            drafted.append(ids := choose(rows, index))
+            if index + 1 < count:
                 hidden = self.post(rows)
         return drafted
 

@@ -36,11 +36,11 @@ def load_encoder(model: Shard, tensors: TensorTable, folder: Path, progress: boo
     """Fill an encoder from the checkpoint in `folder`, with the bounds of products that it calls `*.linear`; CheckpointError as
     `load`. A bound that is not there bounds nothing."""
     load(model, tensors, folder, progress)
-    found, _ = headers(folder, tensors, model.geometry)
+    by_name, _ = headers(folder, tensors, model.geometry)
     scalars: dict[str, float] = {}
-    for path in {header.path for name, header in found.items() if name.endswith(BOUNDS)}:
+    for path in {header.path for name, header in by_name.items() if name.endswith(BOUNDS)}:
         with opened(path) as file:
-            for name, header in found.items():
+            for name, header in by_name.items():
                 if header.path == path and name.endswith(BOUNDS):
                     scalars[name] = file.get_tensor(header.name).to(model.dtype).item()
     for name, piece in pieces(tensors, model.geometry).items():

@@ -119,8 +119,8 @@ class Block(Module):
         after = None if self._ple else next_norm
         scalar = None if self._ple else self.scalar
         if self._moe:
-            each = (norms["post_dense"], norms["post_experts"])
-            h, x = step.allreduce_norm(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, each=each)
+            halves = (norms["post_dense"], norms["post_experts"])
+            h, x = step.allreduce_norm(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, halves=halves)
         else:
             h, x = step.allreduce_norm(self.mlp(x, step.allreduce_norm), h, norms["post_mlp"], after, scalar)
         if step.ple is None:

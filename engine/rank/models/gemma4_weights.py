@@ -98,8 +98,8 @@ def _published_name(name: str, geometry: Geometry) -> str:
     """How published checkpoints of this layout name a tensor."""
     if _is_of_tower(name):
         return name
-    behind = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
-    return behind if behind == HEAD else geometry.prefix + behind
+    rest = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
+    return rest if rest == HEAD else geometry.prefix + rest
 
 
 def _is_of_tower(name: str) -> bool:

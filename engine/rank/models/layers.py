@@ -74,16 +74,16 @@ class AllReduceNorm:
         next_norm: Tensor | None,
         scalar: Tensor | None = None,
         *,
-        each: tuple[Tensor, Tensor] | None = None,
+        halves: tuple[Tensor, Tensor] | None = None,
         scale: float = 1.0,
         summed: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """This rank's part [T, n], or [T, 2 n] with norms for `each` half -> (h, x); x is h where there is no `next_norm`. summed:
-        the part is the whole sum, on every rank."""
+        """This rank's part [T, n], or [T, 2 n] with norms for both `halves` -> (h, x); x is h where there is no `next_norm`.
+        summed: the part is the whole sum, on every rank."""
         peers = None if summed else self.peers
         if not (summed or peers or isinstance(part, InboxPart)):
             part = self._parallel.all_reduce(part)
-        norms = Norms(post, next_norm, each)
+        norms = Norms(post, next_norm, halves)
         h, normed = fused_allreduce_norm(part, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
         return h, h if normed is None else normed
 

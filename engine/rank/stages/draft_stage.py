@@ -60,8 +60,8 @@ class DraftStage:
         norm = AllReduceNorm(drafter.parallel, peers, drafter.geometry.eps)
         step = LayerStep(batch, self._slots.cache, self._attention, self._attention.prepare(batch), norm, None)
 
-        def choose(final: Tensor, at: int) -> Tensor:
-            drafts = self._sampler.batch(rows.slots, rows.positions[1 + at], self._greedy, self._slots.tokens)
+        def choose(final: Tensor, index: int) -> Tensor:
+            drafts = self._sampler.batch(rows.slots, rows.positions[1 + index], self._greedy, self._slots.tokens)
             return drafter.head(final, self._sampler, drafts, inbox)[:, 0].contiguous()
 
         drafter.drafts(count, rows.ids, rows.hidden, step, self._target.embed, choose)

@@ -16,7 +16,7 @@ from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, inboxes_of
-from engine.rank.prompt_logprobs import ScoredRows, WantedLogprobs, scored_rows
+from engine.rank.prompt_logprobs import PromptScoring, ScoredRows, scored_rows
 from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.step import MixedSizes, StepBuffers, chunks_of
 
@@ -84,11 +84,11 @@ class ForwardStage:
         self,
         plan: PlanView,
         uploaded: Tensor,
-        wanted: Mapping[int, WantedLogprobs],
+        scorings: Mapping[int, PromptScoring],
         width: int = 1,
         media: EncodeStage | None = None,
     ) -> FinalRows:
-        """The forward of a step with chunks, and decode rows of `width` tokens, or with no rows at all. wanted: slots that report
+        """The forward of a step with chunks, and decode rows of `width` tokens, or with no rows at all. scorings: slots that report
         logprobs of their prompts; media: holds what encoders put into chunks."""
         if not len(plan.chunks):
             self._inputs.apply(uploaded)
@@ -96,7 +96,7 @@ class ForwardStage:
         chunks = chunks_of(plan)
         batch, ends = self._mixed(MixedSizes.of(plan), uploaded, width)
         batch = replace(batch, chunks=chunks, soft=None if media is None else media.soft_tokens(chunks))
-        if not (scored := scored_rows(batch.chunks, wanted)):
+        if not (scored := scored_rows(batch.chunks, scorings)):
             return FinalRows(self.run(batch), ends)
         hidden = self.run(replace(batch, logit_rows=None))
         return FinalRows(hidden[batch.logit_rows], ends, prompts=ScoredBatch(scored, batch, hidden))

@@ -20,7 +20,7 @@ from engine.attention.flashinfer_files import FlashInferFiles
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import read_geometry
-from engine.rank.attention import AskedAttention, attention_backend
+from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.attention.base import AttentionParts, PartSettings
 from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
 from engine.rank.attention.router import AttentionRouter
@@ -131,14 +131,14 @@ def test_the_router_gives_it_its_rows() -> None:
     shape: Any = SimpleNamespace(heads=4, eps=1e-6)
     want = ours(it)
 
-    def run(asked: AskedAttention) -> Tensor:
+    def run(asked: AttentionConfig) -> Tensor:
         router = attention_backend(asked, shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
         assert isinstance(router, AttentionRouter)
         return attended(it, router)
 
-    assert run(AskedAttention.of(CONFIG)).equal(want)
+    assert run(AttentionConfig.of(CONFIG)).equal(want)
     assert FakeDecode.rows == 2
-    assert run(AskedAttention.of(CONFIG, {("decode", 0)})).equal(want)
+    assert run(AttentionConfig.of(CONFIG, {("decode", 0)})).equal(want)
     assert FakeDecode.rows == 2
 
 
@@ -156,7 +156,7 @@ def test_images_are_left_to_our_own(monkeypatch: pytest.MonkeyPatch, bidirection
     first, second = it.batch.chunks
     image = replace(it, batch=replace(it.batch, chunks=(replace(first, spans=((3, 60),)), second)))
     shape: Any = SimpleNamespace(heads=4, eps=1e-6)
-    router = attention_backend(AskedAttention(None, "fake"), shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
+    router = attention_backend(AttentionConfig(None, "fake"), shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
     assert isinstance(router, AttentionRouter)
     monkeypatch.setattr(CausalExtend, "rows", 0)
     causal, seen = ours(it), ours(image)

@@ -13,7 +13,7 @@ from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult, encode_plan, read_plan, single_rows
 from engine.rank import runner, step
 from engine.rank.builder import build
-from engine.rank.prompt_logprobs import WantedLogprobs
+from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.runner import Runner
 from engine.rank.stages.forward_stage import FinalRows
 from engine.rank.step import CHUNKS, MixedSizes
@@ -164,5 +164,5 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     assert padded((0, 0, 513, 513, 0, 0)) is None
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
-    made.slots.prompts[0] = WantedLogprobs(1, 0, 9, 0)
+    made.slots.prompts[0] = PromptScoring(1, 0, 9, 0)
     assert padded(chunk) is None

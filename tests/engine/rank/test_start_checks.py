@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
 from engine.rank import start_checks
-from engine.rank.attention import AskedAttention, trtllm
+from engine.rank.attention import AttentionConfig, trtllm
 from engine.rank.attention.base import AttentionParts, PartSettings
 from engine.rank.attention.parts_check import ROWS, PartMismatch, mismatches
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
@@ -173,7 +173,7 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     assert failed == {("decode", 0)}
     assert len(said) == 1
     assert re.fullmatch(r"trtllm_mha is wrong by [0-9.e-]+ for decode rows of sliding layers: triton in its place", said[0])
-    asked = AskedAttention.of(config, failed)
+    asked = AttentionConfig.of(config, failed)
     assert (asked.decode, asked.extend, asked.failed_checks) == ("trtllm_mha", None, failed)
     kernel.calls.clear()
     plain = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16")
