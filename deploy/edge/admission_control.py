@@ -14,7 +14,7 @@ and beside the first of the others'. Where all is taken, the last that waits of 
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ class AdmissionControl:
     _reserved: int = 0
     _open_answers: int = 0
     _turn: int = 0  # the latest
-    _waiting: deque["AdmissionTicket"] = field(default_factory=deque)
+    _tickets: list["AdmissionTicket"] = field(default_factory=list)
 
     @property
     def taken(self) -> int:
@@ -54,14 +54,17 @@ class AdmissionControl:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that wait for their prefill, or for their submission."""
-        while self._waiting and not self._waiting[0].waits:
-            self._waiting.popleft()
-        return sum(ticket.tokens for ticket in self._waiting if ticket.waits)
+        return sum(ticket.tokens for ticket in self._waiting())
 
     @property
     def waiting_bytes(self) -> int:
         """Of their media."""
-        return sum(ticket.bytes for ticket in self._waiting if ticket.waits)
+        return sum(ticket.bytes for ticket in self._waiting())
+
+    def _waiting(self) -> list["AdmissionTicket"]:
+        """The tickets that wait; one that has begun waits no more."""
+        self._tickets = [ticket for ticket in self._tickets if ticket.waits]
+        return self._tickets
 
     def enter(self, client: str) -> "AdmissionTicket":
         """A ticket for one answer. Overloaded: every choice is taken, and nobody would give way."""
@@ -83,8 +86,7 @@ class AdmissionControl:
 
     def _last_of_greediest(self, client: str, choices: int) -> "AdmissionTicket | None":
         """The last that waits of the client of most waiting choices, if those are more than `client` would have."""
-        waiting = [ticket for ticket in self._waiting if ticket.waits]
-        held = Counter[str]()
+        waiting, held = self._waiting(), Counter[str]()
         for ticket in waiting:
             held[ticket.client] += ticket.choices
         greediest = max(held, key=held.__getitem__, default=client)
@@ -110,11 +112,11 @@ class AdmissionControl:
     def _queue(self, ticket: "AdmissionTicket") -> None:
         ticket.turn = self._next_turn(ticket.client)
         self._turn = max(self._turn, ticket.turn)
-        self._waiting.append(ticket)
+        self._tickets.append(ticket)
 
     def _next_turn(self, client: str) -> int:
         """Behind the client's own that wait; else that of the first that waits; where nobody waits, as those that run had it."""
-        waiting = [ticket for ticket in self._waiting if ticket.waits]
+        waiting = self._waiting()
         own = [ticket.turn + ticket.choices for ticket in waiting if ticket.client == client]
         return max(own) if own else min((ticket.turn for ticket in waiting), default=self._turn)
 

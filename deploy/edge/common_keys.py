@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
-from deploy.edge.ask import Media, Part, Text
-from deploy.edge.key_types import OBJECT, array
+from deploy.edge import key_types as kt
+from deploy.edge.ask import Media, Part, Sampling, Text
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_text
 from engine.front.template import MAX_VALUES
 from engine.protocol import MediaKind
@@ -15,7 +15,7 @@ MESSAGES = 4096
 PARTS = 1024
 TOOLS = 128
 STOPS = 64
-TOOLS_SCHEMA = array(OBJECT, maxItems=TOOLS)
+TOOLS_SCHEMA = kt.array(kt.OBJECT, maxItems=TOOLS)
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 # To an image's soft tokens.
 DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
@@ -33,6 +33,26 @@ class InputAudio(Struct, frozen=True):
     def url(self) -> str | None:
         """None: there is nothing."""
         return f"data:audio/{self.format};base64,{self.data}" if self.data else None
+
+
+class CommonSamplingKeys(Struct, frozen=True, kw_only=True):
+    """How tokens are chosen, and when they end."""
+
+    temperature: kt.Temperature | None = None
+    top_p: kt.Fraction | None = None
+    top_k: kt.TopK | None = None
+    min_p: kt.MinP | None = None
+    presence_penalty: kt.AddedPenalty | None = None
+    frequency_penalty: kt.AddedPenalty | None = None
+    repetition_penalty: kt.RepetitionPenalty | None = None
+    seed: kt.Seed | None = None
+    stop: kt.RawStops = UNSET
+
+    def sampling(self, **changes: Any) -> Sampling:
+        """What is said by the names that Sampling has, with `changes`. InvalidRequest: `stop` is wrong."""
+        names = self.__struct_fields__ & Sampling.__dataclass_fields__.keys()
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return Sampling(**{**given, "stops": read_stops(self.stop, "stop"), **changes})
 
 
 def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:

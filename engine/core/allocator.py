@@ -59,7 +59,7 @@ class Allocator:
     def hold(self, sequence: Sequence, end: int, changes: Changes) -> None:
         """Take the pages for positions up to `end`."""
         for pool, run in zip(self.pools, sequence.runs, strict=True):
-            count = run.missing(-(-end // pool.group.page))
+            count = max(0, -(-end // pool.group.page) - run.end)
             if self.cache is not None and count > pool.free:
                 self.cache.make_free(pool, count)
             pages = pool.take(count)

@@ -154,11 +154,14 @@ class MaskState:
 
     def consume(self, tokens: "array[int]") -> "array[int]":
         """Consume tokens of the grammar; returns those behind its end, if tokens are free there."""
-        matcher, count = present(self.matcher), 0
-        while count < len(tokens) and not (count and matcher.frees and matcher.complete):
-            matcher.consume(tokens[count : count + 1])
-            count += 1
-        return tokens[count:]
+        matcher = present(self.matcher)
+        while tokens:
+            count = 1 if matcher.frees else len(tokens)
+            matcher.consume(tokens[:count])
+            tokens = tokens[count:]
+            if matcher.frees and matcher.complete:
+                break
+        return tokens
 
     def update_wait(self) -> None:
         """Unless masks are late, the next row waits for its own: one that is made, and that no row in flight uses."""

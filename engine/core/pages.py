@@ -105,10 +105,6 @@ class PagePool:
         """How many of these kept pages no sequence holds."""
         return list(map(self._holders.__getitem__, pages)).count(0)
 
-    def has_idle(self, pages: Iterable[int]) -> bool:
-        """Whether no sequence holds one of these kept pages."""
-        return 0 in map(self._holders.__getitem__, pages)
-
     # -- pages that may hold NaN
 
     def poison(self, pages: Iterable[int]) -> None:
@@ -135,10 +131,6 @@ class PageRun:
     def end(self) -> int:
         """Table index after the last held one."""
         return self.first + len(self.pages)
-
-    def missing(self, end: int) -> int:
-        """Pages to append so that entries up to `end` are held."""
-        return max(0, end - self.end)
 
     def between(self, first: int, end: int) -> list[int]:
         """The pages of entries [first, end), which are held."""

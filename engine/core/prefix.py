@@ -249,9 +249,9 @@ class PrefixCache:
         If no leaf has idle full pages, that is a segment above one, whose holders computed the pages below it themselves.
         """
         if pool is self._full:
-            self._remove_subtree(self._oldest(self._order, lambda candidate: pool.has_idle(candidate.pages), self._touch))
+            self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages) > 0, self._touch))
             return
-        segment = self._oldest(self._tails, lambda candidate: pool.has_idle(candidate.tail or ()), self._tails.move_to_end)
+        segment = self._oldest(self._tails, lambda candidate: pool.idle_in(candidate.tail or ()) > 0, self._tails.move_to_end)
         self._drop_tail(segment)
         self._prune(segment)
 

@@ -135,7 +135,7 @@ class Sequence:
     @property
     def scores(self) -> bool:
         """The client still has to get logprobs of its prompt."""
-        return self.params.prompt_logprobs is not None and self.scored < self.prompt - 1
+        return self.reports_prompt and self.scored < self.prompt - 1
 
     @property
     def reusable(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,13 +27,14 @@ from engine.rank.models.audio import audio_encoder
 from engine.rank.models.audio_weights import TENSORS as AUDIO_TENSORS
 from engine.rank.models.clipped import load_encoder
 from engine.rank.models.gemma4 import GEMMA4
+from engine.rank.models.layers import Shard
 from engine.rank.models.vision import encoder_of
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, Single
 from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, untried
 from engine.vision_geometry import VisionGeometry
-from engine.weight_formats import weight_format
+from engine.weight_formats import PLAIN, WeightFormat, weight_format
 from kernels.fused_allreduce_norm import AllReduceInbox
 
 _ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], TensorTable]] = {
@@ -93,12 +95,8 @@ def load_rank(
                 check_kernels(device)
             failed_checks, fallbacks = check_attention(parallel, config, geometry, device)
     model = architecture.build(geometry, parallel, dtype, device)
-    if source == "safetensors":
-        load(model, architecture.tensors, folder, progress=first, weights=weights)
-    elif source == "dummy":
-        dummy(model, architecture.tensors, weights=weights)
-    else:
-        allocate(model, architecture.tensors, weights)
+    reading = partial(load, model, architecture.tensors, folder, progress=first, weights=weights)
+    _fill(model, architecture.tensors, source, reading, weights)
     drafter = _drafter(config, geometry, parallel, dtype, device, source)
     encoders = _encoders(config, source, dtype, device, progress=first)
     width = geometry.hidden * (2 if geometry.moe else 1)
@@ -121,12 +119,7 @@ def _drafter(
     shape = read_assistant(folder, geometry)
     check_shards(shape, geometry, parallel.size)
     drafter = Assistant(shape, parallel, dtype, device)
-    if source == "safetensors":
-        load_assistant(drafter, folder, progress=parallel.rank == 0)
-    elif source == "dummy":
-        dummy(drafter, ASSISTANT_TENSORS)
-    else:
-        allocate(drafter, ASSISTANT_TENSORS)
+    _fill(drafter, ASSISTANT_TENSORS, source, partial(load_assistant, drafter, folder, progress=parallel.rank == 0))
     return drafter
 
 
@@ -142,13 +135,20 @@ def _encoders(
             continue
         build, tensors = _ENCODERS[type(shape)]
         encoder = made[shape] = build(shape, Single(), dtype, device)
-        if source == "safetensors":
-            load_encoder(encoder, tensors, folder, progress)
-        elif source == "dummy":
-            dummy(encoder, tensors)
-        else:
-            allocate(encoder, tensors)
+        _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder, progress))
     return {kind: made[shape] for kind, shape in shapes.items()}
+
+
+def _fill(
+    model: Shard, tensors: TensorTable, source: str, reading: Callable[[], None], weights: WeightFormat = PLAIN
+) -> None:
+    """Fill a model: `reading` does from its checkpoint."""
+    if source == "safetensors":
+        reading()
+    elif source == "dummy":
+        dummy(model, tensors, weights=weights)
+    else:
+        allocate(model, tensors, weights)
 
 
 def inbox_rows(config: EngineConfig, row_bytes: int) -> int:

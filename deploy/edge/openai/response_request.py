@@ -23,19 +23,19 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
     TOOLS_SCHEMA,
+    CommonSamplingKeys,
     InputAudio,
     check_bounds,
     content_of,
     declared_function,
     media_part,
-    read_stops,
     text_part,
 )
 from deploy.edge.openai.effort import thinks_by_effort
@@ -49,8 +49,6 @@ _ITEMS_SCHEMA = kt.array(kt.component("InputItem"), minItems=1, maxItems=MESSAGE
 _INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
-# Keys by which Sampling calls the same; those behind top_p are vLLM's.
-_SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
 _ORDER = ("reasoning", "message", "function_call")  # of the items of one message
 _ABSENT: AbsentKeys = {
@@ -129,7 +127,7 @@ class TextConfig(Struct, frozen=True):
     format: kt.RawObject = UNSET
 
 
-class ResponsesRequest(Struct, frozen=True, kw_only=True):
+class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
     """POST /v1/responses"""
 
     model: kt.ModelName
@@ -137,15 +135,6 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: kt.Count | None = None
-    temperature: kt.Temperature | None = None
-    top_p: kt.Fraction | None = None
-    top_k: kt.TopK | None = None
-    min_p: kt.MinP | None = None
-    presence_penalty: kt.AddedPenalty | None = None
-    frequency_penalty: kt.AddedPenalty | None = None
-    repetition_penalty: kt.RepetitionPenalty | None = None
-    seed: kt.Seed | None = None
-    stop: kt.RawStops = UNSET
     tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("DeclaredTool"), maxItems=TOOLS))] | UnsetType = UNSET
     tool_choice: kt.RawToolChoice = UNSET
     parallel_tool_calls: bool | None = None
@@ -163,11 +152,7 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
                 choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
                 thinks=thinks_by_effort(self.reasoning.effort if self.reasoning else None, "reasoning.effort"),
             ),
-            sampling=Sampling(
-                max_tokens=self.max_output_tokens,
-                stops=read_stops(self.stop, "stop"),
-                **{name: value for name in _SAME if (value := getattr(self, name)) is not None},
-            ),
+            sampling=self.sampling(max_tokens=self.max_output_tokens),
             stream=bool(self.stream),
             form=response_form(self.text.format, "text.format") if self.text else None,
             keys=KeyNames(prompt="input"),

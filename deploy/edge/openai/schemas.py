@@ -17,9 +17,9 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
-from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts, Sampling
+from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import TOOLS_SCHEMA, read_stops
+from deploy.edge.common_keys import TOOLS_SCHEMA, CommonSamplingKeys
 from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, SWITCHES, read_chat
@@ -51,29 +51,17 @@ _TEXTS = ListReader(str, PROMPTS)
 _WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WORDS // 2)  # two spellings each
 _BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
 _ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
-# Keys by which a wire format and Sampling call the same.
-_SAME = ("n", "min_tokens", "ignore_eos", "speculative", "skip_special_tokens", "seed", "temperature", "top_p", "top_k", "min_p",
-         "presence_penalty", "frequency_penalty", "repetition_penalty")  # fmt: skip
 
 
-class SamplingKeys(Struct, frozen=True, kw_only=True):
+class SamplingKeys(CommonSamplingKeys, frozen=True, kw_only=True):
     """What is said of how tokens are chosen, and of the answer's form."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: kt.Count | None = None
     min_tokens: kt.Natural | None = None
-    temperature: kt.Temperature | None = None
-    top_p: kt.Fraction | None = None
-    top_k: kt.TopK | None = None
-    min_p: kt.MinP | None = None
-    presence_penalty: kt.AddedPenalty | None = None
-    frequency_penalty: kt.AddedPenalty | None = None
-    repetition_penalty: kt.RepetitionPenalty | None = None
     logit_bias: Annotated[Raw, kt.shown_as(_BIASES)] | UnsetType = UNSET
     bad_words: kt.RawTexts = UNSET
     allowed_token_ids: kt.RawIds = UNSET
-    seed: kt.Seed | None = None
-    stop: kt.RawStops = UNSET
     stop_token_ids: kt.RawIds = UNSET
     ignore_eos: bool | None = None
     speculative: bool | None = None
@@ -97,27 +85,21 @@ class SamplingKeys(Struct, frozen=True, kw_only=True):
         """`about`: what the APIs write differently. InvalidRequest: a list in it is none, or too long."""
         if self.prompt_logprobs is not None and stream:
             raise invalid("prompt_logprobs", "not with stream: true")
+        allowed = not_null(self.allowed_token_ids)
         return Ask(
             prompt=prompt,
-            sampling=self._sampling(max_tokens),
+            sampling=self.sampling(
+                max_tokens=max_tokens,
+                stop_ids=tuple(token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)),
+                biases=_biases(self.logit_bias),
+                allowed_ids=None if allowed is None else token_ids(allowed, "allowed_token_ids", MAX_ALLOWED_IDS),
+                bad_words=tuple(_WORDS.read(self.bad_words, "bad_words")),
+            ),
             stream=bool(stream),
             form=form_of(self),
             salt=self.cache_salt or "",
             priority=self.priority or 0,
             **{"prompt_logprobs": self.prompt_logprobs, **about},
-        )
-
-    def _sampling(self, max_tokens: int | None) -> Sampling:
-        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        allowed = not_null(self.allowed_token_ids)
-        return Sampling(
-            **given,
-            max_tokens=max_tokens,
-            stops=read_stops(self.stop, "stop"),
-            stop_ids=tuple(token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)),
-            biases=_biases(self.logit_bias),
-            allowed_ids=None if allowed is None else token_ids(allowed, "allowed_token_ids", MAX_ALLOWED_IDS),
-            bad_words=tuple(_WORDS.read(self.bad_words, "bad_words")),
         )
 
 
