@@ -107,16 +107,16 @@ def _accept(
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
-    at = row * WIDTH + lane
+    entry = row * WIDTH + lane
     wait(PDL)
     here = row < sequences
     inside, behind = here & (lane < WIDTH), here & (lane < WIDTH - 1)
     position = tl.load(positions + row * WIDTH, here, -1)
     slot = tl.load(slots + row * WIDTH, here, padding).to(tl.int64)
-    token = tl.load(chosen + at * 2, inside, -2)
-    failed = tl.load(chosen + at * 2 + 1, inside, 0) != 0
-    draft = tl.load(ids + at + 1, behind, -1)
-    drafted = tl.load(positions + at + 1, behind, -1) >= 0
+    token = tl.load(chosen + entry * 2, inside, -2)
+    failed = tl.load(chosen + entry * 2 + 1, inside, 0) != 0
+    draft = tl.load(ids + entry + 1, behind, -1)
+    drafted = tl.load(positions + entry + 1, behind, -1) >= 0
     ends = ((token != draft) | (drafted == 0) | (lane >= WIDTH - 1)).to(tl.int32)
     if WIDTH > 1:
         for first in range(0, STOPS, BLOCK):

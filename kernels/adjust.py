@@ -210,12 +210,12 @@ def _adjust(
         biased, penalized, limited = (flag & _BIASED) != 0, (flag & _PENALIZED) != 0, (flag & _LIMITED) != 0
         if biased:
             if CAP:
-                for at in range(start, end, _BLOCK):
-                    entry = at + tl.arange(0, _BLOCK)
+                for offset in range(start, end, _BLOCK):
+                    entry = offset + tl.arange(0, _BLOCK)
                     tl.store(line + entry, _capped_finite(tl.load(line + entry, entry < end, 0.0), cap), entry < end)
                 tl.debug_barrier()
-            for at in range(0, BIASES, _BLOCK):
-                lane = at + tl.arange(0, _BLOCK)
+            for offset in range(0, BIASES, _BLOCK):
+                lane = offset + tl.arange(0, _BLOCK)
                 ids = tl.load(bias_ids + slot * BIASES + lane, lane < BIASES, -1)
                 entry = ids - first
                 here = (ids >= 0) & (entry >= start) & (entry < end)
@@ -233,8 +233,8 @@ def _adjust(
                 tl.debug_barrier()
                 tl.store(own_counts + entry, (tl.minimum((bits & _MOST) + 1, _MOST) | (bits & _PROMPT)).to(tl.int16), here)
                 tl.debug_barrier()
-        for at in range(start, end, _BLOCK):
-            entry = at + tl.arange(0, _BLOCK)
+        for offset in range(start, end, _BLOCK):
+            entry = offset + tl.arange(0, _BLOCK)
             live = entry < end
             x = tl.load(line + entry, live, 0.0)
             bad = x != x

@@ -73,9 +73,9 @@ def _norm_axial_rope(
     QUARTER: constexpr = D // 4
     row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     live = (row < count)[:, None] & (dim < D)[None, :]
-    at = row.to(tl.int64)[:, None] * D
+    offset = row.to(tl.int64)[:, None] * D
     wait(PDL)
-    own = tl.load(x + at + dim[None, :], live, 0.0).to(tl.float32)
+    own = tl.load(x + offset + dim[None, :], live, 0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(own * own, 1) / D + EPS)[:, None]
     own = own * scale
     if TURNED:
@@ -83,8 +83,8 @@ def _norm_axial_rope(
         other = tl.where(left, dim + QUARTER, dim - QUARTER)  # the other one of its pair
         angle = dim // (2 * QUARTER) * QUARTER + dim % QUARTER
         table = (row // HEADS).to(tl.int64)[:, None] * (D // 2) + angle[None, :]
-        partner = tl.load(x + at + other[None, :], live, 0.0).to(tl.float32) * scale
+        partner = tl.load(x + offset + other[None, :], live, 0.0).to(tl.float32) * scale
         partner *= tl.load(weight + other, dim < D, 0.0).to(tl.float32)[None, :]
         own *= tl.load(weight + dim, dim < D, 0.0).to(tl.float32)[None, :]
         own = own * tl.load(cos + table, live, 0.0) + tl.where(left[None, :], -partner, partner) * tl.load(sin + table, live, 0.0)
-    tl.store(out + at + dim[None, :], cast(own, out.dtype.element_ty), live)
+    tl.store(out + offset + dim[None, :], cast(own, out.dtype.element_ty), live)

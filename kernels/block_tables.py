@@ -51,9 +51,9 @@ def _tables(
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)
-    position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK)
-    entry = first + at
-    pages = tl.load(table + slot * columns + entry, (at < width) & (entry * PAGE <= position) & (entry < columns), 0)
-    tl.store(tables + row.to(tl.int64) * width + at, pages, at < width)
+    position, slot, first, offset = row_entries(slots, positions, WINDOW, PAGE, BLOCK)
+    entry = first + offset
+    pages = tl.load(table + slot * columns + entry, (offset < width) & (entry * PAGE <= position) & (entry < columns), 0)
+    tl.store(tables + row.to(tl.int64) * width + offset, pages, offset < width)
     if tl.program_id(1) == 0:
         tl.store(lengths + row, tl.maximum(position + 1 - first * PAGE, 1))

@@ -113,9 +113,9 @@ def _is_small(integers, floats, slot):
 
 
 @triton.jit
-def scaled_logits(at, live, capped, row, temperature, cap, CAP: constexpr):
+def scaled_logits(offset, live, capped, row, temperature, cap, CAP: constexpr):
     """s of the logits at these places, -inf where there is none."""
-    x = tl.load(at, live, float("-inf"))
+    x = tl.load(offset, live, float("-inf"))
     soft = soft_capped(x, cap) / temperature if CAP else x / temperature
     if capped is not None:
         soft = tl.where(tl.load(capped + row) != 0, x / temperature, soft)
@@ -184,9 +184,9 @@ def _candidates(
         x = scaled_logits(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
         kept = _among_best(tl.where(live, float_order(x), -2147483648), COUNT)
         out = best + row * SMALL * 2
-        at = tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(out + at * 2, x, kept)
-        tl.store(out + at * 2 + 1, (first + entry).to(tl.float32), kept)
+        index = tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(out + index * 2, x, kept)
+        tl.store(out + index * 2 + 1, (first + entry).to(tl.float32), kept)
         behind = tl.arange(0, SMALL)
         tl.store(out + behind * 2, tl.full([SMALL], float("-inf"), tl.float32), behind >= COUNT)
         tl.store(out + behind * 2 + 1, tl.full([SMALL], 0.0, tl.float32), behind >= COUNT)

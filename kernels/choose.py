@@ -150,8 +150,8 @@ def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> T
     if len(drawn):
         ids = torch.arange(first, first + logits.shape[1], device=logits.device)
         values[drawn] = scaled(logits[drawn], batch, drawn) + gumbel(seeds[drawn], ahead[drawn], ids)
-    top, at = values.masked_fill(values.isnan(), -torch.inf).max(-1)
-    return torch.stack([top, (first + at).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
+    top, index = values.masked_fill(values.isnan(), -torch.inf).max(-1)
+    return torch.stack([top, (first + index).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
 
 
 def store(batch: SamplingBatch, chosen: Tensor) -> None:
@@ -164,9 +164,9 @@ def store(batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 @triton.jit
-def _nans(at, live):
+def _nans(offset, live):
     """1 if there is a NaN at one of these places, else 0: what is overwritten may be the only one of a row."""
-    x = tl.load(at, live, 0.0)
+    x = tl.load(offset, live, 0.0)
     return tl.max((x != x).to(tl.int32), 0)
 
 
@@ -192,8 +192,8 @@ def _local_best(
     bad = _nans(line + ids, here)
     tl.store(line + ids, float("-inf"), here)
     if position < may_stop:
-        for at in range(0, STOP, _BLOCK):
-            entry = at + tl.arange(0, _BLOCK)
+        for offset in range(0, STOP, _BLOCK):
+            entry = offset + tl.arange(0, _BLOCK)
             stops = tl.load(stop + slot * STOP + entry, entry < STOP, -1)
             among = (stops >= 0) & (stops - first >= start) & (stops - first < end)
             bad = tl.maximum(bad, _nans(line + stops - first, among))
@@ -201,8 +201,8 @@ def _local_best(
     tl.debug_barrier()
     key = noise_key(seed, position)
     top, top_id = float("-inf"), start
-    for at in range(start, end, _BLOCK):
-        entry = at + tl.arange(0, _BLOCK)
+    for offset in range(start, end, _BLOCK):
+        entry = offset + tl.arange(0, _BLOCK)
         x = tl.load(line + entry, entry < end, float("-inf"))
         bad = tl.maximum(bad, tl.max((x != x).to(tl.int32), 0))
         value = x
@@ -214,7 +214,7 @@ def _local_best(
             value = tl.where(x == float("-inf"), x, noisy)
         value = tl.where(value != value, float("-inf"), value)
         high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-        top_id = tl.where(high > top, at + where, top_id)
+        top_id = tl.where(high > top, offset + where, top_id)
         top = tl.maximum(top, high)
     out = best + (row * tl.num_programs(1) + part) * 4
     tl.store(out, top)

@@ -90,9 +90,9 @@ def _inputs_reference(
             given += [(row - 1, slot, -1 if lane else end - 1) for lane in range(width)]
     listed.append((padding, row, row - prompts, prompts - row))
     for slot, first, position, count in listed:
-        at = torch.arange(position, position + count, dtype=torch.int32, device=plan.device)
-        rows.slots[first : first + count], rows.positions[first : first + count] = slot, at.clamp(min=-1)
-        rows.ids[first : first + count] = torch.where(at >= 0, tokens[slot, at.clamp(min=0).long()], 0)
+        covered = torch.arange(position, position + count, dtype=torch.int32, device=plan.device)
+        rows.slots[first : first + count], rows.positions[first : first + count] = slot, covered.clamp(min=-1)
+        rows.ids[first : first + count] = torch.where(covered >= 0, tokens[slot, covered.clamp(min=0).long()], 0)
     behind = range(prompts, prompts + len(decodes) * width)
     given += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
     given += [(0, padding, -1)] * (len(results.rows) - len(given))
@@ -120,9 +120,9 @@ def _chunk_inputs(
     row, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     slot, position = row * 0 + padding, row * 0 - 1
     total, sampled = decodes * 0, decodes * 0
-    for at in range(0, count, BLOCK):
-        live = at + lane < count
-        chunk = begin + CHUNK * (at + lane)
+    for offset in range(0, count, BLOCK):
+        live = offset + lane < count
+        chunk = begin + CHUNK * (offset + lane)
         its_slot, start = tl.load(chunk, live, 0), tl.load(chunk + 1, live, 0)
         end, first_logit = tl.load(chunk + 2, live, 0), tl.load(chunk + 3, live, 0)
         last = total + tl.cumsum(end - start, 0)
@@ -130,7 +130,7 @@ def _chunk_inputs(
         inside = (row[:, None] >= behind[None, :]) & (row[:, None] < last[None, :])
         slot += tl.sum(tl.where(inside, its_slot[None, :] - padding, 0), 1)
         position += tl.sum(tl.where(inside, start[None, :] + row[:, None] - behind[None, :] + 1, 0), 1)
-        entry = chunks + 4 * (at + lane)
+        entry = chunks + 4 * (offset + lane)
         tl.store(entry, its_slot, live & first)
         tl.store(entry + 1, behind, live & first)
         tl.store(entry + 2, start, live & first)
@@ -149,15 +149,15 @@ def _chunk_inputs(
     tl.store(positions + row, position, row < prompts)
     tl.store(ids + row, token, row < prompts)
     if first:
-        for at in range(count, listed, BLOCK):
-            pad = at + lane == count
-            entry = chunks + 4 * (at + lane)
-            tl.store(entry, tl.where(pad, padding, 0), at + lane < listed)
-            tl.store(entry + 1, tl.where(pad, total, 0), at + lane < listed)
-            tl.store(entry + 2, tl.where(pad, total - prompts, 0), at + lane < listed)
-            tl.store(entry + 3, tl.where(pad, prompts - total, 0), at + lane < listed)
-        for at in range(sampled * WIDTH, given, BLOCK):
-            index = at + lane
+        for offset in range(count, listed, BLOCK):
+            pad = offset + lane == count
+            entry = chunks + 4 * (offset + lane)
+            tl.store(entry, tl.where(pad, padding, 0), offset + lane < listed)
+            tl.store(entry + 1, tl.where(pad, total, 0), offset + lane < listed)
+            tl.store(entry + 2, tl.where(pad, total - prompts, 0), offset + lane < listed)
+            tl.store(entry + 3, tl.where(pad, prompts - total, 0), offset + lane < listed)
+        for offset in range(sampled * WIDTH, given, BLOCK):
+            index = offset + lane
             source = prompts + index - sampled * WIDTH
             live = index < (sampled + decodes) * WIDTH
             tl.store(result_rows + index, tl.where(live, source, 0).to(tl.int64), index < given)
@@ -172,9 +172,9 @@ def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: c
     tile, lane = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)
     slot, row, position, size = tile * 0, tile * 0, tile * 0, tile * 0
     total = count * 0
-    for at in range(0, count, BLOCK):
-        live = at + lane < count
-        entry = chunks + 4 * (at + lane)
+    for offset in range(0, count, BLOCK):
+        live = offset + lane < count
+        entry = chunks + 4 * (offset + lane)
         rows = tl.load(entry + 3, live, 0)
         cut = (rows + tokens - 1) // tokens
         last = total + tl.cumsum(cut, 0)

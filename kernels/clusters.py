@@ -46,11 +46,11 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
 def _best_of_clusters(x, table, order, clusters, best, n, SIZE: constexpr, LANES: constexpr, COLUMNS: constexpr, PDL: constexpr):
     """A query and one of its clusters."""
     trigger(PDL)
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, LANES)
     live = lane < SIZE
     wait(PDL)
-    chosen = row * tl.num_programs(1) + at
+    chosen = row * tl.num_programs(1) + part
     line = tl.load(clusters + chosen) * SIZE + lane
     sums = tl.zeros([LANES, COLUMNS], tl.float32)
     for first in range(0, n, COLUMNS):

@@ -130,9 +130,9 @@ def _launch_grouped(
 def _count(chosen, counts, assignments, EXPERTS: constexpr, BLOCK: constexpr, PDL: constexpr):
     """One block's counts [EXPERTS]."""
     trigger(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait(PDL)
-    theirs = tl.histogram(tl.load(chosen + at, at < assignments, 0), EXPERTS, mask=at < assignments)
+    theirs = tl.histogram(tl.load(chosen + index, index < assignments, 0), EXPERTS, mask=index < assignments)
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), theirs)
 
 
@@ -146,12 +146,12 @@ def _group(
     the last expert fills the `slots` with tiles of no rows. counts [blocks, EXPERTS]; None: there is one block."""
     trigger(PDL)
     expert, block = tl.program_id(0), tl.program_id(1)
-    at, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    index, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
     wait(PDL)
-    theirs = tl.load(chosen + at, at < assignments, -1)
+    theirs = tl.load(chosen + index, index < assignments, -1)
     before = tl.zeros([EXPERTS], tl.int32)
     if counts is None:
-        totals = tl.histogram(tl.maximum(theirs, 0), EXPERTS, mask=at < assignments)
+        totals = tl.histogram(tl.maximum(theirs, 0), EXPERTS, mask=index < assignments)
     else:
         totals = tl.zeros([EXPERTS], tl.int32)
         for i in range(tl.num_programs(1)):
@@ -161,8 +161,8 @@ def _group(
     first = tl.sum(tl.where(other < expert, totals, 0), 0)
     mine = (theirs == expert).to(tl.int32)
     to = first + tl.sum(tl.where(other == expert, before, 0), 0) + tl.cumsum(mine, 0) - 1
-    tl.store(order + to, at, mine > 0)
-    tl.store(position + at, to, mine > 0)
+    tl.store(order + to, index, mine > 0)
+    tl.store(position + index, to, mine > 0)
     if block == 0:
         end = first + tl.sum(tl.where(other == expert, totals, 0), 0)
         tile = tl.sum(tl.where(other < expert, (totals + ROWS - 1) // ROWS, 0), 0)
@@ -223,8 +223,8 @@ def _grouped(
         total = gelu(total) * up
     if SWAP:
         total = total.T
-    at = out + row.to(tl.int64)[:, None] * M + column[None, :]
-    tl.store(at, cast(total, out.dtype.element_ty), live & (column < M)[None, :])
+    offset = out + row.to(tl.int64)[:, None] * M + column[None, :]
+    tl.store(offset, cast(total, out.dtype.element_ty), live & (column < M)[None, :])
 
 
 @triton.jit
@@ -238,9 +238,9 @@ def _combine(parts, position, weights, beside, out, N: constexpr, TOP: constexpr
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP):
         if position is None:
-            at = (row * TOP + k) * N
+            offset = (row * TOP + k) * N
         else:
-            at = tl.load(position + row * TOP + k).to(tl.int64) * N
-        total += tl.load(parts + at + column, live, 0.0).to(tl.float32) * tl.load(weights + row * TOP + k)
+            offset = tl.load(position + row * TOP + k).to(tl.int64) * N
+        total += tl.load(parts + offset + column, live, 0.0).to(tl.float32) * tl.load(weights + row * TOP + k)
     tl.store(out + row * (2 * N) + column, tl.load(beside + row * N + column, live), live)
     tl.store(out + row * (2 * N) + N + column, cast(total, out.dtype.element_ty), live)

@@ -65,8 +65,8 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
     if not enabled(logits):
-        own, at = _filtering(batch, share)
-        values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, at)
+        own, of_batch = _filtering(batch, share)
+        values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, of_batch)
         return ScaledRows(values, peaks, masses)
     launch(
         _scale, (rows, cdiv(blocks, _BLOCKS.value)),
@@ -87,11 +87,11 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
     if not enabled(chosen):
         mine = chosen[share.rank :: share.ranks]
         tokens[: len(mine)] = mine[:, 0]
-        own, at = _filtering(batch, share)
-        sound = chosen[at, 1] == 0
-        own, at = own[sound], at[sound]
+        own, of_batch = _filtering(batch, share)
+        sound = chosen[of_batch, 1] == 0
+        own, of_batch = own[sound], of_batch[sound]
         ids = torch.arange(vocabulary, device=chosen.device).expand(len(own), -1)
-        tokens[own] = filtered(rows.values[own], ids, batch, at)
+        tokens[own] = filtered(rows.values[own], ids, batch, of_batch)
         return tokens
     listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
     launch(
@@ -120,11 +120,11 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
 
 def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
     """Which of this rank's rows filter, and which of the batch's they are; int64 each."""
-    at = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
-    slots = batch.slots[at].long()
+    rows = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
+    slots = batch.slots[rows].long()
     temperature, top_p, min_p = batch.parameters.floats[slots].unbind(1)
     cuts = ((batch.parameters.integers[slots, 1] > 0) | (top_p < 1) | (min_p > 0)) & (temperature >= GREEDY_BELOW)
-    return cuts.nonzero().flatten(), at[cuts]
+    return cuts.nonzero().flatten(), rows[cuts]
 
 
 # ---- kernels
@@ -152,8 +152,8 @@ def _scale(
         slot = tl.load(slots + row).to(tl.int64)
         if _filters(integers, floats, slot):
             ids = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-            at = logits + (ids // N * share + own) * N + ids % N
-            x = scaled_logits(at, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
+            offset = logits + (ids // N * share + own) * N + ids % N
+            x = scaled_logits(offset, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
             tl.store(values + own * V + ids, x, ids < V)
             peak = tl.max(x, 1)
             mass = tl.sum(tl.exp(x - tl.maximum(peak, -3e38)[:, None]), 1)
@@ -162,9 +162,9 @@ def _scale(
 
 
 @triton.jit
-def _listed(line, listed, at, count, V: constexpr):
+def _listed(line, listed, start, count, V: constexpr):
     """(ids, values) [_TILE, _BLOCK] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
-    entry = at + tl.arange(0, _TILE)
+    entry = start + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
     ids = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     return ids, tl.load(line + ids, (entry < count)[:, None] & (ids < V), float("-inf"))
@@ -180,8 +180,8 @@ def _value(order):
 def _mass_from(line, listed, count, key, peak, V: constexpr):
     """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
     mass, members = 0.0, 0
-    for at in range(0, count, _TILE):
-        _, x = _listed(line, listed, at, count, V)
+    for offset in range(0, count, _TILE):
+        _, x = _listed(line, listed, offset, count, V)
         over = float_order(x) >= key
         mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
         members += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
@@ -195,8 +195,8 @@ def _kth_key(line, listed, count, k, V: constexpr):
     for bit in range(32):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
         above = 0
-        for at in range(0, count, _TILE):
-            _, x = _listed(line, listed, at, count, V)
+        for offset in range(0, count, _TILE):
+            _, x = _listed(line, listed, offset, count, V)
             above += tl.sum(tl.sum((float_order(x) >= trial).to(tl.int32), 1), 0)
         key = tl.where(above >= k, trial, key)
     return key
@@ -250,8 +250,8 @@ def _filter(
             while searching > 0:
                 value = tl.load(line + token)
                 before, above = 0.0, 0
-                for at in range(0, count, _TILE):
-                    ids, x = _listed(line, list_, at, count, V)
+                for offset in range(0, count, _TILE):
+                    ids, x = _listed(line, list_, offset, count, V)
                     over = (x > value) | ((x == value) & (ids < token))
                     before += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
                     above += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
@@ -260,8 +260,8 @@ def _filter(
                 searching = tl.where(kept | (above == 0) | (value == float("-inf")), 0, 1)
                 if searching > 0:
                     best, successor = float("-inf"), token
-                    for at in range(0, count, _TILE):
-                        ids, x = _listed(line, list_, at, count, V)
+                    for offset in range(0, count, _TILE):
+                        ids, x = _listed(line, list_, offset, count, V)
                         over = (x > value) | ((x == value) & (ids < token))
                         noisy = tl.where(over, x + gumbel_noise(noise, ids), float("-inf"))
                         high = tl.max(tl.max(noisy, 1), 0)

@@ -245,11 +245,11 @@ def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
 
 
 @triton.jit
-def send(bits, inboxes, at, lane, live, SIZE: constexpr, EMPTY: constexpr):
+def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
     """Write bits to elements `at + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
     sent = filled(bits, EMPTY)
     for peer in tl.static_range(SIZE):
-        tl.store(inboxes[peer] + at + lane, sent, live)
+        tl.store(inboxes[peer] + offset + lane, sent, live)
 
 
 @triton.jit
@@ -280,11 +280,11 @@ def polled(polls, deadline, errors):
 
 
 @triton.jit
-def _parts(inbox, at, lane, live, STRIDE: constexpr, COUNT: constexpr):
+def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
     """COUNT parts of a row as they are now, in words."""
     found: tl.tuple = ()
     for rank in tl.static_range(COUNT):
-        found += (tl.load(inbox + at + rank * STRIDE + lane, live, 0, volatile=True),)
+        found += (tl.load(inbox + offset + rank * STRIDE + lane, live, 0, volatile=True),)
     return found
 
 
@@ -298,18 +298,18 @@ def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
 
 
 @triton.jit
-def _receive(inbox, at, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
+def _receive(inbox, offset, lane, live, errors, STRIDE: constexpr, COUNT: constexpr, EMPTY: constexpr):
     """COUNT parts of a row in words, once all have come; the inbox is empty again behind it."""
-    parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
+    parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
     missing, polls, deadline = _missing(parts, COUNT, EMPTY), 0, tl.full((), 0, tl.int64)
     while (missing > 0) & (deadline >= 0):
-        parts = _parts(inbox, at, lane, live, STRIDE, COUNT)
+        parts = _parts(inbox, offset, lane, live, STRIDE, COUNT)
         missing = _missing(parts, COUNT, EMPTY)
         polls, deadline = polled(polls, deadline, errors)
     if missing > 0:
         tl.store(errors, 1)
     for rank in tl.static_range(COUNT):
-        tl.store(inbox + at + rank * STRIDE + lane, tl.full(lane.shape, EMPTY, tl.int32), live)
+        tl.store(inbox + offset + rank * STRIDE + lane, tl.full(lane.shape, EMPTY, tl.int32), live)
     return parts
 
 
@@ -359,18 +359,18 @@ def _allreduce_norm(
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     if SIZE > 1:
         inbox = inbox.to(tl.pointer_type(tl.int32))
-        at = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
+        offset = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
         if SEND:
             mine = part.to(tl.pointer_type(tl.int32)) + row * (branches * N // VALUES)
             for branch in tl.static_range(branches):
                 words = tl.load(mine + branch * (N // VALUES) + word, live_word, 0)
-                send(words, inboxes, at + rank * STRIDE + branch * (N // VALUES), word, live_word, SIZE, EMPTY)
+                send(words, inboxes, offset + rank * STRIDE + branch * (N // VALUES), word, live_word, SIZE, EMPTY)
     if RECEIVE:
         before = None
         if post is not None:
             before = tl.load(residual + row * N + lane, live, 0.0)
         if SIZE > 1:
-            total = _sum(_receive(inbox, at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
+            total = _sum(_receive(inbox, offset, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
         else:
             total = tl.load(part + row * (branches * N) + lane, live, 0.0).to(tl.float32)
             for i in tl.static_range(1, PARTS):
@@ -379,7 +379,7 @@ def _allreduce_norm(
                 total = total.to(dtype).to(tl.float32)
         if branches == 2:
             if SIZE > 1:
-                other = _receive(inbox, at + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY)
+                other = _receive(inbox, offset + N // VALUES, word, live_word, errors, STRIDE, SIZE, EMPTY)
                 other = _sum(other, SIZE, dtype)
             else:
                 other = tl.load(part + row * (branches * N) + N + lane, live, 0.0).to(tl.float32)

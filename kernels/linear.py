@@ -150,18 +150,18 @@ def _store(
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
     else:
         bits = cast(total, dtype).to(out.dtype.element_ty, bitcast=True)
-        at = (row + turn * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
-        send(bits, inboxes, at, column, live, SIZE, EMPTY)
+        offset = (row + turn * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
+        send(bits, inboxes, offset, column, live, SIZE, EMPTY)
 
 
 @triton.jit
 def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr):
     """Columns [TURN BK, (TURN + 1) BK) of the rows at `base` [rows, 1]; zeros behind K."""
-    at = TURN * BK + tl.arange(0, BK)[None, :]
+    offset = TURN * BK + tl.arange(0, BK)[None, :]
     if (TURN + 1) * BK <= K:
-        tile = tl.load(base + at, eviction_policy=POLICY)
+        tile = tl.load(base + offset, eviction_policy=POLICY)
     else:
-        tile = tl.load(base + at, mask=at < K, other=0.0, eviction_policy=POLICY)
+        tile = tl.load(base + offset, mask=offset < K, other=0.0, eviction_policy=POLICY)
     return tile
 
 
@@ -209,17 +209,17 @@ def _gemv(
         if GATED:
             total = gelu(total) * tl.sum(sums[row * MATRICES + 1], 1)
         live = (column < M) & (row < T)
-        at = tl.zeros([BN], tl.int32) + row
+        out_row = tl.zeros([BN], tl.int32) + row
         if UP > 0:
             total = gelu(total) * tl.load(up + row * UP + column, live, 0.0).to(tl.float32)
-        _store(total, out, at, column, live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY)
+        _store(total, out, out_row, column, live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
 @triton.jit
 def _fetch(base, TURN: constexpr, K: constexpr, BK: constexpr):
     """Asks for tile TURN of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
-    at = tl.minimum(TURN * BK + 64 * tl.arange(0, BK // 64), K - 1)[None, :]
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + at], dtype=tl.int32, is_pure=False, pack=1)
+    k = tl.minimum(TURN * BK + 64 * tl.arange(0, BK // 64), K - 1)[None, :]
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + k], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["T", "rank", "turn"])
@@ -247,22 +247,22 @@ def _gemm(
     wait(PDL)
     row = tl.arange(0, ROWS)
     xs, live = x + first + row[:, None] * K, row[:, None] < T
-    at = tl.arange(0, BK)[None, :]
+    offset = tl.arange(0, BK)[None, :]
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
     second = total
     for k in range(0, PART, BK):
         if PART % BK == 0:
-            values = tl.load(xs + k + at, mask=live, other=0.0)
-            tile = tl.load(base + k + at, eviction_policy="evict_first")
+            values = tl.load(xs + k + offset, mask=live, other=0.0)
+            tile = tl.load(base + k + offset, eviction_policy="evict_first")
         else:
-            values = tl.load(xs + k + at, mask=live & (k + at < K), other=0.0)
-            tile = tl.load(base + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
+            values = tl.load(xs + k + offset, mask=live & (k + offset < K), other=0.0)
+            tile = tl.load(base + k + offset, mask=k + offset < K, other=0.0, eviction_policy="evict_first")
         total = add_product(values, tile, total, SWAP)
         if GATED:
             if PART % BK == 0:
-                tile = tl.load(base + M * K + k + at, eviction_policy="evict_first")
+                tile = tl.load(base + M * K + k + offset, eviction_policy="evict_first")
             else:
-                tile = tl.load(base + M * K + k + at, mask=k + at < K, other=0.0, eviction_policy="evict_first")
+                tile = tl.load(base + M * K + k + offset, mask=k + offset < K, other=0.0, eviction_policy="evict_first")
             second = add_product(values, tile, second, SWAP)
     if GATED:
         total = gelu(total) * second

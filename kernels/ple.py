@@ -44,11 +44,11 @@ def _per_layer(
     DTYPE: constexpr = out.dtype.element_ty
     layer, lane = tl.program_id(1) * HELD + tl.arange(0, HELD), tl.arange(0, WIDTH)
     live = (layer < LAYERS)[:, None] & (lane < N)[None, :]
-    at = (tl.program_id(0).to(tl.int64) * LAYERS + layer[:, None]) * N + lane[None, :]
+    offset = (tl.program_id(0).to(tl.int64) * LAYERS + layer[:, None]) * N + lane[None, :]
     weight = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)[None, :]
     wait(PDL)
-    value = cast(tl.load(context + at, live, 0.0).to(tl.float32) * a, DTYPE).to(tl.float32)
-    own = cast(tl.load(tokens + at, live, 0.0).to(tl.float32) * b, DTYPE).to(tl.float32)
+    value = cast(tl.load(context + offset, live, 0.0).to(tl.float32) * a, DTYPE).to(tl.float32)
+    own = cast(tl.load(tokens + offset, live, 0.0).to(tl.float32) * b, DTYPE).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 1) / N + eps)[:, None] * weight
     total = cast(cast(normed, DTYPE).to(tl.float32) + own, DTYPE).to(tl.float32)
-    tl.store(out + at, cast(total * 0.7071067811865476, DTYPE), live)
+    tl.store(out + offset, cast(total * 0.7071067811865476, DTYPE), live)

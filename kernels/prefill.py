@@ -170,9 +170,9 @@ def _extend(
     start, count = tl.load(tiles + 4 * tile + 2) + done, tl.minimum(tl.load(tiles + 4 * tile + 3) - done, TOKENS)
     if count <= 0:
         return
-    at = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D + dims[None, :]
+    offset = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D + dims[None, :]
     live = (token < count)[:, None]
-    queries = tl.load(q + at, live, other=0.0)
+    queries = tl.load(q + offset, live, other=0.0)
     positions = start + token
     end = start + count
     oldest = 0
@@ -198,7 +198,7 @@ def _extend(
     state = _walk(queries, side, ids, width, left, right, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
     state = _walk(queries, side, ids, width, right, end, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     top, total, sums = state
-    tl.store(out + at, cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
+    tl.store(out + offset, cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
 
 
 @triton.jit
@@ -214,16 +214,16 @@ def _walk(
         keys = key + tl.arange(0, KEYS)
         if KEYS <= PAGE:
             start = side + pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + key % PAGE * D  # one address a turn, and fixed offsets
-            at = start + (tl.arange(0, KEYS)[:, None] * D + dims[None, :])
+            offset = start + (tl.arange(0, KEYS)[:, None] * D + dims[None, :])
         else:
-            at = side + (pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + keys % PAGE * D)[:, None] + dims[None, :]
+            offset = side + (pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + keys % PAGE * D)[:, None] + dims[None, :]
         if MASKED:
             held = ((keys >= oldest) & (keys < end))[:, None]
-            k = tl.load(at, held, other=0.0)
-            v = tl.load(at + KV_HEADS * PAGE * D, held, other=0.0)
+            k = tl.load(offset, held, other=0.0)
+            v = tl.load(offset + KV_HEADS * PAGE * D, held, other=0.0)
         else:
-            k = tl.load(at)
-            v = tl.load(at + KV_HEADS * PAGE * D)
+            k = tl.load(offset)
+            v = tl.load(offset + KV_HEADS * PAGE * D)
         pages = page_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
         scores = dot(q, tl.trans(k)) * LOG2E
         if MASKED:

@@ -123,38 +123,38 @@ def _post(
     weight = load_halves(q_norm + half, live, 1.0, HALF)
     wait(PDL)
     position = tl.load(positions + token)
-    at = q + (token * HEADS + head * GROUP + rows) * D + half
+    offset = q + (token * HEADS + head * GROUP + rows) * D + half
     if position < 0:
-        tl.store(at, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
-        tl.store(at + HALF, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
+        tl.store(offset, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
+        tl.store(offset + HALF, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
         return
     cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
     raw = qkv + token * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
     low, high, _ = norm_and_rope(*x, *weight, cos, sin, eps, D)
-    tl.store(at, cast(low, q.dtype.element_ty), live)
-    tl.store(at + HALF, cast(high, q.dtype.element_ty), live)
+    tl.store(offset, cast(low, q.dtype.element_ty), live)
+    tl.store(offset + HALF, cast(high, q.dtype.element_ty), live)
     if KV_PROJECTIONS > 0:
         own = tl.arange(0, HALF)[None, :]
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
-        at = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + own
+        offset = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + own
         k_at = raw + (HEADS + head) * D + own
         cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, own, own < HALF, PAIRS)
         k, k_weight = load_halves(k_at, own < HALF, 0.0, HALF), load_halves(k_norm + own, own < HALF, 1.0, HALF)
         low, high, _ = norm_and_rope(*k, *k_weight, cos, sin, eps, D)
-        tl.store(at, cast(low, pool.dtype.element_ty))
-        tl.store(at + HALF, cast(high, pool.dtype.element_ty))
+        tl.store(offset, cast(low, pool.dtype.element_ty))
+        tl.store(offset + HALF, cast(high, pool.dtype.element_ty))
         low, high = load_halves(k_at + (KV_PROJECTIONS - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
         scale = _root(low, high, eps, D)
-        tl.store(at + KV_HEADS * PAGE * D, cast(low * scale, pool.dtype.element_ty))
-        tl.store(at + KV_HEADS * PAGE * D + HALF, cast(high * scale, pool.dtype.element_ty))
+        tl.store(offset + KV_HEADS * PAGE * D, cast(low * scale, pool.dtype.element_ty))
+        tl.store(offset + KV_HEADS * PAGE * D + HALF, cast(high * scale, pool.dtype.element_ty))
 
 
 @triton.jit
-def load_halves(at, live, other: constexpr, HALF: constexpr):
+def load_halves(offset, live, other: constexpr, HALF: constexpr):
     """Dims i and i + d/2 of heads, fp32 [rows, HALF] each, or of weights; `other` where a row is not live."""
-    return tl.load(at, live, other=other).to(tl.float32), tl.load(at + HALF, live, other=other).to(tl.float32)
+    return tl.load(offset, live, other=other).to(tl.float32), tl.load(offset + HALF, live, other=other).to(tl.float32)
 
 
 @triton.jit

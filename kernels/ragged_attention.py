@@ -67,11 +67,11 @@ def _attend(
     if begin + tl.program_id(0) * ROWS >= end:
         return
     dims, rest = tl.arange(0, WHOLE), WHOLE + tl.arange(0, REST or 16)
-    at = (row.to(tl.int64) * HEADS + head)[:, None] * D
+    offset = (row.to(tl.int64) * HEADS + head)[:, None] * D
     live = (row < end)[:, None]
-    queries = tl.load(q + at + dims[None, :], live, 0.0)
+    queries = tl.load(q + offset + dims[None, :], live, 0.0)
     if REST:
-        rest_queries = tl.load(q + at + rest[None, :], live & (rest < D)[None, :], 0.0)
+        rest_queries = tl.load(q + offset + rest[None, :], live & (rest < D)[None, :], 0.0)
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WHOLE], tl.float32)
@@ -92,6 +92,6 @@ def _attend(
         if REST:
             rest_values = tl.load(v + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
             rest_sums = rest_sums * keep[:, None] + dot(weights, rest_values)
-    tl.store(out + at + dims[None, :], cast(sums / total[:, None], out.dtype.element_ty), live)
+    tl.store(out + offset + dims[None, :], cast(sums / total[:, None], out.dtype.element_ty), live)
     if REST:
-        tl.store(out + at + rest[None, :], cast(rest_sums / total[:, None], out.dtype.element_ty), live & (rest < D)[None, :])
+        tl.store(out + offset + rest[None, :], cast(rest_sums / total[:, None], out.dtype.element_ty), live & (rest < D)[None, :])

@@ -80,9 +80,9 @@ def _norm_row(h, factor, x, row, T, eps, N: constexpr):
     """What the experts read of a row, if it is below T. factor: fp32, the norm's weight, zeros behind N."""
     lane = tl.arange(0, factor.shape[0])
     live = (lane < N) & (row < T)
-    at = row.to(tl.int64) * N + lane
-    before = tl.load(h + at, live, 0.0).to(tl.float32)
-    tl.store(x + at, cast(before * _variance_scale(before, eps, N) * factor, x.dtype.element_ty), live)
+    offset = row.to(tl.int64) * N + lane
+    before = tl.load(h + offset, live, 0.0).to(tl.float32)
+    tl.store(x + offset, cast(before * _variance_scale(before, eps, N) * factor, x.dtype.element_ty), live)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -122,15 +122,15 @@ def _many_logits(
     bf16 rows are exact operands; weights are cut into three bf16 parts, which hold all of an fp32's bits."""
     trigger(PDL)
     tiles = (T + ROWS - 1) // ROWS * PARTS
-    at = tl.program_id(0)
-    if at >= tiles:
+    program = tl.program_id(0)
+    if program >= tiles:
         lane = tl.arange(0, BLOCK)
         factor = tl.load(norm + lane, lane < N, 0.0).to(tl.float32)
         wait(PDL)
-        _norm_row(h, factor, x, at - tiles, T, eps, N)
+        _norm_row(h, factor, x, program - tiles, T, eps, N)
         return
-    row = at // PARTS * ROWS + tl.arange(0, ROWS)
-    expert = at % PARTS * WIDTH + tl.arange(0, WIDTH)
+    row = program // PARTS * ROWS + tl.arange(0, ROWS)
+    expert = program % PARTS * WIDTH + tl.arange(0, WIDTH)
     lane = tl.arange(0, TURN)
     live = (row < T)[:, None]
     rows = h + row.to(tl.int64)[:, None] * N + lane[None, :]
@@ -174,10 +174,10 @@ def _route(
     share = tl.zeros([SLOTS], tl.float32)
     expert = tl.zeros([SLOTS], tl.int32)
     for k in tl.static_range(TOP):
-        high, at = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+        high, best = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
         share = tl.where(slot == k, tl.exp(high - highest), share)
-        expert = tl.where(slot == k, at, expert)
-        left = tl.where(lane == at, float("-inf"), left)
+        expert = tl.where(slot == k, best, expert)
+        left = tl.where(lane == best, float("-inf"), left)
     total = tl.where(spoilt, float("nan"), tl.sum(share, 0))
     kept = slot < TOP
     tl.store(weights + row * TOP + slot, share / total * tl.load(per_expert_scale + expert, kept, 0.0), kept)

@@ -82,11 +82,11 @@ def decode_inputs(
     else:
         decodes, widths, *_ = plan_sections(plan, layout)[0].unbind(1)
         count, lane = len(decodes) * width, torch.arange(width, device=plan.device)
-        at = lengths[decodes].long()[:, None] + lane
+        offset = lengths[decodes].long()[:, None] + lane
         live = lane < widths[:, None]
         slots[:count], slots[count:] = decodes.int().repeat_interleave(width), padding
-        positions[:count], positions[count:] = torch.where(live, at, -1).flatten().int(), -1
-        ids[:count], ids[count:] = torch.where(live, tokens[decodes[:, None], at.clamp(max=tokens.shape[1] - 1)], 0).flatten(), 0
+        positions[:count], positions[count:] = torch.where(live, offset, -1).flatten().int(), -1
+        ids[:count], ids[count:] = torch.where(live, tokens[decodes[:, None], offset.clamp(max=tokens.size(1) - 1)], 0).flatten(), 0
         lengths[decodes] += 1
 
 
@@ -227,10 +227,10 @@ def _wide_inputs(
     width = tl.load(plan + HEADER + ROW * row + 1, live, 0)
     length = tl.load(lengths + slot)
     token = tl.load(tokens + slot.to(tl.int64) * tokens_width + length + lane, lane < width, 0)
-    at = row * WIDTH + lane
-    tl.store(slots + at, slot + lane * 0, lane < WIDTH)
-    tl.store(positions + at, tl.where(lane < width, length + lane, -1), lane < WIDTH)
-    tl.store(ids + at, token, lane < WIDTH)
+    offset = row * WIDTH + lane
+    tl.store(slots + offset, slot + lane * 0, lane < WIDTH)
+    tl.store(positions + offset, tl.where(lane < width, length + lane, -1), lane < WIDTH)
+    tl.store(ids + offset, token, lane < WIDTH)
     tl.store(lengths + slot, length + 1, live)
 
 
@@ -259,14 +259,14 @@ def _pages(
 ):  # fmt: skip
     trigger(PDL)
     wait(PDL)
-    position, slot, first, at = row_entries(slots, positions, WINDOW, PAGE, BLOCK, Q_LEN)
+    position, slot, first, offset = row_entries(slots, positions, WINDOW, PAGE, BLOCK, Q_LEN)
     if Q_LEN > 1:
         row = tl.arange(0, triton.next_power_of_2(Q_LEN))
         position = tl.max(tl.load(positions + tl.program_id(0) * Q_LEN + row, row < Q_LEN, -1), 0)
-    entry = first + at
-    live = (at < out_width) & (entry * PAGE <= position) & (position >= 0)
+    entry = first + offset
+    live = (offset < out_width) & (entry * PAGE <= position) & (position >= 0)
     pages = tl.load(table + slot * width + entry, live, 0)
-    tl.store(out + tl.program_id(0).to(tl.int64) * out_width + at, pages, live)
+    tl.store(out + tl.program_id(0).to(tl.int64) * out_width + offset, pages, live)
 
 
 @triton.jit(do_not_specialize=["pairs", "positions"])

@@ -67,10 +67,10 @@ def check_rows(
             if kind == ROW_ENTRY:
                 bad |= correct == 0
                 bad[needed:] = False
-            for at in bad.nonzero().flatten().tolist():
-                _record(violations, kind, group, slot, first + at, int(actual[row, at]), int(correct[at]), row, position)
-                if not 0 <= actual[row, at] < pages:
-                    actual[row, at] = correct[at]
+            for entry in bad.nonzero().flatten().tolist():
+                _record(violations, kind, group, slot, first + entry, int(actual[row, entry]), int(correct[entry]), row, position)
+                if not 0 <= actual[row, entry] < pages:
+                    actual[row, entry] = correct[entry]
         return
     launch(
         _check_rows, (rows,), group, plan, actual, width, expected, expected.shape[1], pages, slots, positions, violations,
@@ -80,10 +80,10 @@ def check_rows(
 
 
 def _record(violations: Tensor, *values: int) -> None:
-    at = int(violations[0])
+    count = int(violations[0])
     violations[0] += 1
-    if at < RECORDS:
-        violations[RECORD * (at + 1) : RECORD * (at + 2)] = torch.tensor(values, dtype=torch.int32)
+    if count < RECORDS:
+        violations[RECORD * (count + 1) : RECORD * (count + 2)] = torch.tensor(values, dtype=torch.int32)
 
 
 # ---- kernel
@@ -104,16 +104,16 @@ def _check_rows(
         position = tl.load(positions + row)
         first = first_entry(position, WINDOW, PAGE)
         for start in range(0, width, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            entry = first + at
-            needed = (at < width) & (position >= 0) & (entry * PAGE <= position)
-            address = actual + row.to(tl.int64) * width + at
-            value = tl.load(address, at < width, 0)
+            offset = start + tl.arange(0, BLOCK)
+            entry = first + offset
+            needed = (offset < width) & (position >= 0) & (entry * PAGE <= position)
+            address = actual + row.to(tl.int64) * width + offset
+            value = tl.load(address, offset < width, 0)
             correct = tl.load(expected + slot.to(tl.int64) * columns + entry, needed & (entry < columns), 0)
             if KIND == 2:
                 bad = needed & ((value != correct) | (correct == 0))
             else:
-                bad = (at < width) & (value != correct)
+                bad = (offset < width) & (value != correct)
             ones = tl.full(entry.shape, 1, tl.int32)
             index = tl.atomic_add(violations + entry * 0, ones, mask=bad)
             kept = bad & (index < LIMIT)
