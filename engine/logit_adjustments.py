@@ -1,10 +1,7 @@
-"""What a request says about its logits beyond temperature and filters, and its bytes in a plan's admission.
+"""What a request says about its logits beyond temperature and filters.
 
 `kernels.adjust` has the formulas and their order.
 """
-
-import struct
-from itertools import chain, islice
 
 import msgspec
 
@@ -12,8 +9,6 @@ MAX_BIAS_IDS = 1024  # of one request: a rank's tables have fixed widths
 MAX_ALLOWED_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_IDS = 1024  # of all its bad words together
-
-_HEAD = struct.Struct("<fff4i")  # the penalties; counts of biases, allowed ids, bad words, ids of all bad words
 
 
 class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,37 +48,3 @@ class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         }
         over = (f"{count} {what}; at most {most} are possible" for what, (count, most) in counts.items() if count > most)
         return next(over, None)
-
-
-MAX_SIZE = _HEAD.size // 4 + 2 * MAX_BIAS_IDS + MAX_ALLOWED_IDS + MAX_BAD_WORDS + MAX_BAD_WORD_IDS
-
-
-def encoded_size(adjustments: LogitAdjustments | None) -> int:
-    """Numbers of four bytes that `encode` makes of it; none of None."""
-    return 0 if adjustments is None else len(encode(adjustments)) // 4
-
-
-def encode(adjustments: LogitAdjustments) -> bytes:
-    """head | biased ids | biases fp32 | allowed ids | ids of each bad word, how many | their ids; `decode` is the inverse."""
-    ids, values = zip(*adjustments.bias, strict=True) if adjustments.bias else ((), ())
-    lengths, words = list(map(len, adjustments.bad_words)), list(chain.from_iterable(adjustments.bad_words))
-    counts = (len(ids), len(adjustments.allowed_ids), len(lengths), len(words))
-    body = struct.pack(f"<{len(ids)}i{len(ids)}f{sum(counts[1:])}i", *ids, *values, *adjustments.allowed_ids, *lengths, *words)
-    return _HEAD.pack(*adjustments.penalties, *counts) + body
-
-
-def decode(data: bytes, offset: int) -> tuple[LogitAdjustments, int]:
-    """What lies at `offset`, and where it ends; struct.error where it is cut."""
-    repetition, presence, frequency, biased, allowed, words, word_ids = _HEAD.unpack_from(data, offset)
-    body = struct.Struct(f"<{biased}i{biased}f{allowed + words + word_ids}i")
-    numbers = iter(body.unpack_from(data, offset + _HEAD.size))
-    ids, values, allowed_ids, lengths = (tuple(islice(numbers, count)) for count in (biased, biased, allowed, words))
-    made = LogitAdjustments(
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        bias=tuple(zip(ids, values, strict=True)),
-        allowed_ids=allowed_ids,
-        bad_words=tuple(tuple(islice(numbers, length)) for length in lengths),
-    )
-    return made, offset + _HEAD.size + body.size

@@ -4,10 +4,11 @@ All little-endian, every section 4-byte aligned: header and fixed-width sections
 device as it is (`engine.plan_layout`).
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
-                | admissions, variable
+                | admissions, msgpack
     StepResult  header | table [n,4 + W + D] | logprobs of tokens, variable, only when the header says so | of prompts, variable
 
-    plan header, int32: version, flags, step (two words), the number of rows of each section, of admissions; drafts; the rest 0
+    plan header, int32: version, flags, step (two words), the number of rows of each section, bytes of admissions; drafts; the rest
+              0
     drafts    that ranks make behind each sequence of the step that gets a token
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts; ROW_MASKED: not every token may come
     chunks    slot, start, end, first_logit, first span, spans       positions [start, end) of a prompt, of which those from
@@ -29,17 +30,16 @@ import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, starmap
 from typing import NamedTuple, TypeAlias, cast
 
+import msgspec
 import numpy as np
 
-from engine import logit_adjustments
 from engine.plan_layout import COUNTS, HEADER, PLAN_VERSION, RESULT_HEAD, SECTIONS
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_SPAN,
-    MAX_STOP_IDS,
     Logprobs,
     MediaItem,
     PromptLogprobs,
@@ -49,13 +49,14 @@ from engine.protocol import (
 
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
+MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes beside its tokens and pages: 5 bytes an id, 14 a bias
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
 _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
 _ENCODES = list(SECTIONS).index("encodes")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
-_ADMISSION = struct.Struct("<iiqqfff9i")
-_SAMPLING = ("seed", "temperature", "top_p", "min_p", "top_k", "min_tokens")  # numbers of SamplingParams in their order there
+_encode = msgspec.msgpack.Encoder().encode
+_decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
 _RESULT = struct.Struct("<QIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 _PROMPT = struct.Struct("<iiiii")  # slot, number, first position, alternatives, tokens
@@ -239,8 +240,9 @@ def encode_plan(plan: StepPlan) -> bytes:
     flags = (FLAG_STOP if plan.stop else 0) | (FLAG_MASKED if plan.masked else 0)
     sections = [_packed(getattr(plan, name)) for name in SECTIONS]
     counts = [len(section) // size for section, size in zip(sections, _ROW_BYTES, strict=True)]
-    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(plan.admissions), plan.drafts)
-    return b"".join([header, *sections, *map(_encode_admission, plan.admissions)])
+    admissions = _encode(list(map(_packed_admission, plan.admissions))) if plan.admissions else b""
+    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(admissions), plan.drafts)
+    return b"".join([header, *sections, admissions])
 
 
 def _packed(section: Section) -> bytes:
@@ -255,7 +257,7 @@ def largest_plan(
     """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens, each
     perhaps a media item with a span."""
     budget = max(budget, MAX_SPAN)
-    admission = admission_size(max_len, MAX_STOP_IDS, logit_adjustments.MAX_SIZE, groups * (max_len // page + 1))
+    admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
     rows = seqs * (3 + 6) + 6 * budget + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
     return 4 * (HEADER + rows + max(admission, admitted))
@@ -275,12 +277,10 @@ def largest_result(seqs: int, width: int = 1) -> int:
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 
 
-def admission_size(tokens: int, stop_ids: int, adjustments: int, pages: int) -> int:
-    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan.
-
-    adjustments: `engine.logit_adjustments.encoded_size`.
-    """
-    return _ADMISSION.size // 4 + tokens + stop_ids + adjustments + 4 * pages
+def admission_size(tokens: int, params: SamplingParams, pages: int) -> int:
+    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan at
+    most."""
+    return 16 + tokens + len(_encode(_sent(params))) // 4 + 4 * pages
 
 
 def read_header(data: bytes) -> PlanHeader:
@@ -294,62 +294,33 @@ def read_header(data: bytes) -> PlanHeader:
 def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
     step, stop, masked, _ = read_header(data)
-    _, _, _, *counts, n_admissions, drafts = _PLAN.unpack_from(data)
+    _, _, _, *counts, size, drafts = _PLAN.unpack_from(data)
     sections, end = {}, HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
         sections[name] = np.frombuffer(data, np.int32, count * width, 4 * end).reshape(count, width)
         end += count * width
-    fixed, offset = np.frombuffer(data, np.int32, end), 4 * end
-    admissions = []
-    for _ in range(n_admissions):
-        admission, offset = _decode_admission(data, offset)
-        admissions.append(admission)
-    if offset != len(data):
-        raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {offset}")
-    return PlanView(step, stop, masked, drafts, fixed, **sections, admissions=tuple(admissions))
+    if 4 * end + size != len(data):
+        raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {4 * end + size}")
+    admissions = tuple(starmap(_admission, _decode_admissions(memoryview(data)[4 * end :]))) if size else ()
+    return PlanView(step, stop, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions)
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
     return struct.pack(f"<{len(values)}i", *values)
 
 
-def _encode_admission(admission: Admission) -> bytes:
-    params = admission.params
-    head = _ADMISSION.pack(
-        admission.slot,
-        admission.prompt,
-        admission.number,
-        *(getattr(params, name) for name in _SAMPLING),
-        -1 if params.logprobs is None else params.logprobs,
-        admission.cached,
-        -1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        admission.scored,
-        len(params.stop_ids),
-        len(admission.tokens),
-        params.adjustments is not None,
-    )
-    adjustments = b"" if params.adjustments is None else logit_adjustments.encode(params.adjustments)
-    return head + _ints(params.stop_ids) + np.asarray(admission.tokens, np.int32).tobytes() + adjustments
+def _sent(params: SamplingParams) -> SamplingParams:
+    """What ranks read of it: its masks are made in the core."""
+    return msgspec.structs.replace(params, max_tokens=0, grammar=None, thought=None)
 
 
-def _decode_admission(data: bytes, offset: int) -> tuple[Admission, int]:
-    slot, prompt, number, *sampling = _ADMISSION.unpack_from(data, offset)
-    logprobs, cached, prompt_logprobs, scored, n_stop, n_tokens, adjusted = sampling[len(_SAMPLING) :]
-    offset += _ADMISSION.size
-    stop_ids = struct.unpack_from(f"<{n_stop}i", data, offset)
-    offset += 4 * n_stop
-    tokens = np.frombuffer(data, np.int32, n_tokens, offset)
-    offset += 4 * n_tokens
-    adjustments, offset = logit_adjustments.decode(data, offset) if adjusted else (None, offset)
-    params = SamplingParams(
-        max_tokens=0,
-        **dict(zip(_SAMPLING, sampling, strict=False)),
-        stop_ids=stop_ids,
-        logprobs=None if logprobs < 0 else logprobs,
-        prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
-        adjustments=adjustments,
-    )
-    return Admission(slot, number, cast("Sequence[int]", tokens), prompt, params, cached, scored), offset
+def _packed_admission(admission: Admission) -> tuple[int, int, bytes, int, SamplingParams, int, int]:
+    tokens, params = np.asarray(admission.tokens, np.int32).tobytes(), _sent(admission.params)
+    return admission.slot, admission.number, tokens, admission.prompt, params, admission.cached, admission.scored
+
+
+def _admission(slot: int, number: int, tokens: bytes, prompt: int, params: SamplingParams, cached: int, scored: int) -> Admission:
+    return Admission(slot, number, cast("Sequence[int]", np.frombuffer(tokens, np.int32)), prompt, params, cached, scored)
 
 
 def encode_rows(

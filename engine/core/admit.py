@@ -13,7 +13,6 @@ from engine.core.pages import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Policy
-from engine.logit_adjustments import encoded_size
 from engine.plan import MAX_ADMITTED, Admission, StepPlan, admission_size
 
 _LOOKAHEAD = 16  # requests looked at beyond the free slots
@@ -86,8 +85,7 @@ class Admissions:
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
         """Count an admission with so many pages in the plan; False if the plan has no room for it beside others."""
-        params = sequence.params
-        size = admission_size(len(sequence.tokens), len(params.stop_ids), encoded_size(params.adjustments), pages) + self._size
+        size = admission_size(len(sequence.tokens), sequence.params, pages) + self._size
         if self._size and size > MAX_ADMITTED:
             return False
         self._size = size

@@ -60,8 +60,7 @@ class Adjustments:
             self._put(self.tables.bias_ids, slot, _padded(ids, MAX_BIAS_IDS, -1))
             self._put(self.tables.bias, slot, _padded(values, MAX_BIAS_IDS, 0.0, np.float32))
         if flags & PENALIZED:
-            penalties = (adjustments.repetition_penalty, adjustments.presence_penalty, adjustments.frequency_penalty)
-            self._put(self.tables.penalties, slot, np.array([penalties], np.float32))
+            self._put(self.tables.penalties, slot, np.array([adjustments.penalties], np.float32))
             self._put(self.tables.counts, slot, self._counts(admission)[None])
         if flags & LIMITED:
             self._put(self.tables.allowed, slot, self._bits(adjustments.allowed_ids)[None])
