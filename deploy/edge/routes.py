@@ -119,7 +119,7 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
 @asynccontextmanager
 async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[AdmissionTicket]:
     """With a ticket, and until the deadline. The access log gives it back when the request has ended, whichever way."""
-    service.check_alive()
+    service.engine.health()
     _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
     record.ticket = service.admission.enter(client_address(request.scope) if record.key is None else f"key {record.key}")

@@ -18,7 +18,6 @@ from deploy.edge.raw_json import invalid
 from deploy.edge.response_format import ServedModel
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
-from engine.errors import EngineDead
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.client import EngineClient
 from engine.front.generation import Generation, Job
@@ -62,11 +61,6 @@ class Service:
         self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers, most)
         self.idle = asyncio.Event()
         self.idle.set()
-
-    def check_alive(self) -> None:
-        """Raises EngineDead once the group is gone."""
-        if self.engine.dead is not None:
-            raise EngineDead(self.engine.dead)
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:

@@ -33,7 +33,7 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ar
 
 @dataclass(frozen=True)
 class Conversation:
-    """The input of a template. messages and tools are in OpenAI's form; `extra` may have the keys in EXTRAS."""
+    """The input of a template. messages and tools are in OpenAI's form; `extra`: those of EXTRAS, which the edge holds them to."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
@@ -64,7 +64,6 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> tuple[str, str]:
         """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field."""
-        _check_extras(conversation.extra)
         try:
             return self._render(conversation)
         except _FAULTS as error:
@@ -199,15 +198,6 @@ def _integer(text: str) -> int | Lexeme:
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no number")
-
-
-def _check_extras(extra: Mapping[str, Any]) -> None:
-    for name, value in extra.items():
-        if name not in EXTRAS:
-            allowed = ", ".join(sorted({"enable_thinking", *EXTRAS}))
-            raise InvalidRequest(f"chat_template_kwargs.{name}: not one of {allowed}", param="chat_template_kwargs")
-        if not isinstance(value, bool):
-            raise InvalidRequest(f"chat_template_kwargs.{name}: not a boolean", param="chat_template_kwargs")
 
 
 def characters(value: Any) -> int:

@@ -75,15 +75,13 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, whatever the chunking.
+    """Cuts a stream of text at the first stop string, none of which is empty, whatever the chunking.
 
     First is the match that ends first, and of those the longest. Text that may begin a stop string is held back, so
     nothing past a match is ever emitted.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if "" in stops:
-            raise InvalidRequest("stop: a stop string must not be empty", param="stop")
         self._stops = stops
         self._longest = max(map(len, stops), default=1)
         self._first = frozenset(stop[0] for stop in stops)

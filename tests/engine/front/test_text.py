@@ -188,8 +188,6 @@ def test_small_members_get_no_empty_thought(tmp_path: Path, member: str) -> None
         ([assistant(tool_calls=[CALL | {"function": {"name": "f", "arguments": "[1]"}}])], {}, "messages", "object"),
         ([assistant(tool_calls=[{"id": "1"}])], {}, "messages", "function"),
         ([user("\ud800")], {}, "messages", "surrogate"),
-        ([user("x")], {"custom": True}, "chat_template_kwargs", "custom"),
-        ([user("x")], {"preserve_thinking": "yes"}, "chat_template_kwargs", "preserve_thinking"),
     ],
 )
 def test_bad_conversations(
