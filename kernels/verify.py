@@ -6,11 +6,14 @@ A row is one sequence: its queries read the same pages, which are gathered once,
 query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_post`), and so are its drafts'.
 
     grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
-    CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch -> a ticket
-    last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts of one query after the other
+    CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch
+
+Where there are splits, a second launch adds their parts, a CTA a query and head: one CTA that added all of them would take longer
+than attention itself.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -18,12 +21,11 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.decode import DecodeScratch, decode_reference, row_blocks
-from kernels.grid import next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, shared_memory, trigger, wait
+from kernels.grid import cdiv, next_power_of_2
+from kernels.launch import check_contiguous, enabled, launch, processors, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
 from kernels.slots import first_page
-from kernels.splitkv import combine, load_run, page_of
-from kernels.tiles import LARGE_SHARED
+from kernels.splitkv import load_run, page_of
 
 MOST_QUERIES = 8
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
@@ -45,21 +47,35 @@ class VerifyTile:
         return 2 * (self.rows * d + held * self.keys * (d + d // self.values)) + 4096
 
 
-def verify_tile(queries: int, d: int, page: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> VerifyTile:
-    """The cut for so many queries x heads of a KV head: sums of 64 registers a thread at most. Not measured yet.
+@cache
+def verify_cut(
+    rows: int, kv_heads: int, queries: int, d: int, page: int, pages: int, processors: int, itemsize: int, shared: int
+) -> tuple[int, VerifyTile]:
+    """Splits and tile for a bucket of `rows` rows that read at most `pages` pages, of so many queries x heads of a KV head.
 
-    itemsize: bytes of a number; fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
+    As measured on an H200: sums of 64 registers a thread at most, V's columns shared out where eight splits or more remain, and
+    splits for one CTA on each of the GPU's `processors`. itemsize: bytes of a number; fp32, for tests, takes the least. shared:
+    bytes of shared memory that a CTA may have.
     """
-    rows = max(16, next_power_of_2(queries))
-    assert rows <= _MOST_ROWS, queries
+    lanes = max(16, next_power_of_2(queries))
+    assert lanes <= _MOST_ROWS, queries
+    ctas, columns = rows * kv_heads, max(1, lanes * d // 8192)
     if itemsize == 4:
-        return VerifyTile(rows, 16, 1, 4, 2)
-    warps = 8 if rows >= 64 else 4
-    tile = VerifyTile(rows, min(page, 32), max(1, rows * d // (2048 * warps)), warps, 2 if rows >= 64 else 3)
+        tile = VerifyTile(lanes, 16, 1, 4, 2)
+    else:
+        wide = lanes == _MOST_ROWS or (lanes * d == 16384 and 16 * ctas > processors)
+        values = columns // 2 if wide else columns
+        while not wide and 16 * ctas * values <= processors and values < 4:
+            values *= 2
+        deep = not wide and processors < ctas * values <= 2 * processors  # two on each: room for one stage more
+        tile = VerifyTile(lanes, min(page, 32), max(1, values), 8 if wide else 4, 4 if deep else 3)
+        if d <= 256 and processors < 2 * ctas <= 2 * processors:
+            tile = replace(tile, keys=2 * tile.keys, warps=8)
     while tile.shared_bytes(d) > shared and (tile.stages > 2 or tile.keys > 16):
-        tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
+        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes"
-    return tile
+    splits = min(pages, max(1, processors // (ctas * tile.values)))
+    return cdiv(pages, cdiv(pages, splits)), tile
 
 
 def verify_attention(
@@ -81,7 +97,7 @@ def verify_attention(
               oldest key that the row's first query sees
     positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
     out       [rows * q_len, heads, d] in q's dtype
-    splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `kernels.decode.decode_splits`
+    splits    CTAs along the keys of a (row, KV head);  tile: in place of `verify_cut`'s
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -100,22 +116,28 @@ def verify_attention(
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
     check_contiguous(q, pool, page_ids, positions, out)
     if tile is None:
-        tile = verify_tile(heads // kv_heads * q_len, d, page, pool.element_size(), shared_memory(q))
+        cut = kv_heads, heads // kv_heads * q_len, d, page, page_ids.shape[1], processors(q.device)
+        tile = verify_cut(rows, *cut, pool.element_size(), shared_memory(q))[1]
     launch(
         verify_kernel, (rows, kv_heads * tile.values, splits),
-        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1],
-        HEADS=heads, KV_HEADS=kv_heads, D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, SPLITS=splits,
+        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, page_ids.shape[1], splits,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page,
         ROWS=tile.rows, KEYS=tile.keys, VALUES=tile.values, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
+    if splits > 1:
+        launch(
+            combine_kernel, (count, heads), positions, out, scratch.parts, scratch.lse, splits,
+            D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, KEYS=tile.keys,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere
+@triton.jit(do_not_specialize=["width", "positions", "splits"])  # a mixed step's rows begin anywhere
 def verify_kernel(
-    q, pool, page_ids, positions, out, parts, lse, tickets, width,
-    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, SPLITS: constexpr,
+    q, pool, page_ids, positions, out, parts, lse, width, splits,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
     ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys. The last split adds them all."""
+    """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys."""
     GROUP: constexpr = HEADS // KV_HEADS
     DV: constexpr = D // VALUES
     KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
@@ -130,11 +152,7 @@ def verify_kernel(
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
     position = tl.load(positions + row * Q_LEN + query, live, -1)
-    last = tl.max(position, 0)
-    first, oldest = 0, 0
-    if WINDOW > 0:
-        oldest = tl.maximum(tl.load(positions + row * Q_LEN) - WINDOW + 1, 0)
-        first = oldest // PAGE * PAGE
+    first, oldest, last = _keys_of(positions + row * Q_LEN, Q_LEN, WINDOW, PAGE)
     runs = (last - first) // KEYS + 1  # 1 for a row of padding, which sees no key of it
     if split >= runs:
         return
@@ -144,10 +162,10 @@ def verify_kernel(
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DV], tl.float32)
     page = page_of(ids, split * KEYS, width, KEYS, PAGE)
-    for run in tl.range(split, runs, SPLITS):
+    for run in tl.range(split, runs, splits):
         k = load_run(heads_k, page, run, first, oldest, last + 1, tl.arange(0, D), D, 2 * KEPT, KEYS, PAGE)
         v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
-        page = page_of(ids, (run + SPLITS) * KEYS, width, KEYS, PAGE)  # one turn ahead
+        page = page_of(ids, (run + splits) * KEYS, width, KEYS, PAGE)  # one turn ahead
         keys = first + run * KEYS + tl.arange(0, KEYS)
         seen = keys[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -158,27 +176,53 @@ def verify_kernel(
 
     norm = tl.where(total > 0, total, 1.0)
     sums = sums / norm[:, None]
-    done = tl.minimum(runs, SPLITS)
-    out_at = out + row * Q_LEN * HEADS * D
-    if done == 1:
-        tl.store(out_at + line[:, None] + columns[None, :], cast(sums, out.dtype.element_ty), live[:, None])
-        return
-    if SPLITS > 1:
-        lse_at = lse + (row * SPLITS * Q_LEN * VALUES + part) * HEADS + head * GROUP
-        parts_at = parts + row * SPLITS * Q_LEN * HEADS * D
-        own = split * Q_LEN
-        own_lse = tl.where(total > 0, top + tl.log2(norm), -1e30)
-        tl.store(lse_at + (own + query) * VALUES * HEADS + lane % GROUP, own_lse, live)
-        tl.store(parts_at + own * HEADS * D + line[:, None] + columns[None, :], sums, live[:, None])
-        tl.debug_barrier()  # every thread's part is written before the ticket is taken
-        ticket = tickets + (row * KV_HEADS + head) * VALUES + part
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
-            tl.store(ticket, 0)
-            few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
-            for i in range(Q_LEN):
-                at = (i * HEADS + head * GROUP) * D
-                whole = combine(
-                    lse_at + i * VALUES * HEADS, parts_at + at, columns, done,
-                    Q_LEN * VALUES * HEADS, Q_LEN * HEADS * D, D, GROUP, SPLITS, DV,
-                )  # fmt: skip
-                tl.store(out_at + at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)
+    if splits == 1:
+        at = out + row * Q_LEN * HEADS * D + line[:, None] + columns[None, :]
+        tl.store(at, cast(sums, out.dtype.element_ty), live[:, None])
+    else:
+        own = (row * splits + split) * Q_LEN * HEADS
+        tl.store(parts + own * D + line[:, None] + columns[None, :], sums, live[:, None])
+        if part == 0:
+            tl.store(lse + own + line // D, tl.where(total > 0, top + tl.log2(norm), -1e30), live)
+
+
+@triton.jit
+def _keys_of(positions, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr):
+    """Of a row's queries: the first key of the first page, the oldest key that any sees, the last."""
+    query = tl.arange(0, triton.next_power_of_2(Q_LEN))
+    last = tl.max(tl.load(positions + query, query < Q_LEN, -1), 0)
+    first, oldest = 0, 0
+    if WINDOW > 0:
+        oldest = tl.maximum(tl.load(positions) - WINDOW + 1, 0)
+        first = oldest // PAGE * PAGE
+    return first, oldest, last
+
+
+@triton.jit(do_not_specialize=["positions", "splits"])
+def combine_kernel(
+    positions, out, parts, lse, splits,
+    D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """One query's head: the splits' parts, each by its share of the weights, `TURN` at a time."""
+    TURN: constexpr = 8
+    row, query = tl.program_id(0) // Q_LEN, tl.program_id(0) % Q_LEN
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    wait(PDL)
+    trigger(PDL)
+    first, _, last = _keys_of(positions + row * Q_LEN, Q_LEN, WINDOW, PAGE)
+    done = tl.minimum((last - first) // KEYS + 1, splits)
+    own = (row * splits * Q_LEN + query) * heads + head
+    top, total = -1e30, 0.0
+    sums = tl.zeros([D], tl.float32)
+    for begin in range(0, done, TURN):
+        split = begin + tl.arange(0, TURN)
+        at = own + split * Q_LEN * heads
+        weights = tl.load(lse + at, split < done, -float("inf"))
+        values = tl.load(parts + at[:, None] * D + tl.arange(0, D)[None, :], split[:, None] < done, 0.0)
+        higher = tl.maximum(top, tl.max(weights, 0))
+        weights, keep = tl.exp2(weights - higher), tl.exp2(top - higher)
+        total = total * keep + tl.sum(weights, 0)
+        sums = sums * keep + tl.sum(weights[:, None] * values, 0)
+        top = higher
+    at = (tl.program_id(0) * heads + head) * D + tl.arange(0, D)
+    tl.store(out + at, cast(sums / total, out.dtype.element_ty))

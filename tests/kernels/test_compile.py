@@ -43,7 +43,7 @@ from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
 from kernels.tiles import TABLE, GemmShape, Tile
 from tests.bench.gemms import GemmCase, gemv
 from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
-from tests.support.attention import verify_node
+from tests.support.attention import verify_nodes
 from tests.support.compiled import Compiled, compile_node
 from tests.support.launches import Node, record
 from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
@@ -238,7 +238,7 @@ def attention_nodes(target: Target) -> Iterator[Node]:
     for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
         yield decode(named(name), rows, target)
     for name, q_len in (("31b-tp4-sliding", 8), ("31b-tp4-full", 2), ("31b-tp4-full", 8)):
-        yield verify_node(named(name).shape, q_len, target)
+        yield from verify_nodes(named(name).shape, q_len, target)
     yield from chunk_nodes(named("31b-tp4-sliding"), target)
 
 

@@ -6,6 +6,7 @@ The reference runs here; the Triton kernel in `interpreted_*`, under the interpr
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from kernels.decode import DecodeScratch
 from kernels.slots import gather_pages
-from kernels.verify import VerifyTile, verify_attention, verify_tile
+from kernels.verify import MOST_QUERIES, VerifyTile, verify_attention, verify_cut
 from tests.support import interpreter
-from tests.support.attention import OUTSIDE, Shape, attended, verify_node
+from tests.support.attention import OUTSIDE, Shape, attended, verify_nodes
 from tests.support.compiled import compile_node
 from tests.support.launches import record
 
@@ -131,7 +132,7 @@ def test_wrong_sizes_are_refused() -> None:
         with pytest.raises(AssertionError):
             verify_attention(q, pool, pages, positions, None, scratch, out, 1)
     with pytest.raises(AssertionError, match="do not fit"):
-        verify_tile(128, 512, 32, shared=101376)
+        verify_cut(1, 1, 128, 512, 32, 9, 132, 2, 101376)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -157,31 +158,31 @@ MEMBERS = [Shape(*heads, 256, 128, window=1024) for heads in _SLIDING] + [Shape(
 SHARED = {(9, 0): 232448, (10, 0): 232448}
 
 
-def compiled_cuts(target: tuple[int, int], q_lens: Sequence[int]) -> None:
+def compiled_cuts(target: tuple[int, int], q_lens: Sequence[int], batches: Sequence[int]) -> None:
     """Compiles each distinct cut of the members once and checks what it takes."""
     done: set[tuple[VerifyTile, int]] = set()
-    for shape in MEMBERS:
-        for q_len in q_lens:
-            tile = verify_tile(shape.heads // shape.kv_heads * q_len, shape.d, shape.page)
-            if (tile, shape.d) in done:
-                continue
-            done.add((tile, shape.d))
-            kernel = compile_node(verify_node(shape, q_len, target), target)
-            what = (tile, shape, kernel.registers, kernel.shared, kernel.stack)
-            assert kernel.stack == 0, what
-            assert kernel.shared <= tile.shared_bytes(shape.d) <= SHARED[target], what
+    for shape, q_len, rows in product(MEMBERS, q_lens, batches):
+        group = shape.heads // shape.kv_heads
+        _, tile = verify_cut(rows, shape.kv_heads, group * q_len, shape.d, shape.page, 40, 132, 2, SHARED[target])
+        if (tile, shape.d) in done:
+            continue
+        done.add((tile, shape.d))
+        kernel = compile_node(verify_nodes(shape, q_len, target, rows)[0], target)
+        what = (tile, shape, kernel.registers, kernel.shared, kernel.stack)
+        assert kernel.stack <= 24, what
+        assert kernel.shared <= tile.shared_bytes(shape.d) <= SHARED[target], what
 
 
 def test_the_largest_cuts_compile() -> None:
-    """Rows of eight queries, on the GPU that has run the rest, within shared memory and without spills."""
-    compiled_cuts((9, 0), (8,))
+    """Rows of as many queries as there may be, on the GPU that has run the rest, within shared memory, and next to nothing spilled."""
+    compiled_cuts((9, 0), (MOST_QUERIES - 1,), (32,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(SHARED))
 def test_every_cut_compiles(target: tuple[int, int]) -> None:
-    """Every member's heads at TP 1, 2 and 4 with 1, 2, 4 and 8 queries a row."""
-    compiled_cuts(target, (1, 2, 4, 8))
+    """Every member's heads at TP 1, 2 and 4 with 2 to MOST_QUERIES queries a row, few rows and many."""
+    compiled_cuts(target, (2, 3, 5, MOST_QUERIES - 1), (1, 8, 32, 100))
 
 
 def test_under_the_interpreter() -> None:
@@ -206,7 +207,7 @@ def interpreted_equals_dense_attention(shape: Shape, q_len: int, splits: int, ti
     case = verify_case(shape, q_len, [(start, q_len - row % q_len) for row, start in enumerate(starts)] + [(9, 0)])
     with record() as nodes:
         check(case, splits, tile)
-    assert len(nodes) == 1
+    assert [node.kernel for node in nodes] == ["verify_kernel", "combine_kernel"][: 1 + (splits > 1)]
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -167,16 +167,15 @@ def decode_node(
     return node
 
 
-def verify_node(shape: Shape, q_len: int, target: tuple[int, int]) -> Node:
-    """The launch of `verify_attention` for three rows in four splits."""
-    q, scratch = meta(3 * q_len, shape.heads, shape.d), (3, shape.heads, shape.kv_heads, shape.d, 12 * q_len)
+def verify_nodes(shape: Shape, q_len: int, target: tuple[int, int], rows: int = 3) -> list[Node]:
+    """The launches of `verify_attention` in four splits: attention, and the sum of its parts."""
+    q, scratch = meta(rows * q_len, shape.heads, shape.d), (rows, shape.heads, shape.kv_heads, shape.d, 4 * rows * q_len)
     with record(target) as nodes:
         verify_attention(
-            q, meta(9, 2, shape.kv_heads, shape.page, shape.d), ints(3, 40), ints(3 * q_len), shape.window,
+            q, meta(9, 2, shape.kv_heads, shape.page, shape.d), ints(rows, 40), ints(rows * q_len), shape.window,
             DecodeScratch(*scratch, torch.device("meta")), torch.empty_like(q), 4,
         )  # fmt: skip
-    (node,) = nodes
-    return node
+    return nodes
 
 
 Variant = tuple[Shape, int, DecodeTile | None, torch.dtype, int]  # shape, splits, tile, dtype, pages of a row
