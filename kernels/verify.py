@@ -25,7 +25,7 @@ from kernels.slots import first_page
 from kernels.splitkv import combine, load_run, page_of
 from kernels.tiles import LARGE_SHARED
 
-MOST_QUERIES = 8
+MOST_QUERIES = 9
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
 
 
