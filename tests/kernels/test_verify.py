@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import VERIFY_ROWS
 from kernels.decode import DecodeScratch
 from kernels.slots import gather_pages
 from kernels.verify import VerifyTile, verify_attention, verify_tile
@@ -100,7 +101,7 @@ SLIDING, FULL = Shape(4, 2, 32, 16, window=WINDOW), Shape(6, 1, 16, 8)
 
 
 @pytest.mark.parametrize("shape", [SLIDING, FULL, Shape(4, 4, 16, 8, window=1, page=16)])
-@pytest.mark.parametrize("q_len", [1, 3, 8])
+@pytest.mark.parametrize("q_len", [1, 3, 9])
 def test_equals_dense_attention(shape: Shape, q_len: int) -> None:
     """At every page edge and window edge, with fewer queries than a row may have, and for rows of padding."""
     check(verify_case(shape, q_len, [(start, 1 + (row + 4) % q_len) for row, start in enumerate(EDGES)] + [(5, 0)]))
@@ -131,7 +132,9 @@ def test_wrong_sizes_are_refused() -> None:
         with pytest.raises(AssertionError):
             verify_attention(q, pool, pages, positions, None, scratch, out, 1)
     with pytest.raises(AssertionError, match="do not fit"):
-        verify_tile(128, 512, 32, shared=101376)
+        verify_tile(VERIFY_ROWS, 512, 32, shared=101376)
+    with pytest.raises(AssertionError, match=str(VERIFY_ROWS + 1)):
+        verify_tile(VERIFY_ROWS + 1, 512, 32)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -161,7 +164,7 @@ def compiled_cuts(target: tuple[int, int], q_lens: Sequence[int]) -> None:
     """Compiles each distinct cut of the members once and checks what it takes."""
     done: set[tuple[VerifyTile, int]] = set()
     for shape in MEMBERS:
-        for q_len in q_lens:
+        for q_len in (q_len for q_len in q_lens if shape.heads // shape.kv_heads * q_len <= VERIFY_ROWS):
             tile = verify_tile(shape.heads // shape.kv_heads * q_len, shape.d, shape.page)
             if (tile, shape.d) in done:
                 continue
@@ -173,15 +176,16 @@ def compiled_cuts(target: tuple[int, int], q_lens: Sequence[int]) -> None:
 
 
 def test_the_largest_cuts_compile() -> None:
-    """Rows of eight queries, on the GPU that has run the rest, within shared memory and without spills."""
-    compiled_cuts((9, 0), (8,))
+    """Rows of eight queries, and of nine where a product holds them, on the GPU that has run the rest, within shared memory and
+    without spills."""
+    compiled_cuts((9, 0), (8, 9))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(SHARED))
 def test_every_cut_compiles(target: tuple[int, int]) -> None:
-    """Every member's heads at TP 1, 2 and 4 with 1, 2, 4 and 8 queries a row."""
-    compiled_cuts(target, (1, 2, 4, 8))
+    """Every member's heads at TP 1, 2 and 4 with 1, 2, 4, 8 and 9 queries a row."""
+    compiled_cuts(target, (1, 2, 4, 8, 9))
 
 
 def test_under_the_interpreter() -> None:
@@ -195,6 +199,7 @@ CUTS = [
     (SLIDING, 8, 3, VerifyTile(16, 32, 2, 4, 2)),
     (FULL, 5, 2, VerifyTile(32, 16, 1, 4, 2)),
     (Shape(16, 1, 16, 8), 8, 2, VerifyTile(128, 32, 1, 4, 2)),
+    (Shape(8, 1, 16, 8), 9, 2, VerifyTile(128, 32, 1, 4, 2)),
     (Shape(3, 1, 16, 8, page=64, window=WINDOW), 3, 2, VerifyTile(16, 16, 1, 4, 2)),
 ]
 
