@@ -30,6 +30,7 @@ AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's
 
 MAX_SEQS = 4096
 AUTO_DRAFTS = (0, 1, 2, 3, 5, 7)  # graphs are captured for each; those between would gain some two percent
+VERIFY_ROWS = 128  # queries x heads of a KV head that a GPU verifies at once
 _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
 
 
@@ -38,9 +39,9 @@ class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     model: Annotated[str | None, Meta(description="the model's assistant: a folder or a hub id; none: no drafts")] = None
     drafts: Annotated[
-        Literal["auto"] | Annotated[int, Meta(ge=0, le=7)],
+        Literal["auto"] | Annotated[int, Meta(ge=0, le=8)],
         Meta(
-            description="tokens that the assistant guesses behind each sequence, 0 to 7; auto: what is fastest at the time, by "
+            description="tokens that the assistant guesses behind each sequence, 0 to 8; auto: what is fastest at the time, by "
             "measured step times and how many guesses are right; 0: none"
         ),
     ] = "auto"
@@ -186,6 +187,7 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
     if config.kv_dtype not in ("auto", config.dtype):
         raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented; the two must be equal")
     groups = config.kv_groups(geometry)
+    _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
     seqs, max_len, budget = config.max_seqs, config.max_len, config.prefill_budget
@@ -204,3 +206,10 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
         least = group.worst_pages(config.max_len if group.window else 1) + 1
         if pages < least:
             raise ConfigError(f"pages: the {group.name} group needs at least {least} pages (null page included), not {pages}")
+
+
+def _check_drafts(config: EngineConfig, heads: int) -> None:
+    """`heads`: of a rank's query heads as many as share a KV head, at most."""
+    if config.device == "cuda" and heads * config.widest > VERIFY_ROWS:
+        most = f"at most {VERIFY_ROWS // heads - 1} with tp {config.tp}, where {heads} query heads share a KV head"
+        raise ConfigError(f"mtp.drafts {config.widest - 1}: {most}")

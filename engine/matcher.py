@@ -136,10 +136,10 @@ class Matcher:
 
     def fill_ahead(self, drafts: Sequence[int], masks: np.ndarray, until: float) -> int:
         """Writes masks behind each draft as if it came, int32 [1 + drafts, words], whose first is there; how many: up to a draft
-        that may not come, or a mask that cannot be made, or the time `until` of this thread's CPU."""
+        that may not come, or ends the reply, or a mask that cannot be made, or the time `until` of this thread's CPU."""
         ahead = self.inner.deep_copy()
         for count, token in enumerate(drafts, 1):
-            if not allows(masks[count - 1], token) or time.thread_time() > until:
+            if ahead.is_stopped() or not allows(masks[count - 1], token) or time.thread_time() > until:
                 return count - 1
             ahead.consume_token(token)
             if self.frees and ahead.is_accepting():

@@ -27,7 +27,7 @@ from kernels.numerics import LOG2E, cast, dot, softmax_step
 from kernels.slots import first_page
 from kernels.splitkv import load_run, page_of
 
-MOST_QUERIES = 8
+MOST_QUERIES = 9
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
 
 

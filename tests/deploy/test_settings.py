@@ -1,6 +1,7 @@
 """Settings, model references, public shapes, capacity and Ray's environment."""
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -44,7 +45,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "a/b", "tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
     ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: expected float > 0.0, not nan"),
     ({"model": "a/b", "step_timeout_s": float("inf")}, "step_timeout_s: expected a finite number, not inf"),
-    ({"model": "a/b", "mtp": {"drafts": 9}}, "mtp.drafts: expected auto or int <= 7, not 9"),
+    ({"model": "a/b", "mtp": {"drafts": 9}}, "mtp.drafts: expected auto or int <= 8, not 9"),
     ({"model": "a/b", "limits": 5}, "limits: expected a mapping, not 5"),
     ({"model": "a/b", "policy": "fifo"}, "policy: expected fair or arrival, not 'fifo'"),
     ({"model": "a/b", "keys": {"file": "/k", "variable": "K"}}, "keys: either file or variable"),
@@ -167,6 +168,19 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
     half, whole = engine_config(**asked, kv_dtype="bfloat16"), engine_config(**asked, dtype="float32")
     pairs = zip(half.kv_groups(geometry), whole.kv_groups(geometry), strict=True)
     assert all(2 * two.page_bytes == four.page_bytes for two, four in pairs)
+
+
+def test_eight_drafts_where_a_gpu_verifies_them() -> None:
+    """All members at every tensor-parallel size but the 12B on one GPU, whose full layers have a single KV head for 16 heads."""
+    mtp, refused = {"model": "any", "drafts": 8}, []
+    for member, tp in itertools.product(shapes.PUBLIC, (1, 2, 4)):
+        asked = {"model": str(resolve(f"dummy:{member}")), "tp": tp, "load_format": "dummy"}
+        engine_config(**asked, device="cpu", mtp=mtp)
+        try:
+            engine_config(**asked, device="cuda", mtp=mtp)
+        except ConfigError as error:
+            refused.append((member, tp, str(error)))
+    assert refused == [("12b", 1, "mtp.drafts 8: at most 7 with tp 1, where 16 query heads share a KV head")]
 
 
 def test_plans_that_no_ring_record_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import build
 from engine.rank.models import assistant_geometry
-from engine.rank.models.assistant import Assistant, Choose, Embed
+from engine.rank.models.assistant import Assistant, Choose, DenseHead, Embed, OrderedHead
 from engine.rank.models.gemma4 import LayerStep
 from engine.rank.stages import draft_stage
 from engine.rank.step import StepBuffers
@@ -119,6 +119,16 @@ def hidden_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Assistant, "drafts", faulty)
 
 
+def other_heads(patch: pytest.MonkeyPatch) -> None:
+    """The rows that a head chooses by are not those that the drafter made."""
+    for head in (DenseHead, OrderedHead):
+
+        def faulty(self: Any, rows: Tensor, *more: Any, forward: Any = head.forward) -> Tensor:
+            return forward(self, rows.roll(1, dims=1).contiguous(), *more)
+
+        patch.setattr(head, "forward", faulty)
+
+
 FAULTS: dict[str, Plant] = {
     "unscaled embedding": fed(lambda embedded, hidden: (embedded / math.sqrt(80), hidden)),
     "hidden first": fed(lambda embedded, hidden: (hidden, embedded)),
@@ -130,6 +140,7 @@ FAULTS: dict[str, Plant] = {
     "the first group's pages for all layers": reads(lambda batch: replace(batch, pages=batch.pages[:1] * len(batch.pages))),
     "each group's pages for the other": reads(lambda batch: replace(batch, pages=batch.pages[::-1])),
     "queries that are not turned": reads(lambda batch: batch, turned=0),
+    "a head of other rows": other_heads,
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from engine.core import drafting
 from engine.core.drafting import Drafting
 from tests.support.engine.drafting_world import (
+    MEASURED,
     OPTIONS,
     SIZES,
     Served,
@@ -161,6 +162,30 @@ def test_prompts_that_are_not_told_apart_are_slow(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Drafting, "_note_time", lambda self, known, drafts, kind, ms: note(self, known, drafts, False, ms))
     monkeypatch.setattr(drafting, "RARE", 1.1)
     assert min(relative(small, mixed(load, 6.0, 0.3)) for load in ("agents", "seldom")) < 0.93
+
+
+def beside_agents(member: str, rows: int, chance: float) -> float:
+    """Tokens a second, relative to none drafted, at an H200's measured times: replies of some 65 tokens, each behind 50 to 200
+    new tokens of its prompt, whose steps take 3 ms more with drafts."""
+    prompts = [50 + step * 7919 % 151 if step * 7919 % 65 < rows else 0 for step in range(max(3000, 16_000 // rows))]
+    traffic = Traffic(lambda step: rows, lambda sequence, step: chance, lambda step: prompts[step], len(prompts), beside_ms=3.0)
+    return auto(MEASURED[member], traffic).rate / serve(Drafting((0,), SIZES), MEASURED[member], traffic).rate
+
+
+BATCHES = (1, 4, 5, 8, 16, 48, 100)
+
+
+@pytest.mark.parametrize("member", MEASURED)
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8])
+def test_never_slower_than_none(member: str, chance: float) -> None:
+    """At any batch and acceptance, with agents' small increments: two percent at most."""
+    assert [rows for rows in BATCHES if beside_agents(member, rows, chance) < 0.98] == []
+
+
+def test_a_fixed_start_is_slower_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: no other number than the first is ever tried."""
+    no_trials(monkeypatch)
+    assert [rows for rows in BATCHES if beside_agents("26b-a4b", rows, 0.0) > 0.9] == []
 
 
 def test_few_that_may_draft_do_not_pad_all() -> None:

@@ -239,6 +239,13 @@ def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
         matcher.mask()
 
 
+def test_no_mask_is_made_behind_an_end() -> None:
+    """Where only an end may come, its mask is the last one: a row with drafts gives no token behind it, as one without."""
+    known = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda plain: [])
+    matcher = known.matcher('%llguidance {"no_forcing": true}\nstart: "ab"\n')
+    assert [[mask.tobytes()[0] for mask in masks] for masks in known.masks([matcher], [[0, 1, 2, 2]])] == [[0b001, 0b010, 0b100]]
+
+
 def test_nothing_is_tokenized_for_a_mask() -> None:
     """A long text without a choice costs no tokenizing: any piece of it may come, and the tokenizer is not asked, which would hold
     the interpreter for as long as all that follows is tokenized, at each token. Without the grammar's head it is."""

@@ -128,10 +128,10 @@ def same_with_drafts(
     aborted = [one.id for one in asked if one.id % 10 == 4]
     runs: list[tuple[Answers, list[StepPlan], int]] = []
     plant: Callable[[Runner], None] = lambda _: None  # noqa: E731
-    for mtp in ({}, {"mtp": {"model": str(folder / "assistant"), "drafts": "auto"}}):
+    for mtp in ({}, {"mtp": {"model": str(folder / "assistant"), "drafts": 8}}):
         sizes = {"max_seqs": AT_ONCE, "prefill_budget": 256, "max_len": 320, "pages": pages, "debug_hash": False}
         config = config_of(folder, tp, **sizes, **mtp)
-        drafting = AnyDrafts(range(8), (AT_ONCE,), seed) if mtp else None
+        drafting = AnyDrafts(range(9), (AT_ONCE,), seed) if mtp else None
         if mtp and member not in trained():
             whole = {one.id: [*memoryview(one.prompt).cast("i"), *texts(runs[0][0])[one.id][0]] for one in asked}
             plant = partial(guessing, {text[0]: text for text in whole.values()}, RIGHT)
@@ -201,7 +201,7 @@ def test_drafts_through_preemptions_and_aborts(nano: Nano, tmp_path: Path) -> No
     assert preemptions > 0
 
 
-@pytest.mark.parametrize(("drafts", "right"), [(1, 1.0), (3, 0.7), (7, 1.0)])
+@pytest.mark.parametrize(("drafts", "right"), [(1, 1.0), (3, 0.7), (8, 1.0)])
 def test_right_drafts_save_steps(
     nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int, right: float
 ) -> None:

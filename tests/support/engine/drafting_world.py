@@ -3,9 +3,11 @@ them."""
 
 import math
 import random
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.core.drafting import DecodeStep, DraftChoice, Drafting
 from engine.memory import buckets
@@ -33,6 +35,26 @@ def experts(rows: int, drafts: int) -> float:
 def small(rows: int, drafts: int) -> float:
     """As an E2B: a drafter's pass is a tenth of a step."""
     return 1.8 + 0.2 * drafts + 0.02 * rows * (1 + drafts)
+
+
+# rows: ms of a step without drafts; of one that verifies so many, and of making them: H200, tests/bench/results.csv at 64b74c6
+Measured = dict[int, tuple[float, float, float]]
+_DENSE: Measured = {1: (8.135, 9.87, 0.968), 8: (9.968, 11.46, 1.465), 32: (12.67, 16.73, 2.354), 64: (17.37, 29.66, 3.698),
+                    100: (21.53, 45.89, 5.263)}  # fmt: skip
+_EXPERTS: Measured = {1: (2.804, 5.771, 1.084), 5: (6.404, 11.94, 1.396), 16: (10.25, 15.17, 1.699), 48: (15.72, 19.61, 2.806)}
+
+
+def between(table: Measured, made: int, rows: int, drafts: int) -> float:
+    """Straight lines between the measured numbers of rows, and of drafts, 0 and `made`."""
+    known = sorted(table)
+    at = min(max(1, bisect_left(known, rows)), len(known) - 1)
+    low, high = ((alone, verify + draft) for alone, verify, draft in (table[known[at - 1]], table[known[at]]))
+    part = (rows - known[at - 1]) / (known[at] - known[at - 1])
+    alone, drafted = (first + part * (last - first) for first, last in zip(low, high, strict=True))
+    return alone + (drafted - alone) * drafts / made
+
+
+MEASURED: dict[str, Times] = {"31b": partial(between, _DENSE, 5), "26b-a4b": partial(between, _EXPERTS, 4)}
 
 
 @dataclass

@@ -26,7 +26,7 @@ from tests.support.engine.schemas import members
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
 REQUESTS, MAX_TOKENS = 12, (6, 45, 45, 16)
-TRIGGER, ENDS = 864, (1, 106)  # the trigger is a token that the last request gives
+TRIGGER, ENDS = 864, (1, 106, 50)  # the trigger is a token that the last request gives
 SETTINGS = {"max_seqs": 4, "max_len": 256, "prefill_budget": 64}
 
 
