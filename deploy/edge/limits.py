@@ -33,7 +33,7 @@ from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooS
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery
-from deploy.edge.scope import BEGAN, REQUEST_ID_FORM
+from deploy.edge.scope import BEGAN, REQUEST_ID_FORM, note_server_send
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
 STRIPPED_HEADERS = frozenset(
@@ -91,6 +91,8 @@ class Limits:
             except QuartetError as error:  # the app's own are its own business
                 await response_of(error, error_shape_of(scope["path"]))(scope, receive, send)
                 return
+            if self.bounds_writes:
+                note_server_send(send)
             took = self._bounded(send) if self.bounds_writes else send
             body = self._uploads.replayed(upload, receive)
             await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, took)
