@@ -250,8 +250,9 @@ class Generation:
         self.cached += output.cached
         self.accepted += output.accepted
         self.rejected += output.rejected
-        yield from self._prompt_deltas(output.prompt_logprobs)
-        for piece in _pieces(output):
+        if self._echo or self._tells_logprobs or output.prompt_logprobs:
+            yield from self._prompt_deltas(output.prompt_logprobs)
+        for piece in _pieces(output) if output.logprobs else (output,):
             delta = self._made(piece)
             self.has_ended = delta.finish is not None
             yield delta
@@ -326,7 +327,7 @@ class Generation:
 
 def _pieces(output: Output) -> Iterator[Output]:
     """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
-    first, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top))) if output.logprobs else len(output.tokens)
+    first, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
     while len(output.tokens) - first > step:
         yield Output(id=output.id, tokens=output.tokens[first : first + step], logprobs=output.logprobs[first : first + step])
         first += step
