@@ -182,11 +182,12 @@ def _count(series: Series, labels: Read, value: Read) -> Callable[[Any], None]:
 
 
 def _observation(histogram: FastHistogram, value: Read) -> Callable[[Any], None]:
-    """What a histogram does at an event."""
+    """What a histogram does at an event, which has one value, several or none."""
 
     def update(event: Any) -> None:
         seen = value(event)
-        if seen is not None:
-            histogram.observe(seen)
+        for each in seen if isinstance(seen, list) else [seen]:
+            if each is not None:
+                histogram.observe(each)
 
     return update

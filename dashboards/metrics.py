@@ -91,7 +91,7 @@ _LATENCY = (
         "quartet_inter_token_latency_seconds",
         "Between two outputs of one stream as they arrive in the replica, divided by the tokens of the later one. One observation"
         " an output but the first.",
-        "Tokens.token_gap_s",
+        "Tokens.token_gaps_s",
         buckets=TPOT_BUCKETS,
         alias="inter_token_latency_seconds",
     ),

@@ -59,15 +59,11 @@ class FirstToken(EventRecord, frozen=True):
 
 
 class Tokens(EventRecord, frozen=True):
-    """An output with `count` tokens arrived, the first one included; `gap_s` since the one before it (None: it is the first)."""
+    """Outputs with `count` tokens in all arrived, in one message, first ones included; `token_gaps_s`: of each that is not its
+    request's first, the time since the one before it, divided by its tokens."""
 
-    request: int
     count: int
-    gap_s: float | None
-
-    @property
-    def token_gap_s(self) -> float | None:
-        return None if self.gap_s is None else self.gap_s / self.count
+    token_gaps_s: list[float]
 
 
 class RequestFinished(EventRecord, frozen=True):

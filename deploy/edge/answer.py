@@ -9,7 +9,7 @@ all streams before the first is written (DeltaReader), so that the ingress wakes
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -17,10 +17,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.api import JSON
-from deploy.edge.bounded import bounded
+from deploy.edge.bounded import begun, bounded, ended
 from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.observe.record import RequestRecord, record_of
 from deploy.edge.response_format import ResponseFormat, Usage
+from deploy.edge.scope import server_send
 from deploy.edge.service import Service
 from engine.errors import Overloaded, QuartetError, SlowReader
 from engine.front.generation import Delta, DeltaReader, Generation, Job
@@ -49,6 +50,8 @@ class CompletionResponse(Response):
         self._generations: list[Generation] = []
         self._tokens = 0
         self._begun = self._started = False
+        self._send_more: Send
+        self._unsent: Awaitable[None] | None = None
         self._stuck = False
         timeout_s = service.settings.limits.request_timeout_s
         self._late: QuartetError = DeadlineExceeded(f"The request took longer than {timeout_s:g} s.")
@@ -137,7 +140,8 @@ class CompletionResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         """Event by event; without an end when some choice has none."""
-        reader = DeltaReader(self._generations, self._events)
+        self._send_more = server_send() or self._record.send
+        reader = DeltaReader(self._generations, self._events, self._put)
         while not reader.has_ended:
             events, rest = await reader.next()
             await self._write(events, send, more=not self._is_complete)
@@ -145,6 +149,15 @@ class CompletionResponse(Response):
                 await asyncio.sleep(0)  # others' turn
                 events, rest = self._events(rest)
                 await self._write(events, send, more=not self._is_complete)
+
+    def _put(self, made: tuple[bytes, Deltas | None]) -> tuple[bytes, Deltas | None] | None:
+        """Write a chunk in the midst of the answer at once, outside of the answer's task; what is left to do for that."""
+        events, rest = made
+        if rest is not None or self._is_complete or not self._started:
+            return made
+        if events:
+            self._unsent = begun(self._send_more({"type": "http.response.body", "body": events, "more_body": True}))
+        return None if self._unsent is None else (b"", None)
 
     def _events(self, deltas: Deltas) -> tuple[bytes, Deltas | None]:
         """What the client reads of them, up to _PIECE_BYTES or a delta more, which takes some milliseconds; and the rest."""
@@ -182,14 +195,17 @@ class CompletionResponse(Response):
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
-        if more and not body:
-            return
+        unsent, self._unsent = self._unsent, None
         try:
+            await ended(unsent, self._service.settings.limits.write_timeout_s)
+            if more and not body:
+                return
             if not self._started:
                 self._started = True
                 head = send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
                 await bounded(head, self._service.settings.limits.write_timeout_s)
-            write = self._record.send({"type": "http.response.body", "body": body, "more_body": more})
+            send = self._send_more if more else self._record.send
+            write = send({"type": "http.response.body", "body": body, "more_body": more})
             await bounded(write, self._service.settings.limits.write_timeout_s)
         except TimeoutError as error:
             self._stuck = True

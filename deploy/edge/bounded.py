@@ -9,13 +9,23 @@ from typing import Any
 
 async def bounded(work: Awaitable[None], timeout_s: float) -> None:
     """Await `work`; a timer is set only once it has to wait. TimeoutError after `timeout_s`."""
+    await ended(begun(work), timeout_s)
+
+
+async def ended(rest: Awaitable[None] | None, timeout_s: float) -> None:
+    """Await what `begun` has left; TimeoutError after `timeout_s`."""
+    if rest is not None:
+        async with asyncio.timeout(timeout_s):
+            await rest
+
+
+def begun(work: Awaitable[None]) -> Awaitable[None] | None:
+    """Run `work` up to where it has to wait, in a task or not; what is left of it is for a task to await. None: it has ended."""
     steps = work.__await__()
     try:
-        awaited = next(steps)
+        return _rest(steps, next(steps))
     except StopIteration:
-        return
-    async with asyncio.timeout(timeout_s):
-        await _rest(steps, awaited)
+        return None
 
 
 @coroutine

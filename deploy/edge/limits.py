@@ -2,7 +2,7 @@
 
     headers too large            431        no Host, an odd one, or two       400        a Host that is not ours     403
     body too large               413, by Content-Length, or when the bytes exceed it     a compressed body           415
-    body that does not come      408        x-request-id that is none         400        too many requests at once   429
+    body that does not come      408        too many requests at once         429
     no valid API key             401        a key without the right           403        a holder's quota            429
 
 A body is read here, whole, before anybody else hears of its request: whoever sends slowly holds no place but one of `uploads`, and
@@ -33,7 +33,7 @@ from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooS
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery
-from deploy.edge.scope import BEGAN, REQUEST_ID_FORM
+from deploy.edge.scope import BEGAN, REQUEST_ID_FORM, note_server_send
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
 STRIPPED_HEADERS = frozenset(
@@ -91,6 +91,8 @@ class Limits:
             except QuartetError as error:  # the app's own are its own business
                 await response_of(error, error_shape_of(scope["path"]))(scope, receive, send)
                 return
+            if self.bounds_writes:
+                note_server_send(send)
             took = self._bounded(send) if self.bounds_writes else send
             body = self._uploads.replayed(upload, receive)
             await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, took)
@@ -220,8 +222,6 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
 
 
 def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
-    if name == b"x-request-id" and not REQUEST_ID_FORM.fullmatch(value):
-        raise InvalidRequest("x-request-id: 1 to 128 of A-Z a-z 0-9 . _ -", param="x-request-id")
     if name == b"content-encoding" and value.strip().lower() != b"identity":
         raise WrongMediaType("the body must not be compressed: leave the header Content-Encoding out")
     if name != b"content-length":
@@ -243,4 +243,6 @@ def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middl
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return [(name, value) for name, value in headers if name.lower() not in STRIPPED_HEADERS]
+    """The headers but those, and an id that is none: nobody behind this sends it back, and the request gets one of our own."""
+    kept = [(name, value) for name, value in headers if name.lower() not in STRIPPED_HEADERS]
+    return [(name, value) for name, value in kept if name.lower() != b"x-request-id" or REQUEST_ID_FORM.fullmatch(value)]

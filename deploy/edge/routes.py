@@ -178,10 +178,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", response_model=None, responses=_errors())
     async def live() -> Response:
         return json_response({"status": "live"}) if service.engine.dead is None else json_response({"status": "dead"}, 503)
 
+    @app.head("/health", include_in_schema=False)
+    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health", response_model=None, responses=_errors())
     @app.get("/health/ready", response_model=None, responses=_errors())
     async def ready(request: Request) -> Response:

@@ -1,5 +1,6 @@
 """What the edge keeps of a request in its ASGI scope, and which id it has."""
 
+import asyncio
 import contextlib
 import ipaddress
 import re
@@ -7,11 +8,13 @@ import secrets
 from collections.abc import Iterable
 from contextvars import ContextVar
 
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
 BEGAN = "quartet.began"  # and for when its head was read, by the monotonic clock
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+
+_SERVER_SEND: ContextVar[tuple[asyncio.AbstractEventLoop, Send] | None] = ContextVar("server_send", default=None)
 
 REQUEST_ID_FORM = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -20,6 +23,17 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's id, where it sent exactly one and it is 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
     given = only(headers, b"x-request-id")
     return given.decode() if given is not None and REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
+
+
+def note_server_send(send: Send) -> None:
+    """This request's `send` of the HTTP server in this process: what is sent there passes Ray Serve by."""
+    _SERVER_SEND.set((asyncio.get_running_loop(), send))
+
+
+def server_send() -> Send | None:
+    """As it was noted; None where this process has no HTTP server, or it runs on another loop."""
+    loop, send = _SERVER_SEND.get() or (None, None)
+    return send if loop is asyncio.get_running_loop() else None
 
 
 def only(headers: Iterable[tuple[bytes, bytes]], lower_name: bytes) -> bytes | None:

@@ -214,6 +214,7 @@ class EngineClient(asyncio.Protocol):
         self._loaded(batch.load)
         for request in batch.started:
             self._started(request)
+        self._count_tokens(batch.outputs)
         for output in batch.outputs:
             self._output(output)
 
@@ -222,8 +223,6 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.get(output.id)
         if entry is None:
             return
-        if output.tokens and entry.aborted is None:
-            self._count_tokens(output, entry)
         if output.error is not None:
             error = InvalidRequest(output.error, code=output.code) if output.invalid else GenerationFailed(output.error)
             self._end(output.id, "refused" if output.invalid else "error", error)
@@ -244,14 +243,24 @@ class EngineClient(asyncio.Protocol):
         if entry.aborted is None:
             self._sink(Scheduled(request, now - entry.clock.submitted))
 
-    def _count_tokens(self, output: Output, entry: _Request) -> None:
-        now, clock = self._clock(), entry.clock
-        if clock.first is None or clock.last is None:
-            clock.first = now
-            self._sink(FirstToken(output.id, entry.prompt_tokens, now - clock.submitted, clock.queue_s))
-        self._sink(Tokens(output.id, len(output.tokens), None if clock.last is None else now - clock.last))
-        clock.last = now
-        clock.output_tokens += len(output.tokens)
+    def _count_tokens(self, outputs: Sequence[Output]) -> None:
+        """Of one message, those that came for nobody left out."""
+        now, total, gaps = self._clock(), 0, list[float]()
+        for output in outputs:
+            entry, count = self._requests.get(output.id), len(output.tokens)
+            if entry is None or entry.aborted is not None or not count:
+                continue
+            clock = entry.clock
+            if clock.last is None:
+                clock.first = now
+                self._sink(FirstToken(output.id, entry.prompt_tokens, now - clock.submitted, clock.queue_s))
+            else:
+                gaps.append((now - clock.last) / count)
+            clock.last = now
+            clock.output_tokens += count
+            total += count
+        if total:
+            self._sink(Tokens(total, gaps))
 
     def _end(self, request: int, outcome: Outcome, error: Exception | None) -> None:
         """The one place where a request leaves `open`."""

@@ -250,8 +250,9 @@ class Generation:
         self.cached += output.cached
         self.accepted += output.accepted
         self.rejected += output.rejected
-        yield from self._prompt_deltas(output.prompt_logprobs)
-        for piece in _pieces(output):
+        if self._echo or self._tells_logprobs or output.prompt_logprobs:
+            yield from self._prompt_deltas(output.prompt_logprobs)
+        for piece in _pieces(output) if output.logprobs else (output,):
             delta = self._made(piece)
             self.has_ended = delta.finish is not None
             yield delta
@@ -326,7 +327,7 @@ class Generation:
 
 def _pieces(output: Output) -> Iterator[Output]:
     """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
-    first, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top))) if output.logprobs else len(output.tokens)
+    first, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
     while len(output.tokens) - first > step:
         yield Output(id=output.id, tokens=output.tokens[first : first + step], logprobs=output.logprobs[first : first + step])
         first += step
@@ -363,11 +364,18 @@ class DeltaReader(Generic[T]):
 
     While the reader waits in `next`, pairs are converted within the engine client's callback: what one message brings to many
     readers is all converted before the first of them writes. While the reader is busy, pairs pile up and come together.
+    `put`, if given, gets it in the loop's next turn, and the reader waits on, without a switch of tasks, unless `put` returns what
+    is left for it to do.
     """
 
-    def __init__(self, generations: Sequence[Generation], convert: Callable[[Iterator[tuple[int, Delta]]], T]) -> None:
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        convert: Callable[[Iterator[tuple[int, Delta]]], T],
+        put: Callable[[T], T | None] | None = None,
+    ) -> None:
         self._generations = generations
-        self._convert = convert
+        self._convert, self._put = convert, put
         self._waiter: asyncio.Future[T | None] | None = None
         self._error: Exception | None = None
         for generation in generations:
@@ -395,10 +403,30 @@ class DeltaReader(Generic[T]):
         if waiter is None or waiter.done():
             return
         try:
-            waiter.set_result(self._convert(self._taken()))
+            converted = self._convert(self._taken())
         except Exception as error:  # noqa: BLE001 - the reader raises it
             self._error = error
             waiter.set_result(None)
+            return
+        if self._put is None:
+            waiter.set_result(converted)
+        else:
+            waiter.get_loop().call_soon(self._put_now, waiter, converted, self._put)
+
+    def _put_now(self, waiter: "asyncio.Future[T | None]", converted: T, put: Callable[[T], T | None]) -> None:
+        if waiter.done():  # the reader has gone
+            return
+        left = None
+        try:
+            left = put(converted)
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            self._error = error
+        if left is not None or self.has_ended:
+            waiter.set_result(left)
+            return
+        self._waiter = waiter
+        if self.ready:
+            self._arrived()
 
     def _taken(self) -> Iterator[tuple[int, Delta]]:
         """The pairs that have come; an error is raised after the pairs before it were given."""

@@ -47,8 +47,7 @@ def busy(*, aliases: bool) -> Exporter:
     exporter.read_gauges = lambda: ScrapeGauges(RUNNING, processes)
     for step in range(STEPS):
         exporter(load(step))
-        for request in range(RUNNING):
-            exporter(Tokens(request, 1, rng.lognormvariate(-4, 0.5)))
+        exporter(Tokens(RUNNING, [rng.lognormvariate(-4, 0.5) for _ in range(RUNNING)]))
     for request in range(RUNNING):
         outcome: Outcome = get_args(Outcome)[request % len(OUTCOMES)]
         exporter(RequestFinished(request, outcome, 100, 200, 1.2, rng.lognormvariate(-4, 0.5), 5.0, 0.5))
@@ -70,7 +69,7 @@ def main() -> None:
     """Print the figures."""
     sink = to_each(busy(aliases=True), Demand(RUNNING, 1.0))  # as a replica has them
     steps = iter(range(STEPS, 1 << 30))
-    print(f"token event, made and folded        {cpu_us(lambda: sink(Tokens(1, 1, 0.011)), 20000):8.2f} us")
+    print(f"token event, made and folded        {cpu_us(lambda: sink(Tokens(1, [0.011])), 20000):8.2f} us")
     print(f"report event, a step                {cpu_us(lambda: sink(load(next(steps))), 20000):8.2f} us")
     for aliases in (True, False):
         text = (shown := busy(aliases=aliases)).text()

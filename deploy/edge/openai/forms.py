@@ -176,7 +176,7 @@ class ChatFormat(_Base):
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """A chunk a part; the first has the logprobs of all."""
-        logprobs = encode(self._lists(self._logprobs(self._choices[index], delta)))
+        logprobs = encode(self._lists(self._logprobs(self._choices[index], delta))) if delta.logprobs else b"null"
         events = b""
         for part in delta.parts or (Content(""),):
             events += self._event(index, b'"delta":' + _delta(part), logprobs)

@@ -281,6 +281,14 @@ def test_models_and_health(edge: Edge) -> None:
         assert httpx.get(f"{edge.url}{path}").status_code == 200
 
 
+def test_load_balancers_may_ask_for_health_with_head(edge: Edge) -> None:
+    """200 without a body, at all three paths, as GET says it otherwise; other paths have no HEAD."""
+    for path in ("/health", "/health/live", "/health/ready"):
+        reply = httpx.head(f"{edge.url}{path}")
+        assert (reply.status_code, reply.content) == (200, b"")
+        assert reply.headers["content-length"] == httpx.get(f"{edge.url}{path}").headers["content-length"]
+    assert httpx.head(f"{edge.url}/v1/models").status_code == 405
+
 def test_an_engine_refusal_is_a_plain_400_even_for_a_stream(edge: Edge) -> None:
     """Headers wait for the engine's first word."""
     edge.core.refuse = "the request needs room for 9 tokens; the KV cache holds 8"

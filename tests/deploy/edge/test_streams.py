@@ -1,5 +1,6 @@
 """How streams end: finished, aborted, late, too slow, or with the engine; each ends once and the engine knows."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.limits import Limits
+from deploy.edge.routes import create_app
 from engine.events import RequestFinished
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
@@ -160,3 +164,43 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
         for path in ("/health", "/health/live", "/health/ready"):
             assert httpx.get(f"{edge.url}{path}").status_code == 503
         assert outcomes(edge) == ["dead"] * 8
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_only_a_streams_ends_pass_what_stands_around_the_app(edge: Edge, *, guarded: bool) -> None:
+    """Its head and its last chunk do, for Serve's figures; the server gets all others, in order, none lost where it waits. Planted:
+    without the guard that knows the server's `send`, all of them pass."""
+    passed: list[Message] = []
+    sent: list[Message] = []
+    app = create_app(edge.service)
+    edge.core.forever, edge.core.delay_s = True, 0.002
+
+    async def around(scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            passed.append(message)
+            await send(message)
+
+        await app(scope, receive, noted)
+
+    async def answered() -> None:
+        said = iter([{"type": "http.request", "body": json.dumps(BODY | {"max_tokens": 40}).encode(), "more_body": False}])
+
+        async def receive() -> Message:
+            return next(said, None) or await asyncio.Future()
+
+        async def send(message: Message) -> None:
+            if len(sent) % 5 == 0:  # the client is slow now and then
+                await asyncio.sleep(0.01)
+            sent.append(message)
+
+        heads = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": heads}
+        await Limits(around, LimitSettings(), bounds_writes=guarded)(scope, receive, send)
+
+    edge.run(answered())
+    assert len(sent) > 20
+    assert passed == ([sent[0], sent[-1]] if guarded else sent)
+    chunks = b"".join(message["body"] for message in sent[1:]).decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
+    text = "".join(json.loads(chunk[6:])["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == edge.text.decode(([300, 301, 302] * 14)[:40])
+    assert not sent[-1]["more_body"]

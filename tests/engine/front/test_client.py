@@ -396,12 +396,33 @@ def test_events_state_their_times() -> None:
     assert [event for event in events if not isinstance(event, EngineLoad)] == [
         RequestStarted(1, 2),
         FirstToken(1, 2, 0.5),
-        Tokens(1, 1, None),
-        Tokens(1, 2, 0.25),
-        Tokens(1, 1, 0.125),
+        Tokens(1, []),
+        Tokens(2, [0.125]),
+        Tokens(1, [0.125]),
         RequestFinished(1, "length", 2, 4, 0.5, 0.125, 0.875),
         EngineFailed("the engine client was closed"),
     ]
+
+
+def test_one_message_is_one_event_of_tokens() -> None:
+    """However many requests it has tokens for; those of a request that nobody waits for do not count. Planted: two messages."""
+
+    def counted(*, apart: bool) -> list[Tokens]:
+        events: list[Event] = []
+
+        async def story(client: EngineClient, core: FakeCore) -> None:
+            first, second, left = (client.generate([1], PARAMS) for _ in range(3))
+            left.abort(AbortReason.client_gone)
+            outputs = [Output(id=first.id, tokens=[1]), Output(id=second.id, tokens=[2, 3]), Output(id=left.id, tokens=[4])]
+            for group in [[each] for each in outputs] if apart else [outputs]:
+                await core.send(*group)
+            await delivered()
+
+        run_story(story, clock=Clock(), sink=events.append)
+        return [event for event in events if isinstance(event, Tokens)]
+
+    assert counted(apart=False) == [Tokens(3, [])]
+    assert counted(apart=True) == [Tokens(1, []), Tokens(2, [])]
 
 
 def test_an_abort_stops_the_clock() -> None:

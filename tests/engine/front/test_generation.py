@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -69,7 +69,12 @@ def test_a_choice_adds_its_deltas_up(text: TextProcessor) -> None:
 
 
 def readers_of(
-    text: TextProcessor, made: list[object], *, choices: int = 1, count: int = 1
+    text: TextProcessor,
+    made: list[object],
+    *,
+    choices: int = 1,
+    count: int = 1,
+    put: Callable[[list[Delta]], list[Delta] | None] | None = None,
 ) -> tuple[list[Stream], list[DeltaReader[list[Delta]]]]:
     """`count` readers of streams that nobody feeds yet; `made` notes what each converts."""
     job = Job((array("i", [1]),), (SamplingParams(max_tokens=9),) * choices, clip=False)
@@ -82,7 +87,7 @@ def readers_of(
             made.append(reader)
             return found
 
-        readers.append(DeltaReader([Generation(engine, text, job, choice) for choice in range(choices)], convert))
+        readers.append(DeltaReader([Generation(engine, text, job, choice) for choice in range(choices)], convert, put))
     return engine.streams, readers
 
 
@@ -123,6 +128,50 @@ def test_one_message_is_converted_for_all_before_any_reader_goes_on(text: TextPr
 
     assert asyncio.run(main(busy=False)) == ([0, 1, "reader 0 goes on", "reader 1 goes on"], [[300], [300]])
     assert asyncio.run(main(busy=True)) == ([0, "reader 0 goes on", 1, "reader 1 goes on"], [[300, 301], [300, 301]])
+
+
+def test_what_is_put_wakes_no_reader(text: TextProcessor) -> None:
+    """A reader with `put` is woken by what that leaves, by its error and by the end alone; nothing is lost, none comes twice, and a
+    reader that has gone gets nothing more. Planted: a `put` that leaves everything wakes it for each."""
+
+    async def main(put: Callable[[list[Delta]], list[Delta] | None], outputs: Sequence[Output], *, gone: bool = False) -> list[int]:
+        (stream,), (reader,) = readers_of(text, [], put=put)
+        woken: list[int] = []
+
+        async def read() -> None:
+            while not reader.has_ended:
+                woken.extend(token for delta in await reader.next() for token in delta.tokens)
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        for output in outputs:
+            stream.push(output)
+            stream.push(Output(id=0, tokens=[400]))  # piles up until the first is put
+            if gone:
+                task.cancel()
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+        if not task.cancelled() and (error := task.exception()):
+            raise error
+        return woken
+
+    put_tokens: list[int] = []
+
+    def put(deltas: list[Delta]) -> list[Delta] | None:
+        put_tokens.extend(token for delta in deltas for token in delta.tokens)
+        return deltas if any(delta.finish for delta in deltas) else None
+
+    def failing(_: list[Delta]) -> None:
+        raise OSError("planted")
+
+    more, last = Output(id=0, tokens=[300]), Output(id=0, tokens=[301], finish=FinishReason.length)
+    assert asyncio.run(main(put, [more, last])) == [301]
+    assert put_tokens == [300, 400, 301]
+    put_tokens.clear()
+    assert asyncio.run(main(put, [more], gone=True)) == put_tokens == []
+    with pytest.raises(OSError, match="planted"):
+        asyncio.run(main(failing, [more]))
+    assert asyncio.run(main(lambda deltas: deltas, [more, last])) == [300, 400, 301]
 
 
 @pytest.mark.parametrize("stops", [(), ("never",)])

@@ -109,9 +109,9 @@ def _events_of(request: ScriptedRequest) -> Iterator[TimedEvent]:
         tpot = (request.tokens[-1] - request.tokens[0]) / (len(request.tokens) - 1)
         yield TimedEvent(request.scheduled, Scheduled(request.number, queue))
         yield TimedEvent(request.tokens[0], FirstToken(request.number, request.prompt, ttft, queue))
-        yield TimedEvent(request.tokens[0], Tokens(request.number, 1, None))
+        yield TimedEvent(request.tokens[0], Tokens(1, []))
     for before, at in pairwise(request.tokens):
-        yield TimedEvent(at, Tokens(request.number, 1, at - before))
+        yield TimedEvent(at, Tokens(1, [at - before]))
     wall, count, outcome = request.ended - request.submitted, len(request.tokens), request.outcome
     yield TimedEvent(request.ended, RequestFinished(request.number, outcome, request.prompt, count, ttft, tpot, wall, queue))
 

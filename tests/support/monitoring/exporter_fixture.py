@@ -20,8 +20,8 @@ def begun(request: int, prompt: int, queue_s: float, ttft_s: float) -> list[Even
 # One request from its submission to its stop: 11 tokens in, 4 out at 2 ms each.
 ANSWERED: list[Event] = [
     *begun(1, 11, 0.004, 0.012),
-    Tokens(1, 1, None),
-    Tokens(1, 3, 0.006),
+    Tokens(1, []),
+    Tokens(3, [0.002]),
     RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),
 ]
 
