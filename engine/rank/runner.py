@@ -1,7 +1,7 @@
 """One plan in, one result out: the stages of a step in order.
 
-    encode   encode the media items that the plan names                  likewise
-    forward  upload the plan, run the model                              does not wait for the device
+    encode   encode the media items that the plan names, with `advance`  does not wait for the device
+    forward  upload the plan, run the model                              likewise
     sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
@@ -109,7 +109,7 @@ class Runner:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
             self.draft_stage = DraftStage(drafter, widest - 1, reads, self._inputs, self.sample_stage)
         rows = widest * (self._buckets[-1] + prefill)
-        self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
+        self.report_stage = ReportStage(rows, device, self.pages, self.encode_stage, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
         self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= config.prefill_budget]
         own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
@@ -246,9 +246,14 @@ class Runner:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> None:
-        """Start encoding the items that the next plan names; before its `forward`."""
+        """Begin to encode the items that the next plan names; before its `forward`."""
         assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
         self.encode_stage.encode(items)
+
+    @torch.inference_mode()
+    def advance(self) -> bool:
+        """Launch a piece of what encoders have begun; False: there is none."""
+        return self.encode_stage is not None and self.encode_stage.advance()
 
     @torch.inference_mode()
     def forward(self, data: bytes) -> Forwarded:

@@ -161,7 +161,7 @@ def test_checkpoints_that_transformers_wrote(case: Callable[[str], Case], member
     assert match.judged >= 20
 
 
-@pytest.mark.parametrize(("member", "seqs", "pages", "fault"), [("e2b", 8, 18, ""), ("31b", 4, 12, ""), ("e2b", 8, 18, "late")])
+@pytest.mark.parametrize(("member", "seqs", "pages", "fault"), [("e2b", 8, 14, ""), ("31b", 4, 12, ""), ("e2b", 8, 14, "late")])
 def test_found_again_and_preempted(case: Callable[[str], Case], member: str, seqs: int, pages: int, fault: str) -> None:
     """Prompts that the prefix cache has, pictures and all (to within one that is seen causally), and preempted ones: the same."""
     it = case(f"odd {member}")
