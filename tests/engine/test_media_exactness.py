@@ -255,6 +255,23 @@ def test_a_group_of_processes(case: Callable[[str], Case]) -> None:
     assert match.worst < TOLERANCE
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_thirty_pictures_in_one_batch(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """The same text about 30 pictures of two sizes, in one step: they are one batch, and each answer is transformers'.
+    Planted fault: each has the rows of the one before it."""
+    it, image, sizes = case("e2b"), SHAPES["e2b"].media["<|image|>"], list[int]()
+    shown = [pictures((1, 2 + number % 2), seed=number)[0] for number in range(30)]
+    asked = [Prompt([at * 37 % 900 + 10 for at in range(8)]).picture(one, image).text([40, 50, 60]) for one in shown]
+    pieces, gathered = vision.VisionEncoder.pieces, EncodeStage._rows
+    monkeypatch.setattr(vision.VisionEncoder, "pieces", lambda self, batch: (sizes.append(len(batch)), pieces(self, batch))[1])
+    if fault:
+        monkeypatch.setattr(EncodeStage, "_rows", lambda self, share: gathered(self, share).roll(5, 0))
+    config = msgspec.structs.replace(it.config, max_seqs=30, prefill_budget=1024)
+    match = it.match(asked, serve(build(single(config), PAGES), config, asked, ASKED, PAGES))
+    assert sizes == [30]
+    assert match.worst > FAULT if fault else (match.worst < TOLERANCE and match.wrong == 0)
+
+
 def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
     """Data that is not of its shape, or gives other rows than there are places, or a kind without encoder, is refused: which."""
     it = case("31b")
