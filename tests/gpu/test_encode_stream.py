@@ -1,7 +1,6 @@
 """Encoders on a stream of their own: the rows of the steps' stream, bit for bit, and steps that go on meanwhile."""
 
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,20 +29,22 @@ def test_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch, fault: bool) -> No
     alone = [model([picture.to(device)]) for picture in pictures((4, 5), (4, 5), (4, 5))]
     stage = EncodeStage({"image": model}, device, Single())
     stage.warm()
+    assert [(rows + 1).cpu().isfinite().all() for rows in alone]  # a kernel's first launch waits for all that run
     torch.cuda.synchronize()
     if fault:
         monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
     equal = []
     for number, (item, expected) in enumerate(zip(shown, alone, strict=True)):
-        with torch.cuda.stream(stage._stream) if stage._stream is not None else nullcontext():
+        assert stage._stream is not None
+        with torch.cuda.stream(stage._stream):
             torch.cuda._sleep(SLEEP)
+        began = time.monotonic()
         stage.encode([item])
         while stage.advance():
             pass
-        began = time.monotonic()
         stage.take(read_plan(encode_plan(StepPlan(1, encodes=[(number, 0, item.length, 0)]))))
         (expected + 1).cpu()
-        assert (time.monotonic() - began < 0.05, stage.ended) == (True, number)
+        assert (time.monotonic() - began < 0.1, stage.ended) == (True, number), time.monotonic() - began
         soft = stage.soft_tokens([Chunk(number, 0, item.length, 0)])
         assert soft is not None
         equal.append(torch.equal(soft.values, expected))
