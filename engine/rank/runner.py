@@ -104,6 +104,8 @@ class Runner:
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
+        if encoders and not geometry.bidirectional:
+            self.forward_stage.allow_soft(PROMPT_ROWS[-1])
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
@@ -189,7 +191,7 @@ class Runner:
         has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
         if not self._pads_chunks or len(slots) > CHUNKS or len(plan.spans) or any(slot in self.slots.prompts for slot in slots):
             return None
-        if self.encode_stage is not None and self.encode_stage.holds(slots):
+        if self.encode_stage is not None and self.forward_stage.soft is None and self.encode_stage.holds(slots):
             return None
         fitting = (sizes for sizes in self._mixed_sizes if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
         return min(fitting, default=None)
@@ -272,6 +274,8 @@ class Runner:
         widths = self._widths_beside if isinstance(sizes, MixedSizes) else self._widths
         width = next(width for width in widths if width >= plan.width)
         if sizes:
+            if isinstance(sizes, MixedSizes) and self.encode_stage is not None and self.forward_stage.soft is not None:
+                self.forward_stage.place(self.encode_stage.soft_tokens(chunks_of(plan)))
             final = self._padded_forward(sizes, width, uploaded)
         else:
             final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)

@@ -7,7 +7,7 @@ pictures or without, are one step.
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from engine.rank.builder import build, load_rank
 from engine.rank.models import vision
 from engine.rank.runner import Runner
 from engine.rank.stages.encode_stage import EncodeStage
+from engine.rank.stages.forward_stage import ForwardStage
 from tests.conftest import Nano
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.drive import Answer, Request, ask_all, attached, still
@@ -270,6 +271,24 @@ def test_thirty_pictures_in_one_batch(case: Callable[[str], Case], monkeypatch: 
     match = it.match(asked, serve(build(single(config), PAGES), config, asked, ASKED, PAGES))
     assert sizes == [30]
     assert match.worst > FAULT if fault else (match.worst < TOLERANCE and match.wrong == 0)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_padded_steps_have_soft_tokens(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """Steps padded as for graphs, with media and without, give the right logits. Planted fault: rows a place off."""
+    it, params = case("e2b"), msgspec.structs.replace(ASKED, prompt_logprobs=None)
+    made, place, steps = build(single(it.config), PAGES), ForwardStage.place, Counter[bool]()
+    made._pads_chunks = True
+
+    def counted(stage: ForwardStage, soft: SoftTokens | None) -> None:
+        steps[soft is not None] += 1
+        place(stage, SoftTokens(soft.rows, soft.values.roll(1, 0)) if soft is not None and fault else soft)
+
+    monkeypatch.setattr(ForwardStage, "place", counted)
+    asked = [*it.prompts[::2], Prompt([at * 31 % 900 + 10 for at in range(90)])]
+    match = it.match(asked, serve(made, it.config, asked, params))
+    assert min(steps[True], steps[False]) > 1
+    assert match.worst > FAULT if fault else match.worst < TOLERANCE
 
 
 def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
