@@ -67,8 +67,8 @@ CONSTANT = {
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "table", "_extend": "table"}
-# Of sine, and of what loops do not touch.
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "_filter": 8, "_many_logits": 16}  # bytes a thread
+# Bytes a thread, of sine and of what loops do not touch.
+SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
