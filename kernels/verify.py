@@ -53,9 +53,9 @@ def verify_cut(
 ) -> tuple[int, VerifyTile]:
     """Splits and tile for a bucket of `rows` rows that read at most `pages` pages, of so many queries x heads of a KV head.
 
-    As measured on an H200: sums of 64 registers a thread at most, V's columns shared out where eight splits or more remain, and
-    splits for one CTA on each of the GPU's `processors`. itemsize: bytes of a number; fp32, for tests, takes the least. shared:
-    bytes of shared memory that a CTA may have.
+    As measured on an H200 (tests/bench/verify_cuts.py): sums of 64 registers a thread at most, V's columns shared out where eight
+    splits or more remain, and splits for one CTA on each of the GPU's `processors`. itemsize: bytes of a number; fp32, for tests,
+    takes the least. shared: bytes of shared memory that a CTA may have.
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
