@@ -28,7 +28,7 @@ MAX_RECORD = RING_BYTES // 2 - _RECORD.size  # of a ring of that size: the paylo
 _SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
 
 
-def checksum(data: bytes, start: int = 0) -> int:
+def checksum(data: bytes | memoryview, start: int = 0) -> int:
     """32 bits of `data`: the crc32 of all its pages of 4 KiB added up, words of 64 bits, and of what is behind the last whole one.
 
     A crc32 of all of it would take ten times as long: 0.7 ms for the masks of 64 rows."""
@@ -116,7 +116,7 @@ class RingWriter(_Ring):
         self._written = 0
         self._step = 0
 
-    def write(self, step: int, payload: bytes) -> None:
+    def write(self, step: int, payload: bytes | memoryview) -> None:
         """Publish one record. Waits while a reader is a whole ring behind."""
         size = _RECORD.size + (len(payload) + 7) // 8 * 8
         if size > self._capacity // 2:

@@ -2,7 +2,7 @@
 
 A plan's items are one message, which may be longer than a record, and than the ring: ranks read on while the core writes.
 
-    message = length u64 | msgpack of the items, cut into records of up to MAX_RECORD bytes
+    message = a record of the length u64, and records of up to MAX_RECORD bytes: msgpack of the items
 """
 
 import struct
@@ -27,11 +27,14 @@ class MediaWriter:
 
     def write(self, items: Sequence[MediaItem]) -> None:
         """Send a plan's items. Waits while a rank is a whole ring behind."""
-        data = _encode(items)
-        data = _LENGTH.pack(len(data)) + data
+        data = memoryview(_encode(items))
+        self._write(_LENGTH.pack(len(data)))
         for first in range(0, len(data), MAX_RECORD):
-            self._records += 1
-            self._ring.write(self._records, data[first : first + MAX_RECORD])
+            self._write(data[first : first + MAX_RECORD])
+
+    def _write(self, record: bytes | memoryview) -> None:
+        self._records += 1
+        self._ring.write(self._records, record)
 
 
 class MediaReader:
@@ -42,11 +45,14 @@ class MediaReader:
 
     def read(self, waiter: Waiter) -> tuple[MediaItem, ...]:
         """The next plan's items; waits for them. The replica bounds the wait (`step_timeout_s`)."""
-        data = bytearray()
-        while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
-            if (record := self._ring.poll()) is None:
-                waiter.wait()
-            else:
-                waiter.reset()
-                data += record[1]
-        return _decode(memoryview(data)[_LENGTH.size :])
+        left, parts = _LENGTH.unpack(self._record(waiter))[0], list[bytes]()
+        while left:
+            parts.append(self._record(waiter))
+            left -= len(parts[-1])
+        return _decode(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _record(self, waiter: Waiter) -> bytes:
+        while (record := self._ring.poll()) is None:
+            waiter.wait()
+        waiter.reset()
+        return record[1]
