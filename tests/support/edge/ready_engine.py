@@ -25,6 +25,9 @@ class ReadyEngine:
         self._clocks: dict[int, Clock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def health(self) -> None:
+        """As EngineClient.health: it lives."""
+
     def generate(
         self,
         prompt: Sequence[int],
