@@ -216,10 +216,7 @@ def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
     if plan.media:
         runner.encode(plan.media)
-    launched = runner.launch(encode_plan(plan), masks)
-    while runner.advance():
-        pass
-    return finish(launched)
+    return finish(runner.launch(encode_plan(plan), masks))
 
 
 def finish(launched: Launched) -> StepResult:
