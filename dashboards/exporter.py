@@ -186,8 +186,8 @@ def _observation(histogram: FastHistogram, value: Read) -> Callable[[Any], None]
 
     def update(event: Any) -> None:
         seen = value(event)
-        for each in seen if isinstance(seen, list) else [seen]:
-            if each is not None:
-                histogram.observe(each)
+        for number in seen if isinstance(seen, list) else [seen]:
+            if number is not None:
+                histogram.observe(number)
 
     return update

@@ -63,6 +63,7 @@ def verify_cut(
     if itemsize == 4:
         tile = VerifyTile(lanes, 16, 1, 4, 2)
     else:
+        # Eight warps for half as many parts of V: of the largest products, and of 32 rows of 512 or 64 of 256 in large batches.
         wide = lanes == _MOST_ROWS or (lanes * d == 16384 and 16 * ctas > processors)
         values = columns // 2 if wide else columns
         while not wide and 16 * ctas * values <= processors and values < 4:
@@ -86,8 +87,9 @@ def verify_attention(
     window: int | None,
     scratch: DecodeScratch,
     out: Tensor,
-    splits: int,
+    splits: int | None = None,
     tile: VerifyTile | None = None,
+    bucket: int = 0,
 ) -> None:
     """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
 
@@ -98,6 +100,7 @@ def verify_attention(
     positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
     out       [rows * q_len, heads, d] in q's dtype
     splits    CTAs along the keys of a (row, KV head);  tile: in place of `verify_cut`'s
+    bucket    rows that the cut is for, where fewer are launched: then they need no variant of their own
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -112,12 +115,14 @@ def verify_attention(
             out.unflatten(0, (rows, q_len))[block] = attended
         out[positions < 0] = 0.0
         return
+    cut = verify_cut(
+        max(rows, bucket), kv_heads, heads // kv_heads * q_len, d, page, page_ids.shape[1],
+        processors(q.device), pool.element_size(), shared_memory(q),
+    )  # fmt: skip
+    splits, tile = splits or cut[0], tile or cut[1]
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
     check_contiguous(q, pool, page_ids, positions, out)
-    if tile is None:
-        cut = kv_heads, heads // kv_heads * q_len, d, page, page_ids.shape[1], processors(q.device)
-        tile = verify_cut(rows, *cut, pool.element_size(), shared_memory(q))[1]
     launch(
         verify_kernel, (rows, kv_heads * tile.values, splits),
         q, pool, page_ids, positions, out, scratch.parts, scratch.lse, page_ids.shape[1], splits,

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.api import JSON
-from deploy.edge.bounded import begun, bounded, ended
+from deploy.edge.bounded import bounded, finish, start
 from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.observe.record import RequestRecord, record_of
 from deploy.edge.response_format import ResponseFormat, Usage
@@ -156,7 +156,7 @@ class CompletionResponse(Response):
         if rest is not None or self._is_complete or not self._started:
             return made
         if events:
-            self._unsent = begun(self._send_more({"type": "http.response.body", "body": events, "more_body": True}))
+            self._unsent = start(self._send_more({"type": "http.response.body", "body": events, "more_body": True}))
         return None if self._unsent is None else (b"", None)
 
     def _events(self, deltas: Deltas) -> tuple[bytes, Deltas | None]:
@@ -197,7 +197,7 @@ class CompletionResponse(Response):
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
         unsent, self._unsent = self._unsent, None
         try:
-            await ended(unsent, self._service.settings.limits.write_timeout_s)
+            await finish(unsent, self._service.settings.limits.write_timeout_s)
             if more and not body:
                 return
             if not self._started:

@@ -9,17 +9,17 @@ from typing import Any
 
 async def bounded(work: Awaitable[None], timeout_s: float) -> None:
     """Await `work`; a timer is set only once it has to wait. TimeoutError after `timeout_s`."""
-    await ended(begun(work), timeout_s)
+    await finish(start(work), timeout_s)
 
 
-async def ended(rest: Awaitable[None] | None, timeout_s: float) -> None:
-    """Await what `begun` has left; TimeoutError after `timeout_s`."""
+async def finish(rest: Awaitable[None] | None, timeout_s: float) -> None:
+    """Await what `start` has left; TimeoutError after `timeout_s`."""
     if rest is not None:
         async with asyncio.timeout(timeout_s):
             await rest
 
 
-def begun(work: Awaitable[None]) -> Awaitable[None] | None:
+def start(work: Awaitable[None]) -> Awaitable[None] | None:
     """Run `work` up to where it has to wait, in a task or not; what is left of it is for a task to await. None: it has ended."""
     steps = work.__await__()
     try:

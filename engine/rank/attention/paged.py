@@ -18,9 +18,9 @@ from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
 from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_cut
-from kernels.launch import processors, shared_memory
+from kernels.launch import processors
 from kernels.prefill import extend_attention, tile_tokens
-from kernels.verify import VerifyTile, verify_attention, verify_cut
+from kernels.verify import verify_attention
 
 ExtendPlan = tuple[Tensor, Tensor | None]
 
@@ -33,16 +33,8 @@ class PagedDecode:
         self._cache, self._settings = cache, settings
         self._cuts = [decode_cut(rows, cache.pool[0], cache.read_width, processors(settings.device)) for rows in buckets]
         parts = max(rows * splits for rows, (splits, _) in zip(buckets, self._cuts, strict=True))
-        widths = range(2, settings.width + 1)
-        most = max(parts, *(rows * width * self._verify_cut(rows, width)[0] for rows in buckets for width in widths), 0)
+        most = settings.width * max(parts, processors(settings.device) // group.kv_heads)  # also of rows that verify drafts
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, most, settings.device)
-
-    def _verify_cut(self, rows: int, width: int) -> tuple[int, VerifyTile]:
-        pool, device = self._cache.pool[0], self._settings.device
-        _, _, kv_heads, page, d = pool.shape
-        queries = self._settings.heads // kv_heads * width
-        limits = processors(device), pool.element_size(), shared_memory(pool)
-        return verify_cut(rows, kv_heads, queries, d, page, self._cache.read_width, *limits)
 
     def prepare(self, block: RowBlock) -> None:
         """Nothing: the block holds what a sequence reads."""
@@ -59,8 +51,8 @@ class PagedDecode:
             decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, splits, tile)
             return
         q, pool = normed_queries(cache, settings, qkv, layer, norms, block)
-        cut = self._verify_cut(settings.buckets[index], block.width)
-        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), *cut)
+        scratch, bucket = self._scratch, settings.buckets[index]
+        verify_attention(q, pool, pages, block.positions, group.window, scratch, out.view(q.shape), bucket=bucket)
 
 
 class PagedExtend:

@@ -165,3 +165,9 @@ def test_images_are_left_to_our_own(monkeypatch: pytest.MonkeyPatch, bidirection
     assert attended(it, router).equal(causal)
     assert CausalExtend.rows == (100 if bidirectional else 200)
     assert seen.equal(causal) != bidirectional
+
+
+def test_plain_torch_verifies_what_no_gpu_does() -> None:
+    """A part without kernels has no cuts to make: the 12B's nine queries of 16 heads, more than a GPU takes at once."""
+    it = scene(Kind(16, 1, 16, None), [40])
+    PagedDecode(it.cache, replace(it.settings, width=9))
