@@ -167,4 +167,5 @@ class Sequence:
         slot, self.slot, self.number = self.slot, -1, 0
         self.low = self.high = 0
         self.runs = []
+        self.waits.discard("encoder")
         return slot
