@@ -16,6 +16,7 @@ always advances: its worst case fits the empty pools (or it was refused), and al
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
@@ -264,14 +265,17 @@ class Scheduler:
     def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
         """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.
 
-        Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended.
+        Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended. None
+        begins behind a sequence that stands before an item: so the first in order, whomever it has preempted, waits for no encodes
+        but those that run, and its own.
         """
         draft.media, beside, end = True, draft.decode_rows.rows > 0, sequence.high + size
+        before = takewhile(lambda other: other is not sequence, self.requests.running)
+        busy = (beside and self._encoded < self._encodes) or any(other.before_item for other in before)
         for item in sequence.media[sequence.encoded :]:
             if item.first >= sequence.high + size:
                 break
             if item.end > sequence.high:
-                busy = beside and self._encoded < self._encodes
                 full = busy or (draft.plan.encodes and item.length > draft.encoder_rows)
                 if full or beside:
                     end = max(sequence.high, min(end, item.first))

@@ -273,6 +273,17 @@ def test_decode_rows_do_not_wait_for_encoders(monkeypatch: pytest.MonkeyPatch) -
     assert planned_beside(decoding=True)[2] == (1, 2, 9)
 
 
+def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages are so few that the first in order preempts another before each try, all end: the readmitted one starts no
+    encodes before the first's. Planted fault: it starts them, and the first finds the encoders busy for ever."""
+    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
+    world = World(90013683)
+    check_ends(world, simulate(world))
+    monkeypatch.setattr(Sequence, "before_item", False)
+    with pytest.raises(AssertionError, match="no end in sight"):
+        simulate(World(90013683))
+
+
 @pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])
 def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     """Of three pictures of 4 rows beside another prompt: steps of 50 ms in which some wait; none where one step takes all."""
