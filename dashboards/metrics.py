@@ -347,13 +347,13 @@ _ENCODER = (
     Metric("quartet_encoder_cache_host_bytes", "Soft tokens that each rank holds in host memory.", "encoder.host_bytes"),
     Metric(
         "quartet_rank_encoder_seconds_total",
-        "Time that a rank has spent on the media of steps, cached ones too: on a GPU by CUDA events, on a CPU wall clock.",
+        "Time that a rank's encoders have run: on a GPU by CUDA events, on a CPU wall clock.",
         "processes.encoder_s",
         ("rank",),
     ),
     Metric(
         "quartet_encoder_waiting",
-        "Sequences that the last step could not encode the media of, beside those of others.",
+        "Sequences that waited for encoders in the last step.",
         "load.encoder_waiting",
     ),
     Metric(

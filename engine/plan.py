@@ -57,7 +57,7 @@ _ENCODES = list(SECTIONS).index("encodes")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
-_RESULT = struct.Struct("<QIIII")
+_RESULT = struct.Struct("<QIIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 _PROMPT = struct.Struct("<iiiii")  # slot, number, first position, alternatives, tokens
 
@@ -211,12 +211,14 @@ class StepResult:
     table     int32 [n, 4 + W + D], in the order of the plan's result rows
     logprobs  of the rows that report them, one a token
     prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
+    encoded   plans since boot whose encodes have ended
     """
 
     step: int
     table: np.ndarray
     logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     prompts: Sequence[PromptRow] = ()
+    encoded: int = 0
 
     def row(self, index: int) -> ResultRow:
         """One row as an object."""
@@ -324,11 +326,16 @@ def _admission(slot: int, number: int, tokens: bytes, prompt: int, params: Sampl
 
 
 def encode_rows(
-    step: int, table: np.ndarray, logprobs: Mapping[int, Sequence[Logprobs]], prompts: Sequence[PromptRow] = ()
+    step: int,
+    table: np.ndarray,
+    logprobs: Mapping[int, Sequence[Logprobs]],
+    prompts: Sequence[PromptRow] = (),
+    encoded: int = 0,
 ) -> bytes:
     """Bytes of a result; the arguments are as in StepResult. With logprobs of some rows, each token of any row has an entry."""
     assert table.dtype == np.int32, table.dtype
-    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, RESULT_HAS_LOGPROBS if logprobs else 0, len(prompts))
+    flags = RESULT_HAS_LOGPROBS if logprobs else 0
+    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, flags, len(prompts), encoded)
     counts = table[:, 2].tolist() if logprobs else []
     lists = [_encode_logprobs(entry) for row, count in enumerate(counts) for entry in logprobs.get(row, [None] * count)]
     return b"".join([header, table.tobytes(), *lists, *map(_encode_prompt, prompts)])
@@ -349,7 +356,7 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
 
 def decode_result(data: bytes) -> StepResult:
     """The result in `data`, in place; raises ValueError when its length is wrong."""
-    step, n_rows, width, flags, n_prompts = _RESULT.unpack_from(data)
+    step, n_rows, width, flags, n_prompts, encoded = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     offset = _RESULT.size + 4 * n_rows * columns
     if offset > len(data):
@@ -367,7 +374,7 @@ def decode_result(data: bytes) -> StepResult:
         prompts.append(prompt)
     if offset != len(data):
         raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {offset}")
-    return StepResult(step, table, logprobs, prompts)
+    return StepResult(step, table, logprobs, prompts, encoded)
 
 
 def _decode_prompt(data: bytes, offset: int) -> tuple[PromptRow, int]:

@@ -267,8 +267,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
 
     `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found; `evicted_pages` of the cache.
-    `drafts`: of the last step behind each sequence; none of the others without a drafter. `encoder_waiting`: sequences whose media
-    the last plan had no rows to encode for; `encoder_wait_s`: how long that has been so, of all sequences together.
+    `drafts`: of the last step behind each sequence; none of the others without a drafter. `encoder_waiting`: sequences that
+    waited for encoders in the last plan; `encoder_wait_s`: how long that has been so, of all sequences together.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 

@@ -41,7 +41,7 @@ class Counters:
     decode_tokens: int = 0
     queried_tokens: int = 0  # of prompts, looked up in the prefix cache
     hit_tokens: int = 0  # of these, found
-    encoder_wait_s: float = 0.0  # of all sequences whose media had to wait for a step that may encode them
+    encoder_wait_s: float = 0.0  # of all sequences that waited for encoders
 
 
 class Requests:

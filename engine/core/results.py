@@ -34,7 +34,7 @@ class InFlightStep:
     drafts    as in the plan, chosen for rows of the index `size`;   drafting  its sequences that may draft
     masked    as in the plan
     expected  its expected time, if a target bounds the step
-    encoder_waits  sequences that it has no chunk of, or a shorter one, as it may encode no more
+    encoder_waits  sequences that it has no chunk of, or a shorter one, as encoders have not ended, or may encode no more
     """
 
     step: int

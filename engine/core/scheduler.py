@@ -16,6 +16,7 @@ always advances: its worst case fits the empty pools (or it was refused), and al
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
@@ -94,7 +95,8 @@ class Scheduler:
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, self.allocator, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
-        self._encoder_waits: list[Sequence] = []  # whose items the last plan had no rows for
+        self._encoder_waits: list[Sequence] = []
+        self._encodes = self._encoded = 0  # plans that encode, and those of them whose encodes have ended
         self._changes = Changes()  # not sent yet: the next plan carries them
         self._step = 0  # of the last plan
 
@@ -114,8 +116,9 @@ class Scheduler:
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
         draft = PlanDraft(plan, changes, InFlightStep(plan.step), encoder_rows=self.config.encoder_rows)
         self._admissions.new_plan(plan, changes)
-        while self._encoder_waits:
-            self._encoder_waits.pop().waits.discard("encoder")
+        encoding = self._encoded < self._encodes
+        if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
+            self._end_encoder_waits()
         self._release(changes)
         shares = self._shares(draft)
         self._run_all(draft, shares)
@@ -123,8 +126,12 @@ class Scheduler:
             self._admit(draft, shares)
             self._spend(draft, sum(shares.values()))
             self._run_any(draft)
-        if not (plan.chunks or draft.rows or plan.admissions):
-            return None
+        if not (plan.chunks or draft.rows or plan.admissions or plan.encodes):
+            if not self._encoder_waits or self.in_flight:
+                return None
+            self._end_encoder_waits()  # no decode row had pages, and no result will come
+            return self.schedule()
+        self._encodes += bool(plan.encodes)
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
         draft.in_flight.drafts, draft.in_flight.masked = plan.drafts, plan.masked
@@ -142,6 +149,7 @@ class Scheduler:
         """Commit one result; results come in the order of their plans. `took_ms`: milliseconds since the one before it, or since
         the plan was sent if nothing was in flight then."""
         step = self._results.commit(result)
+        self._encoded = max(self._encoded, result.encoded)
         if took_ms is None:
             return
         self.requests.counters.encoder_wait_s += step.encoder_waits * took_ms / 1e3
@@ -255,21 +263,38 @@ class Scheduler:
         return sequence.last_end(sequence.high + size) - sequence.high if sequence.spans else size
 
     def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
-        """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now."""
-        draft.media = True
+        """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.
+
+        Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended. None
+        begins behind a sequence that stands before an item: so the first in order, whomever it has preempted, waits for no encodes
+        but those that run, and its own.
+        """
+        draft.media, beside, end = True, draft.decode_rows.rows > 0, sequence.high + size
+        before = takewhile(lambda other: other is not sequence, self.requests.running)
+        busy = (beside and self._encoded < self._encodes) or any(other.before_item for other in before)
         for item in sequence.media[sequence.encoded :]:
             if item.first >= sequence.high + size:
                 break
             if item.end > sequence.high:
-                if draft.plan.encodes and item.length > draft.encoder_rows:
+                full = busy or (draft.plan.encodes and item.length > draft.encoder_rows)
+                if full or beside:
+                    end = max(sequence.high, min(end, item.first))
                     sequence.waits.add("encoder")
-                    self._encoder_waits.append(sequence)
-                    return max(0, item.first - sequence.high)
+                if full:
+                    break
                 draft.plan.encodes.append((sequence.slot, item.first, item.length, sequence.encoded))
                 draft.plan.media.append(item)
                 draft.encoder_rows -= item.length
             sequence.encoded += 1
-        return size
+        if "encoder" in sequence.waits:
+            self._encoder_waits.append(sequence)
+        return end - sequence.high
+
+    def _end_encoder_waits(self) -> None:
+        """Let all that wait for encoders go on; a rank waits for those that run."""
+        self._encoded = self._encodes
+        while self._encoder_waits:
+            self._encoder_waits.pop().waits.discard("encoder")
 
     def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
         """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""

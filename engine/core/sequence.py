@@ -115,6 +115,12 @@ class Sequence:
         return 0 if "encoder" in self.waits else self.last_end(self.target - 1) - self.high
 
     @property
+    def before_item(self) -> bool:
+        """Its next position is one of an item that is still to be encoded, and that alone it may wait for."""
+        may_wait = self.ready > 0 or "encoder" in self.waits
+        return may_wait and any(item.first <= self.high < item.end for item in self.media[self.encoded :])
+
+    @property
     def shortest_chunk(self) -> int:
         """Tokens of the shortest chunk that can be its next: a whole span, if one begins there."""
         index = bisect_left(self.spans, (self.high,))
@@ -167,4 +173,5 @@ class Sequence:
         slot, self.slot, self.number = self.slot, -1, 0
         self.low = self.high = 0
         self.runs = []
+        self.waits.discard("encoder")
         return slot

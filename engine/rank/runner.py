@@ -1,7 +1,7 @@
 """One plan in, one result out: the stages of a step in order.
 
-    encode   encode the media items that the plan names                  likewise
-    forward  upload the plan, run the model                              does not wait for the device
+    encode   encode the media items that the plan names, with `advance`  does not wait for the device
+    forward  upload the plan, run the model                              likewise
     sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
@@ -104,12 +104,14 @@ class Runner:
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
+        if encoders and not geometry.bidirectional:
+            self.forward_stage.allow_soft(PROMPT_ROWS[-1])
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
             self.draft_stage = DraftStage(drafter, widest - 1, reads, self._inputs, self.sample_stage)
         rows = widest * (self._buckets[-1] + prefill)
-        self.report_stage = ReportStage(rows, device, self.pages, debug_hash=config.debug_hash)
+        self.report_stage = ReportStage(rows, device, self.pages, self.encode_stage, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
         self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= config.prefill_budget]
         own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
@@ -189,7 +191,7 @@ class Runner:
         has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
         if not self._pads_chunks or len(slots) > CHUNKS or len(plan.spans) or any(slot in self.slots.prompts for slot in slots):
             return None
-        if self.encode_stage is not None and self.encode_stage.holds(slots):
+        if self.encode_stage is not None and self.forward_stage.soft is None and self.encode_stage.holds(slots):
             return None
         fitting = (sizes for sizes in self._mixed_sizes if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
         return min(fitting, default=None)
@@ -246,9 +248,14 @@ class Runner:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> None:
-        """Start encoding the items that the next plan names; before its `forward`."""
+        """Begin to encode the items that the next plan names; before its `forward`."""
         assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
         self.encode_stage.encode(items)
+
+    @torch.inference_mode()
+    def advance(self) -> bool:
+        """Launch a piece of what encoders have begun; False: there is none."""
+        return self.encode_stage is not None and self.encode_stage.advance()
 
     @torch.inference_mode()
     def forward(self, data: bytes) -> Forwarded:
@@ -267,6 +274,8 @@ class Runner:
         widths = self._widths_beside if isinstance(sizes, MixedSizes) else self._widths
         width = next(width for width in widths if width >= plan.width)
         if sizes:
+            if isinstance(sizes, MixedSizes) and self.encode_stage is not None and self.forward_stage.soft is not None:
+                self.forward_stage.place(self.encode_stage.soft_tokens(chunks_of(plan)))
             final = self._padded_forward(sizes, width, uploaded)
         else:
             final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)

@@ -4,7 +4,7 @@
            Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
     loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
            one, poll its end and the plan ring together, or the device would idle after every second step
-    media  a plan that encodes items is launched when they have come behind it
+    media  a plan that encodes items is launched when they have come behind it, and their encoders a piece at each turn
     masks  of a plan with masked rows launch the forward at once, and the sampling when the step's masks come. The core makes them
            from the step before: until they come nothing else is launched, but results are published
 
@@ -38,6 +38,8 @@ IDLE_S = 200e-6
 def load(config: EngineConfig, args: BootArgs) -> Rank:
     """Join the group and fill this rank's shard."""
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps: encoders' kernels come behind theirs
     return load_rank(config, connect(args.index, args.tp, device, args.reduce, args.store, config.boot_timeout_s), device)
 
 
@@ -105,7 +107,7 @@ class Worker:
                 moved, running = True, self._launch(*record)
             else:
                 moved = False
-            if moved:
+            if self._runner.advance() or moved:
                 self._waiter.reset()
             elif len(self._launched) == DEPTH or (self._launched and not running):
                 self._finish()

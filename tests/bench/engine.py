@@ -18,6 +18,9 @@ seconds lowers its clock, by a tenth and more on some hosts.
     mixed     400 prompts, input and output lengths uniform in 1..1024 (numpy RandomState(0), inputs first)
     long      40 prompts of 8000 tokens, 1000 out
 
+    pictures  instead: ms between tokens of --streams text streams, quiet and beside clients that each ask about one new picture of
+              768x768 after another, and those pictures' number a second
+
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
 live weights, 1024 tokens of prompt). --shard-of N: what a rank of N computes, as a model of its own with weights drawn from a
@@ -34,10 +37,12 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cluster.children import child_command
 from cluster.group import Group
@@ -51,6 +56,7 @@ from tests.bench.synthetic_rank import Synthetic
 from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
 from tests.support.engine.outputs import outputs
+from tests.support.judge.pictures import Prompt, pictures
 
 PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0.5.17
     ("31b", 4, 1): (7.40, 8.51), ("31b", 4, 8): (7.97, 8.91), ("31b", 4, 32): (9.85, 10.88),
@@ -119,6 +125,66 @@ async def run_load(client: EngineClient, load: str, vocab: int, args: argparse.N
     return [(f"{case(args)}-{load}", "output tokens a second", rate, "tok/s"), (f"{case(args)}-{load}", "mean TPOT", tpot, "ms")]
 
 
+@dataclass
+class PictureClients:
+    """Each asks about a picture after the other, for ten tokens. done: answers so far."""
+
+    client: EngineClient
+    vocab: int
+    picture: Tensor
+    done: int = 0
+    asked: int = 0
+
+    async def ask(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.asked += 1
+            self.picture[0, 0] = torch.tensor([self.asked % 256, self.asked // 256 % 256, self.asked // 65536])
+            prompt = Prompt([300] * 20).picture(self.picture, self.vocab - 5).text([400] * 10)
+            stream = self.client.generate(prompt.ids, SamplingParams(max_tokens=10), media=prompt.media)
+            async for output in outputs(stream):
+                assert output.error is None, output.error
+            self.done += 1
+
+
+async def beside_pictures(client: EngineClient, vocab: int, args: argparse.Namespace) -> list[Row]:
+    """ms between tokens of text streams, by how many clients show pictures, for --seconds each."""
+    times = list[float]()
+
+    async def stream(seed: int) -> None:
+        prompt = [300 + (seed * 37 + at) % (vocab - 320) for at in range(32)]
+        async for output in outputs(client.generate(prompt, SamplingParams(max_tokens=args.max_len - 40, seed=seed))):
+            times.extend([time.monotonic()] * len(output.tokens))
+        raise RuntimeError("a text stream ended within the measurement: --max-len is too short, or --seconds too long")
+
+    streams = [asyncio.create_task(stream(seed)) for seed in range(args.streams)]
+    asking = PictureClients(client, vocab, pictures((16, 16) if args.device == "cuda" else (1, 2))[0])
+    rows, quiet = list[Row](), 0.0
+    for clients in (0, 1, 0, 4, 16):
+        showing = [asyncio.create_task(asking.ask()) for _ in range(clients)]
+        await asyncio.sleep(1.0)  # also the streams' prompts, and what is compiled
+        shown, began = asking.done, time.monotonic()
+        ended, _ = await asyncio.wait([*streams, *showing], timeout=args.seconds, return_when="FIRST_COMPLETED")
+        for task in [*ended, *showing]:
+            task.cancel() if task not in ended else task.result()
+        took, rate = time.monotonic() - began, (asking.done - shown) / args.seconds
+        seen = sorted({at for at in times if at >= began})
+        tpot = 1e3 * args.streams * took / sum(at >= began for at in times)
+        gaps = sorted(1e3 * (after - before) for before, after in pairwise(seen))
+        quiet = quiet or tpot
+        print(
+            f"{args.streams} streams beside {clients:2} clients: {rate:6.1f} pictures/s, TPOT {tpot:.3f} ms ({tpot / quiet:.3f} of "
+            f"quiet), silence p99 {gaps[99 * len(gaps) // 100]:.2f} ms, at most {gaps[-1]:.2f}",
+            flush=True,
+        )
+        name = f"{case(args)}-beside-{clients}-picture-clients"
+        rows += [(name, "mean TPOT", tpot, "ms"), (name, "pictures", rate, "1/s")]
+        await asyncio.sleep(0.5)  # answers that were given up end
+    for task in streams:
+        task.cancel()
+    return rows
+
+
 async def device_times(group: Group, found: list[tuple[int, int]]) -> None:
     """Appends, until cancelled, how many microseconds rank 0's device took for a step, and stood idle before one."""
     last = -1
@@ -136,6 +202,10 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
     await client.start()
     rng = random.Random(args.seed)
     rows: list[Row] = []
+    if args.loads == ["pictures"]:
+        rows = await beside_pictures(client, vocab, args)
+        await client.close()
+        return rows
     await run(client, [[rng.randrange(300, vocab - 10) for _ in range(PROMPT)]], 8, args.sampling)
     for size, length in args.batches:
         prompts = [[rng.randrange(300, vocab - 10) for _ in range(length)] for _ in range(size)]
@@ -204,7 +274,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="of which the best counts")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
-    parser.add_argument("--loads", choices=["mixed", "long"], nargs="*", default=[], help="loads behind the batches")
+    parser.add_argument("--loads", choices=["mixed", "long", "pictures"], nargs="*", default=[], help="loads behind the batches")
+    parser.add_argument("--streams", type=int, default=16, help="text streams beside pictures")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each number of clients with pictures")
     parser.add_argument("--slots", type=int, default=0, help="requests that run at once; by default the largest batch")
     parser.add_argument("--sampling", choices=list(SAMPLING), default="greedy")
     parser.add_argument("--drafts", type=lambda text: "auto" if text == "auto" else int(text), default=0, help="a number, or auto")
@@ -224,7 +296,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         dtype="bfloat16" if args.device == "cuda" else "float32",
         load_format="dummy" if args.model.startswith("dummy:") or args.shard_of > 1 or args.drafts else "safetensors",
         mtp=mtp,
-        max_seqs=args.slots or max(args.batches)[0],
+        max_seqs=args.slots or (args.streams + 16 if args.loads == ["pictures"] else max(args.batches)[0]),
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
         prefix_cache=False,

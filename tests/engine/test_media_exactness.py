@@ -7,7 +7,7 @@ pictures or without, are one step.
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from engine.rank.builder import build, load_rank
 from engine.rank.models import vision
 from engine.rank.runner import Runner
 from engine.rank.stages.encode_stage import EncodeStage
+from engine.rank.stages.forward_stage import ForwardStage
 from tests.conftest import Nano
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.drive import Answer, Request, ask_all, attached, still
@@ -161,7 +162,7 @@ def test_checkpoints_that_transformers_wrote(case: Callable[[str], Case], member
     assert match.judged >= 20
 
 
-@pytest.mark.parametrize(("member", "seqs", "pages", "fault"), [("e2b", 8, 18, ""), ("31b", 4, 12, ""), ("e2b", 8, 18, "late")])
+@pytest.mark.parametrize(("member", "seqs", "pages", "fault"), [("e2b", 8, 14, ""), ("31b", 4, 12, ""), ("e2b", 8, 14, "late")])
 def test_found_again_and_preempted(case: Callable[[str], Case], member: str, seqs: int, pages: int, fault: str) -> None:
     """Prompts that the prefix cache has, pictures and all (to within one that is seen causally), and preempted ones: the same."""
     it = case(f"odd {member}")
@@ -253,6 +254,41 @@ def test_a_group_of_processes(case: Callable[[str], Case]) -> None:
     print(f"31b TP=2, {match}")
     assert match.wrong == 0
     assert match.worst < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_thirty_pictures_in_one_batch(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """The same text about 30 pictures of two sizes, in one step: they are one batch, and each answer is transformers'.
+    Planted fault: each has the rows of the one before it."""
+    it, image, sizes = case("e2b"), SHAPES["e2b"].media["<|image|>"], list[int]()
+    shown = [pictures((1, 2 + number % 2), seed=number)[0] for number in range(30)]
+    asked = [Prompt([at * 37 % 900 + 10 for at in range(8)]).picture(one, image).text([40, 50, 60]) for one in shown]
+    pieces, gathered = vision.VisionEncoder.pieces, EncodeStage._rows
+    monkeypatch.setattr(vision.VisionEncoder, "pieces", lambda self, batch: (sizes.append(len(batch)), pieces(self, batch))[1])
+    if fault:
+        monkeypatch.setattr(EncodeStage, "_rows", lambda self, share: gathered(self, share).roll(5, 0))
+    config = msgspec.structs.replace(it.config, max_seqs=30, prefill_budget=1024)
+    match = it.match(asked, serve(build(single(config), PAGES), config, asked, ASKED, PAGES))
+    assert sizes == [30]
+    assert match.worst > FAULT if fault else (match.worst < TOLERANCE and match.wrong == 0)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_padded_steps_have_soft_tokens(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """Steps padded as for graphs, with media and without, give the right logits. Planted fault: rows a place off."""
+    it, params = case("e2b"), msgspec.structs.replace(ASKED, prompt_logprobs=None)
+    made, place, steps = build(single(it.config), PAGES), ForwardStage.place, Counter[bool]()
+    made._pads_chunks = True
+
+    def counted(stage: ForwardStage, soft: SoftTokens | None) -> None:
+        steps[soft is not None] += 1
+        place(stage, SoftTokens(soft.rows, soft.values.roll(1, 0)) if soft is not None and fault else soft)
+
+    monkeypatch.setattr(ForwardStage, "place", counted)
+    asked = [*it.prompts[::2], Prompt([at * 31 % 900 + 10 for at in range(90)])]
+    match = it.match(asked, serve(made, it.config, asked, params))
+    assert min(steps[True], steps[False]) > 1
+    assert match.worst > FAULT if fault else match.worst < TOLERANCE
 
 
 def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:

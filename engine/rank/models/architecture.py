@@ -1,7 +1,7 @@
 """What the rest of a rank knows of models: how one is read, filled and built, and what a text model answers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -82,8 +82,18 @@ class MediaEncoder(Shard, ABC):
         """Inputs that take about as much memory as any batch."""
 
     @abstractmethod
+    def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+        """`forward`, launched a layer at a time."""
+
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        """Inputs -> their rows [n, hidden of the text model], in order."""
+        """Inputs on the encoder's device -> their rows [n, hidden of the text model], in order."""
+        pieces = self.pieces(batch)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                rows: Tensor = end.value
+                return rows
 
 
 S_co = TypeVar("S_co", bound=Shard, covariant=True)

@@ -9,7 +9,7 @@ their numbers. A clip's soft tokens depend on that clip alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,13 +152,14 @@ class AudioEncoder(MediaEncoder):
         clip = torch.zeros((3000, self.geometry.features), device=self.device)
         return [clip] * (ENCODER_ROWS // self.rows(clip))
 
-    def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        """batch: clips fp32 [rows, features], on its device -> soft tokens [T, model]."""
-        encoded = self.encoded([clip.to(self.dtype) for clip in batch])
+    def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+        """batch: clips fp32 [rows, features] -> soft tokens [T, model]."""
+        encoded = yield from self.encoded([clip.to(self.dtype) for clip in batch])
         return functional.linear(rms_norm(encoded, None, _EPS), self.out.weight)
 
-    def encoded(self, clips: Sequence[Tensor]) -> Tensor:
+    def encoded(self, clips: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         """[T, output]; without a tower the rows themselves."""
+        yield
         return torch.cat(list(clips))
 
 
@@ -172,10 +173,11 @@ class AudioTower(AudioEncoder):
         self.last, self.bias = self.parameter(geometry.output, geometry.hidden), self.parameter(geometry.output)
         self._distances = _distances(geometry).to(device, dtype)
 
-    def encoded(self, clips: Sequence[Tensor]) -> Tensor:
+    def encoded(self, clips: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         before = Before.of([self.geometry.tokens(len(clip)) for clip in clips], self.geometry.reach, self.device)
         x = self.subsample(clips)
         for block in self.blocks:
+            yield
             x = block(x, self._distances, before)
         return functional.linear(x, self.last, self.bias)
 

@@ -176,8 +176,9 @@ class Embedding(Module):
         if geometry.ple:
             rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, geometry.pad))
         if soft is not None:
-            rows = (rows if geometry.ple else self._parallel.all_reduce(rows)) * scale
+            rows = torch.cat([(rows if geometry.ple else self._parallel.all_reduce(rows)) * scale, rows[:1]])
             rows[soft.rows], scale = soft.values, 1.0
+            rows = rows[:-1]
         summed = ple is not None or soft is not None
         h, x = allreduce_norm(rows.contiguous(), None, None, next_norm, scale=scale, summed=summed)
         if ple is None:

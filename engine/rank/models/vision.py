@@ -12,7 +12,7 @@ embedding and gate are fp32 with one cast, as in the text model. Every rank has 
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -49,15 +49,15 @@ class VisionEncoder(MediaEncoder):
     def rows(self, one: Tensor) -> int:
         return one.shape[0] * one.shape[1] // SIDE**2
 
-    def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        """batch: pictures uint8 [height, width, 3] on its device, sides multiples of 48 -> [cells, model]."""
-        return functional.linear(rms_norm(self.cells(batch), None, self.geometry.eps), self.out.weight)
+    def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+        """batch: pictures uint8 [height, width, 3], sides multiples of 48 -> [cells, model]."""
+        return functional.linear(rms_norm((yield from self.cells(batch)), None, self.geometry.eps), self.out.weight)
 
     def largest(self) -> list[Tensor]:
         return [torch.zeros((32 * SIDE, 32 * SIDE, 3), dtype=torch.uint8, device=self.device)] * (ENCODER_ROWS // 32**2)
 
     @abstractmethod
-    def cells(self, pictures: Sequence[Tensor]) -> Tensor:
+    def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         """[cells, hidden]."""
 
 
@@ -117,7 +117,7 @@ class Tower(VisionEncoder):
         frequencies = inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim // 2)
         self._frequencies = frequencies.to(device)
 
-    def cells(self, pictures: Sequence[Tensor]) -> Tensor:
+    def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         sizes = [(height // PATCH, width // PATCH) for height, width, _ in (picture.shape for picture in pictures)]
         x, y, rows = self._rows(sizes)
         pixels = torch.cat([_cells(picture, CELL).view(-1, 3 * PATCH**2) for picture in pictures])
@@ -127,6 +127,7 @@ class Tower(VisionEncoder):
         first = [block.norms["pre_attention"] for block in blocks]
         normed = rms_norm(h, first[0], self.geometry.eps)
         for block, next_norm in zip(blocks, [*first[1:], None], strict=True):
+            yield
             h, normed = block(h, normed, next_norm, rows)
         pooled = (h.float() / CELL**2).view(-1, CELL**2, h.shape[1]).sum(1).to(self.dtype).float() * self.geometry.hidden**0.5
         if self.geometry.standardize:
@@ -168,7 +169,8 @@ class VisionEmbedder(VisionEncoder):
         self.patch_norm, self.dense, self.dense_norm = Affine(self, cell), Affine(self, hidden, cell), Affine(self, hidden)
         self.positions, self.position_norm = self.parameter(geometry.positions, 2, hidden), Affine(self, hidden)
 
-    def cells(self, pictures: Sequence[Tensor]) -> Tensor:
+    def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+        yield
         sizes = [(height // SIDE, width // SIDE) for height, width, _ in (picture.shape for picture in pictures)]
         host = np.concatenate([places(rows, columns, 1) for rows, columns in sizes], axis=1)
         x, y = uploaded(torch.from_numpy(host), self.device)

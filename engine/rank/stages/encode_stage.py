@@ -1,14 +1,21 @@
 """Pictures, video and audio become rows in the place of embeddings, before the forward that reads them.
 
     items of a plan --encoders--> rows, of all items in one batch --> held by slot until a chunk has passed the item's end
-                                  cache: rows by digest, on           each rank encodes a share of them, and gets all rows
+                                  cache: rows by digest               each rank encodes a share of them, and gets all rows
+
+    encoders' stream   | layer | layer | ... | layer |           launched a piece at a time, between steps
+    the steps' stream  step   step   step   step     | gather | step with the rows
+
+Rows are gathered over ranks, kept and read on the steps' stream alone, in the order of plans, and wait for the encoders by an
+event. The core plans such a step once the encoders have ended, or where no other sequence would be held up.
 
 Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -22,20 +29,34 @@ from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.output_cache import Key, OutputCache
 from engine.rank.parallel import Parallel
-from engine.rank.step_clock import Stopwatch
+from engine.rank.step_clock import Stopwatch, mark
 from engine.rank.upload import uploaded
 from engine.rank_status import EncoderFigures
 
 _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audio": "clips"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncodedItem:
-    """positions int64 [n] of an item's soft tokens, ascending, on the host; rows [n, hidden] in their place;   end: of the item."""
+    """positions int64 [n] of an item's soft tokens, ascending, on the host; rows [n, hidden] in their place, once they are
+    gathered; end: of the item."""
 
     positions: np.ndarray
-    rows: Tensor
+    key: Key
     end: int
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EncodeShare:
+    """What a rank encodes of a plan's items of a kind. keys: of all items, and how many rows each has; inputs: those of this rank,
+    on the host; counts: rows by rank, one number if every rank makes all; parts: what it has made so far."""
+
+    encoder: MediaEncoder
+    keys: Sequence[tuple[Key, int]]
+    inputs: Sequence[Tensor]
+    counts: Sequence[int]
+    parts: list[Tensor] = field(default_factory=list)
 
 
 class EncodeStage:
@@ -55,11 +76,21 @@ class EncodeStage:
         self._held: dict[int, list[EncodedItem]] = {}
         self._cache = OutputCache(device, cached, host)
         self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # weights were written there
+        self._plans = 0  # that encode, so far; of the last one:
+        self._items: list[EncodedItem] = []  # without rows yet
+        self._outputs: dict[Key, Tensor] = {}
+        self._shares: list[EncodeShare] = []
+        self._pieces: Iterator[None] | None = None  # not launched yet
+        self._end: torch.cuda.Event | None = None
 
     def warm(self) -> None:
         """Run each encoder on as much as it will ever get at once."""
-        for encoder in set(self._encoders.values()):
-            encoder(encoder.largest())
+        with self._on_stream():
+            for encoder in set(self._encoders.values()):
+                encoder(encoder.largest())
 
     @property
     def figures(self) -> EncoderFigures:
@@ -68,25 +99,59 @@ class EncodeStage:
         held = {"cached_bytes": cache.on_device.bytes, "host_bytes": cache.on_host.bytes}
         return EncoderFigures(self._stopwatch.us, host_hits=cache.host_hits, evictions=cache.evictions, **held, **self._counts)
 
-    def encode(self, items: Sequence[MediaItem]) -> None:
-        """Start the encoders of the next plan's items, those in the cache apart."""
-        assert not self._encoded, "the items of a plan were not taken"
-        with self._stopwatch.timed():
-            outputs = self._outputs(items)
-        self._encoded = [EncodedItem(_positions(item), outputs[_key(item)], item.end) for item in items]
+    @property
+    def ended(self) -> int:
+        """Plans since boot whose encodes have ended on this rank."""
+        running = self._pieces is not None or (self._end is not None and not self._end.query())
+        return self._plans - running
 
-    def _outputs(self, items: Sequence[MediaItem]) -> dict[Key, Tensor]:
-        """Rows of the items, from the cache or encoders; they are the newest in the cache."""
+    def encode(self, items: Sequence[MediaItem]) -> None:
+        """Begin with the next plan's items, those in the cache apart; `advance` launches their encoders."""
+        assert not self._encoded, "the items of a plan were not taken"
+        self._gather()
         asked = {_key(item): item for item in items}
-        outputs = {key: rows for key in asked if (rows := self._cache.take(key)) is not None}
-        new = {key: item for key, item in asked.items() if key not in outputs}
-        for kind, encoder in self._encoders.items():
-            of_kind = {key: item for key, item in new.items() if item.kind == kind}
-            outputs |= zip(of_kind, self._run(encoder, list(of_kind.values())), strict=True)
-        for key, rows in outputs.items():
-            self._cache.put(key, rows)
-        self._count(items, list(new.values()))
-        return outputs
+        self._outputs = {key: rows for key in asked if (rows := self._cache.take(key)) is not None}
+        new = [item for key, item in asked.items() if key not in self._outputs]
+        of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
+        self._shares = [self._share(encoder, items) for encoder, items in of_kinds if items]
+        self._encoded = self._items = [EncodedItem(_positions(item), _key(item), item.end) for item in items]
+        self._pieces = self._launches() if self._shares else None
+        self._end = None
+        self._plans += 1
+        self._count(items, new)
+
+    def advance(self) -> bool:
+        """Launch the next piece of what was begun; False: there is none."""
+        if self._pieces is None:
+            return False
+        with self._on_stream(), self._stopwatch.timed():
+            if next(self._pieces, True):
+                self._pieces, self._end = None, mark(self._device)
+        return True
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _launches(self) -> Iterator[None]:
+        for share in self._shares:
+            for batch in batches(share.encoder, share.inputs):
+                pieces = share.encoder.pieces([uploaded(one, self._device) for one in batch])
+                share.parts.append((yield from pieces))
+
+    def _gather(self) -> None:
+        """Have the rows of the last plan's items on the steps' stream: behind encoders, from all ranks, in the cache."""
+        while self.advance():
+            pass
+        if self._end is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._end)
+        for share in self._shares:
+            rows = self._rows(share).split([count for _, count in share.keys])
+            self._outputs |= {key: own.clone() for (key, _), own in zip(share.keys, rows, strict=True)}
+        for key, output in self._outputs.items():
+            self._cache.put(key, output)
+        for item in self._items:
+            item.rows = self._outputs[item.key]
+        self._items, self._outputs, self._shares = [], {}, []
 
     def _count(self, items: Sequence[MediaItem], encoded: Sequence[MediaItem]) -> None:
         self._counts.update(queries=len(items), hits=len(items) - len(encoded))
@@ -109,10 +174,13 @@ class EncodeStage:
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """The chunks' rows of a batch that items take; None: none do. Items that end in a chunk are dropped."""
         places, rows = [], []
+        if any(item.rows is None for chunk in chunks for item in self._held.get(chunk.slot, ())):
+            self._gather()
         for chunk in chunks:
             for item in self._held.get(chunk.slot, ()):
                 first, last = np.searchsorted(item.positions, (chunk.start, chunk.end)).tolist()
                 places.append(item.positions[first:last] + (chunk.offset - chunk.start))
+                assert item.rows is not None
                 rows.append(item.rows[first:last])
             if chunk.slot in self._held:
                 self._held[chunk.slot] = [item for item in self._held[chunk.slot] if item.end > chunk.end]
@@ -120,27 +188,27 @@ class EncodeStage:
             return None
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
 
-    def _run(self, encoder: MediaEncoder, items: Sequence[MediaItem]) -> list[Tensor]:
-        """Rows of each item, in memory of its own."""
-        if not items:
-            return []
-        encoded = self._rows(encoder, [one for item in items for one in encoder.inputs(_data(item))])
-        return [rows.clone() for rows in encoded.split([item.soft_tokens for item in items])]
-
-    def _rows(self, encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Tensor:
-        """The rows of inputs that lie on the host, in order. Several are shared out: runs of about as many rows."""
+    def _share(self, encoder: MediaEncoder, items: Sequence[MediaItem]) -> EncodeShare:
+        """Several inputs are shared out: runs of about as many rows. A single one is encoded by all."""
+        inputs = [one for item in items for one in encoder.inputs(_data(item))]
         rows = [encoder.rows(one) for one in inputs]
         ranks = min(self._parallel.size, len(inputs))
         owners = [(2 * end - count) * ranks // (2 * sum(rows)) for end, count in zip(accumulate(rows), rows, strict=True)]
         own = self._parallel.rank if ranks > 1 else 0
-        mine = [uploaded(one, self._device) for one, owner in zip(inputs, owners, strict=True) if owner == own]
-        parts = [encoder(batch) for batch in batches(encoder, mine)]
-        if ranks == 1:
-            return torch.cat(parts)
-        counts = np.bincount(owners, rows, self._parallel.size).astype(int).tolist()
+        mine = [one for one, owner in zip(inputs, owners, strict=True) if owner == own]
+        counts = np.bincount(owners, rows, self._parallel.size if ranks > 1 else 1).astype(int).tolist()
+        return EncodeShare(encoder, [(_key(item), item.soft_tokens) for item in items], mine, counts)
+
+    def _rows(self, share: EncodeShare) -> Tensor:
+        """The rows of all its items, in order."""
+        encoder, counts = share.encoder, share.counts
+        for part in share.parts if self._stream is not None else ():
+            part.record_stream(torch.cuda.current_stream(self._device))  # made by encoders, and read here
+        if len(counts) == 1:
+            return torch.cat(share.parts)
         padded = torch.zeros((max(counts), encoder.width), dtype=encoder.dtype, device=self._device)
-        if parts:
-            padded[: counts[own]] = torch.cat(parts)
+        if share.parts:
+            padded[: counts[self._parallel.rank]] = torch.cat(share.parts)
         gathered = self._parallel.all_gather(padded).view(max(counts), -1, encoder.width)
         return torch.cat([gathered[:count, rank] for rank, count in enumerate(counts)])
 

@@ -7,11 +7,12 @@ whose chunks the host must know (`ForwardStage.eager`), runs as it is.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from engine.plan import PlanView
 from engine.rank.attention.base import AttentionBackend
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import ForwardBatch, SoftTokens
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
@@ -58,6 +59,20 @@ class ForwardStage:
     ) -> None:
         self.model, self._cache, self._attention = model, cache, attention
         self._inputs, self._inboxes, self._pages = inputs, inboxes, pages
+        self.soft: SoftTokens | None = None  # of padded steps, at fixed addresses
+
+    def allow_soft(self, rows: int) -> None:
+        """Let padded steps have up to so many soft tokens."""
+        ids = self._inputs.ids
+        values = torch.zeros((rows, self.model.geometry.hidden), dtype=self.model.dtype, device=ids.device)
+        self.soft = SoftTokens(torch.full((rows,), -1, device=ids.device), values)
+
+    def place(self, soft: SoftTokens | None) -> None:
+        """Give the next padded step its soft tokens."""
+        assert self.soft is not None
+        self.soft.rows.fill_(-1)
+        if soft is not None:
+            self.soft.rows[: len(soft.rows)], self.soft.values[: len(soft.rows)] = soft.rows, soft.values
 
     def decode(self, bucket: int, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
         """Inputs and final hidden rows of the plan's decode rows, padded to `bucket` rows of `width` tokens. Capturable."""
@@ -71,6 +86,8 @@ class ForwardStage:
     def mixed(self, sizes: MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
         """The result rows of a plan with chunks, padded to `sizes`, and their final hidden ones. Capturable."""
         batch, ends = self._mixed(sizes, plan, width)
+        if self.soft is not None:
+            batch = replace(batch, soft=SoftTokens(self.soft.rows[: sizes.prompts], self.soft.values[: sizes.prompts]))
         return ends, self.run(batch)
 
     def _mixed(self, sizes: MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:

@@ -16,6 +16,7 @@ from engine.protocol import Logprobs, PromptLogprobs
 from engine.rank.page_check import PageCheck
 from engine.rank.prompt_logprobs import ScoredRows, prompt_rows
 from engine.rank.slots import ResultRows
+from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.sample_stage import StepTokens
 from engine.rank.step_clock import StepClock, mark
 from engine.rank.upload import downloaded
@@ -82,6 +83,7 @@ class Launched:
     state: StateHash
     pages: PageCheck | None
     clock: StepClock
+    encodes: EncodeStage | None
 
     @property
     def done(self) -> bool:
@@ -95,7 +97,7 @@ class Launched:
         if self.pages is not None:
             self.pages.verify(self.step, host["violations"])
         if self.rows is None:
-            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {})
+            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {}, encoded=self._encoded)
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
@@ -110,7 +112,11 @@ class Launched:
         if "drafts" in host:
             table = np.concatenate([table, host["drafts"]], axis=1)
         prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
-        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts)
+        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, self._encoded)
+
+    @property
+    def _encoded(self) -> int:
+        return 0 if self.encodes is None else self.encodes.ended
 
     def fold(self) -> None:
         """Fold this step into the rank's state hash."""
@@ -138,8 +144,10 @@ class Launched:
 class ReportStage:
     """Starts the copy of a step's outputs. rows: the most that a step samples."""
 
-    def __init__(self, rows: int, device: torch.device, pages: PageCheck | None, *, debug_hash: bool) -> None:
-        self._device, self._pages, self.debug_hash = device, pages, debug_hash
+    def __init__(
+        self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage | None, *, debug_hash: bool
+    ) -> None:
+        self._device, self._pages, self._encodes, self.debug_hash = device, pages, encodes, debug_hash
         self.state = StateHash()
         pinned = device.type == "cuda"
         self._host = [torch.zeros((rows, 2), dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
@@ -153,7 +161,7 @@ class ReportStage:
         clock = StepClock(self.end if len(plan.rows) else None, start, copy.end)
         self.end = copy.end
         scored = sampled.scored if sampled is not None else ()
-        return Launched(plan.step, None if sampled is None else rows, scored, copy, self.state, self._pages, clock)
+        return Launched(plan.step, None if sampled is None else rows, scored, copy, self.state, self._pages, clock, self._encodes)
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, rows: ResultRows) -> dict[str, tuple[Tensor, Tensor | None]]:
         """What to copy to the host, and into which memory."""

@@ -239,6 +239,51 @@ def test_what_a_step_encodes_is_bounded() -> None:
     assert chunks_of(pictures, 20, 16) == [((0, 10), 8), ((10, 20), 4)]
 
 
+def planned_beside(decoding: bool) -> list[tuple[int, int, int]]:
+    """(decode rows, encodes, prompt tokens) of steps with three prompts of a picture, whose encodes take three steps each."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
+    text = GenerateRequest(id=0, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=20 if decoding else 1))
+    scheduler.requests.add(text)
+    shown: list[tuple[int, int, int]] = []
+    launched: list[int] = []  # steps with encodes
+    for step in range(12):
+        if step in (1, 2):
+            for number in range(step):
+                item = picture(2, 4, 3 * step + number)
+                params = SamplingParams(max_tokens=1)
+                asked = GenerateRequest(id=3 * step + number, prompt=pack_tokens([5] * 7), params=params, media=(item,))
+                scheduler.requests.add(asked)
+        if (plan := scheduler.schedule()) is None:
+            continue
+        shown.append((len(plan.decodes), len(plan.encodes), plan.prompt_tokens))
+        launched += [step] * bool(plan.encodes)
+        numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
+        result = result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots])
+        scheduler.commit(replace(result, encoded=sum(step >= began + 2 for began in launched)))
+    return shown
+
+
+def test_decode_rows_do_not_wait_for_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a decode row a picture's positions come once its encode has ended, and what came meanwhile is encoded then, together;
+    with nobody to hold up they come at once. Planted fault: encoders that are said to have ended."""
+    steps = [(0, 0, 8), (1, 1, 2), (1, 0, 4), (1, 0, 0), (1, 2, 5), (1, 0, 0), (1, 0, 0), (1, 0, 10)]
+    assert planned_beside(decoding=True)[:8] == steps
+    assert planned_beside(decoding=False)[:3] == [(0, 0, 8), (0, 1, 7), (0, 2, 14)]
+    monkeypatch.setattr(Scheduler, "_encoded", property(lambda self: 1000, lambda self, value: None), raising=False)
+    assert planned_beside(decoding=True)[2] == (1, 2, 9)
+
+
+def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages are so few that the first in order preempts another before each try, all end: the readmitted one starts no
+    encodes before the first's. Planted fault: it starts them, and the first finds the encoders busy for ever."""
+    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
+    world = World(90013683)
+    check_ends(world, simulate(world))
+    monkeypatch.setattr(Sequence, "before_item", False)
+    with pytest.raises(AssertionError, match="no end in sight"):
+        simulate(World(90013683))
+
+
 @pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])
 def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     """Of three pictures of 4 rows beside another prompt: steps of 50 ms in which some wait; none where one step takes all."""

@@ -3,7 +3,7 @@
 import hashlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import cast
 
 import pytest
@@ -40,8 +40,9 @@ class Counting:
     def rows(self, one: Tensor) -> int:
         return one.shape[0] * one.shape[1] // 48**2
 
-    def __call__(self, batch: Sequence[Tensor]) -> Tensor:
+    def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         self.calls.append(len(batch))
+        yield
         facts = [(one.float().mean().item(), one.shape[0], row) for one in batch for row in range(self.rows(one))]
         return torch.tensor(facts)
 
@@ -67,8 +68,10 @@ def plan_of(items: Sequence[MediaItem], slots: Sequence[int], admitted: Sequence
 
 
 def encode(stage: EncodeStage, items: Sequence[MediaItem], slots: Sequence[int] = (), admitted: Sequence[int] = ()) -> None:
+    """To the end, as a plan does whose chunks follow at once."""
     stage.encode(items)
     stage.take(plan_of(items, slots or [0] * len(items), admitted))
+    stage._gather()
 
 
 def rows(stage: EncodeStage, *chunks: Chunk) -> list[tuple[int, tuple[float, ...]]]:
@@ -155,8 +158,13 @@ def test_what_was_done_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def figures() -> list[EncoderFigures]:
         stage, _ = stage_of(2 * size)
-        run = Counting.__call__
-        monkeypatch.setattr(Counting, "__call__", lambda self, batch: time.sleep(slow) or run(self, batch))
+        run = Counting.pieces
+
+        def slowly(self: Counting, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+            time.sleep(slow)
+            return (yield from run(self, batch))
+
+        monkeypatch.setattr(Counting, "pieces", slowly)
         frames = bytes([1]) * (48 * 48 * 3) + bytes([2]) * (48 * 48 * 3)
         video = MediaItem(30, 5, bytes(32), ((30, 31), (34, 35)), "video", (2, 48, 48, 3), frames)
         shown = []

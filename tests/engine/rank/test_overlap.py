@@ -39,6 +39,9 @@ class SlowDevice:
     state_hash: int = 0
     encode_stage: None = None
 
+    def advance(self) -> bool:
+        return False
+
     def launch(self, data: bytes, masks: bytes = b"") -> "SlowStep":
         plan, now = read_plan(data), time.monotonic()
         if self.free_at:

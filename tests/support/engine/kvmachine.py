@@ -15,6 +15,7 @@ wrong one are accepted. What the others wrote is wrong, perhaps not finite, and 
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.geometry import KVGroup
 from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
@@ -71,6 +72,8 @@ class KVMachine:
         self.media: dict[int, Sequence[MediaItem]] = {}  # by the seeds of their requests
         self.encoded: list[set[int]] = [set() for _ in range(slots)]  # items since the slot's admission
         self.encodes = self.spans = 0
+        self.encoding = self.ended = 0  # plans that encode, and those whose encodes have ended
+        self.slow: Callable[[int], bool] = lambda step: False  # whether encoders go on during this step
         self.model = model
         self.poisoned: list[dict[int, set[int]]] = [{} for _ in groups]  # pages where NaN stands: at which positions
         self.queue: deque[StepPlan] = deque()
@@ -114,7 +117,8 @@ class KVMachine:
         for row in results if plan.drafts else ():
             self.drafted[row.slot] = self._draft(row.slot, plan.drafts)
         drafts = [self.drafted[row.slot] for row in results] if plan.masked and plan.drafts else ()
-        return result_of(plan.step, results, prompts, drafts)
+        self.ended = self.ended if self.slow(plan.step) else self.encoding
+        return replace(result_of(plan.step, results, prompts, drafts), encoded=self.ended)
 
     def _check_media(self, plan: StepPlan, chunk: PrefillChunk) -> None:
         media = self.media.get(self.seed[chunk.slot], ())
@@ -152,6 +156,7 @@ class KVMachine:
                 before = prefixes[at] = identity(before, token)
             for table in self.tables:
                 table[slot] = [0] * len(table[slot])
+        self.encoding += bool(plan.encodes)
         for slot, first, rows, item in map(tuple, plan.encodes):
             known = self.media[self.seed[slot]][item]
             assert (known.first, known.length) == (first, rows), (known, first, rows)

@@ -114,7 +114,7 @@ def result_of(
 
 def encode_result(result: StepResult) -> bytes:
     """Bytes of `result`; `decode_result` is its inverse."""
-    return encode_rows(result.step, result.table, result.logprobs, result.prompts)
+    return encode_rows(result.step, result.table, result.logprobs, result.prompts, result.encoded)
 
 
 def encoded(results: Sequence[StepResult]) -> list[bytes]:

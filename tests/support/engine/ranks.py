@@ -216,7 +216,10 @@ def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
     if plan.media:
         runner.encode(plan.media)
-    return finish(runner.launch(encode_plan(plan), masks))
+    launched = runner.launch(encode_plan(plan), masks)
+    while runner.advance():
+        pass
+    return finish(launched)
 
 
 def finish(launched: Launched) -> StepResult:

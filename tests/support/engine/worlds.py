@@ -243,7 +243,7 @@ def simulate(
     config = world.config
     scheduler = Scheduler(config, world.drafting())
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
-    machine.media = world.media
+    machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
     machine.plant_masks, machine.wanted = plant_masks, world.mask
     host = Host(scheduler, machine, world.grammars, world.rng)

@@ -1,0 +1,53 @@
+"""Encoders on a stream of their own: the rows of the steps' stream, bit for bit, and steps that go on meanwhile."""
+
+import time
+
+import pytest
+import torch
+
+from engine.plan import StepPlan, encode_plan, read_plan
+from engine.rank.batch import Chunk
+from engine.rank.parallel import Single
+from engine.rank.stages.encode_stage import EncodeStage
+from tests.bench.encoders import encoder
+from tests.nano.nano_shapes import SHAPES
+from tests.support.judge.pictures import Prompt, pictures
+
+pytestmark = pytest.mark.gpu
+
+SLEEP = 400_000_000  # cycles: about a fifth of a second
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@torch.inference_mode()
+def test_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """A step's work ends while an encoder still runs; what needs its rows waits for them, and they are those of the steps' own
+    stream; three times, each with another picture. Planted fault: without the wait others are read."""
+    device = torch.device("cuda")
+    model = encoder(SHAPES["e2b"], torch.bfloat16, device)
+    shown = [Prompt([]).picture(picture, 9).media[0] for picture in pictures((4, 5), (4, 5), (4, 5))]
+    alone = [model([picture.to(device)]) for picture in pictures((4, 5), (4, 5), (4, 5))]
+    stage = EncodeStage({"image": model}, device, Single())
+    stage.warm()
+    assert [(rows + 1).cpu().isfinite().all() for rows in alone]  # a kernel's first launch waits for all that run
+    torch.cuda.synchronize()
+    if fault:
+        monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
+    equal = []
+    for number, (item, expected) in enumerate(zip(shown, alone, strict=True)):
+        assert stage._stream is not None
+        with torch.cuda.stream(stage._stream):
+            torch.cuda._sleep(SLEEP)
+        began = time.monotonic()
+        stage.encode([item])
+        while stage.advance():
+            pass
+        stage.take(read_plan(encode_plan(StepPlan(1, encodes=[(number, 0, item.length, 0)]))))
+        (expected + 1).cpu()
+        assert (time.monotonic() - began < 0.1, stage.ended) == (True, number), time.monotonic() - began
+        soft = stage.soft_tokens([Chunk(number, 0, item.length, 0)])
+        assert soft is not None
+        equal.append(torch.equal(soft.values, expected))
+        torch.cuda.synchronize()
+        assert stage.ended == number + 1
+    assert equal == [not fault] * 3
