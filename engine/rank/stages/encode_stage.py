@@ -3,7 +3,7 @@
     items of a plan --encoders--> rows, of all items in one batch --> held by slot until a chunk has passed the item's end
                                   cache: rows by digest               each rank encodes a share of them, and gets all rows
 
-    encoders' stream   | layer | layer | ... | layer |           launched a piece at a time, between steps
+    encoders' stream   | layer | layer | ... | layer |           a piece is launched between steps, once the one before it has ended
     the steps' stream  step   step   step   step     | gather | step with the rows
 
 Rows are gathered over ranks, kept and read on the steps' stream alone, in the order of plans, and wait for the encoders by an
@@ -84,7 +84,7 @@ class EncodeStage:
         self._outputs: dict[Key, Tensor] = {}
         self._shares: list[EncodeShare] = []
         self._pieces: Iterator[None] | None = None  # not launched yet
-        self._end: torch.cuda.Event | None = None
+        self._end: torch.cuda.Event | None = None  # of the last piece that was launched
 
     def warm(self) -> None:
         """Run each encoder on as much as it will ever get at once."""
@@ -121,13 +121,17 @@ class EncodeStage:
         self._count(items, new)
 
     def advance(self) -> bool:
-        """Launch the next piece of what was begun; False: there is none."""
-        if self._pieces is None:
+        """Launch the next piece of what was begun, if the device has ended the last one; returns whether it did."""
+        if self._pieces is None or (self._end is not None and not self._end.query()):
             return False
-        with self._on_stream(), self._stopwatch.timed():
-            if next(self._pieces, True):
-                self._pieces, self._end = None, mark(self._device)
+        self._launch(self._pieces)
         return True
+
+    def _launch(self, pieces: Iterator[None]) -> None:
+        with self._on_stream(), self._stopwatch.timed():
+            if next(pieces, True):
+                self._pieces = None
+            self._end = mark(self._device)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -140,8 +144,8 @@ class EncodeStage:
 
     def _gather(self) -> None:
         """Have the rows of the last plan's items on the steps' stream: behind encoders, from all ranks, in the cache."""
-        while self.advance():
-            pass
+        while self._pieces is not None:
+            self._launch(self._pieces)
         if self._end is not None:
             torch.cuda.current_stream(self._device).wait_event(self._end)
         for share in self._shares:
