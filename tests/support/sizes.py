@@ -49,9 +49,10 @@ def _without_parts(tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.To
         if kind == "FSTRING_START":
             begun.append(token)
         elif kind == "FSTRING_END":
-            start = begun.pop()
-            token = token._replace(type=tokenize.STRING, start=start.start)
-        if not begun:
+            begun.pop()
+            if not begun:
+                yield token._replace(type=tokenize.STRING)
+        elif not begun:
             yield token
 
 
