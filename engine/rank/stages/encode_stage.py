@@ -177,15 +177,16 @@ class EncodeStage:
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """The chunks' rows of a batch that items take; None: none do. Items that end in a chunk are dropped."""
-        places, rows = [], []
-        if any(item.rows is None for chunk in chunks for item in self._held.get(chunk.slot, ())):
+        reached = [(chunk, item) for chunk in chunks for item in self._held.get(chunk.slot, ()) if item.positions[0] < chunk.end]
+        if any(item.rows is None for _, item in reached):
             self._gather()
+        places, rows = [], []
+        for chunk, item in reached:
+            first, last = np.searchsorted(item.positions, (chunk.start, chunk.end)).tolist()
+            places.append(item.positions[first:last] + (chunk.offset - chunk.start))
+            assert item.rows is not None
+            rows.append(item.rows[first:last])
         for chunk in chunks:
-            for item in self._held.get(chunk.slot, ()):
-                first, last = np.searchsorted(item.positions, (chunk.start, chunk.end)).tolist()
-                places.append(item.positions[first:last] + (chunk.offset - chunk.start))
-                assert item.rows is not None
-                rows.append(item.rows[first:last])
             if chunk.slot in self._held:
                 self._held[chunk.slot] = [item for item in self._held[chunk.slot] if item.end > chunk.end]
         if not places:

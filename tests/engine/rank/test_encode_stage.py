@@ -80,6 +80,17 @@ def rows(stage: EncodeStage, *chunks: Chunk) -> list[tuple[int, tuple[float, ...
     return [] if soft is None else list(zip(soft.rows.tolist(), map(tuple, soft.values.tolist()), strict=True))
 
 
+def test_text_before_an_item_does_not_wait_for_its_encoder() -> None:
+    """A chunk that ends where an item begins launches nothing; one that ends a row later has the encoder run to its end."""
+    for end, calls in ((4, []), (5, [1])):
+        stage, seen = stage_of()
+        stage.encode([picture(4, 9)])
+        stage.take(plan_of([picture(4, 9)], [0]))
+        assert len(rows(stage, Chunk(0, 0, end, 0))) == end - 4
+        assert seen == calls
+        assert len(rows(stage, Chunk(0, end, 12, 0))) == 10 - end
+
+
 @pytest.mark.parametrize(
     ("items", "room", "calls"),
     [
