@@ -53,7 +53,6 @@ MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes beside its
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
 _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
-_ENCODES = list(SECTIONS).index("encodes")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
@@ -175,7 +174,6 @@ class PlanHeader(NamedTuple):
     step: int
     stop: bool
     masked: bool
-    media: bool
 
 
 class ResultRow(NamedTuple):
@@ -287,15 +285,15 @@ def admission_size(tokens: int, params: SamplingParams, pages: int) -> int:
 
 def read_header(data: bytes) -> PlanHeader:
     """The head of the plan in `data`; ValueError when it is of another version."""
-    version, flags, step, *counts = _PLAN.unpack_from(data)
+    version, flags, step, *_ = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
-    return PlanHeader(step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED), counts[_ENCODES] > 0)
+    return PlanHeader(step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED))
 
 
 def read_plan(data: bytes) -> PlanView:
     """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
-    step, stop, masked, _ = read_header(data)
+    step, stop, masked = read_header(data)
     _, _, _, *counts, size, drafts = _PLAN.unpack_from(data)
     sections, end = {}, HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):

@@ -20,6 +20,7 @@ from triton.errors import TritonError
 from kernels.accept import DraftInputs, Verified, accept
 from kernels.activation import geglu
 from kernels.adjust import adjust, count_accepted
+from kernels.admissions import RECORD, admit
 from kernels.axial_rope import head_norm, norm_axial_rope
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
@@ -136,6 +137,16 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
     rotary_table(positions, draw.rising(5) / 10, angles)
     return *tables, lengths, ids, positions, slots, pages, angles
+
+
+def _admissions(draw: RandomInputs) -> Outputs:
+    """Two sequences of five tokens and none, with two stop ids and none, into four slots."""
+    tables, tokens, lengths = [draw.rising(4, 6), draw.rising(4, 1100)], draw.rising(4, 9), draw.ints(1, 2, 3, 4)
+    records = [2, 2 * RECORD, 2, 5, 3, *range(40, 49), 0, 2 * RECORD + 7, 0, 0, 0, *range(50, 59)]
+    floats = draw.floats(4, 3, dtype=torch.float32)
+    parameters = SlotParameters(draw.rising(4, 3).long(), floats, draw.rising(4, 1024))
+    admit(draw.ints(*records, *range(7)), 2, 5, tokens, lengths, tables, parameters)
+    return *tables, tokens, lengths, parameters.integers, floats.view(torch.int32), parameters.stop
 
 
 def _block_tables(draw: RandomInputs) -> Outputs:
@@ -367,6 +378,7 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
 
 CHECKS = (
     *(Check("kernels.slots", f"a step's inputs, {width} tokens a row", _step_inputs, (width,)) for width in (1, 3)),
+    Check("kernels.admissions", "new sequences", _admissions),
     Check("kernels.block_tables", "rows of page ids", _block_tables),
     Check("kernels.activation", "the gate", _geglu),
     *(Check("kernels.linear", f"products of {rows} rows", _products, (rows,)) for rows in (1, 2, 5, 30, 64)),

@@ -4,7 +4,7 @@
     decode_inputs   slot, position and token of each decode row; lengths advance
     gather_pages    the page ids that each sequence reads, in one row of their own
     rotary_table    cos and sin of each row's position
-    put, clear      flat writes of (row, column) pairs; a new tenant's page table row
+    put             flat writes of (row, column) pairs
 
 A plan is int32, laid out as the caller says (`PlanLayout`). A step's rows beyond the plan's decode rows are padding: slot
 `padding`, position -1, token 0.
@@ -131,11 +131,6 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
 def put(table: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
     """table [m, n], rows and columns int64 [k], values [k] of any integer dtype; pairs are distinct."""
     table.view(-1)[rows * table.shape[1] + columns] = values.to(table.dtype)  # `view` raises where the table is not contiguous
-
-
-def clear(table: Tensor, rows: Tensor) -> None:
-    """table [m, n], rows int64 [k]: those rows become 0."""
-    table.index_fill_(0, rows, 0)
 
 
 # ---- references

@@ -1,8 +1,8 @@
 """One plan in, one result out: the stages of a step in order.
 
-    encode   encode the media items that the plan names, with `advance`  does not wait for the device
-    forward  upload the plan, run the model                              likewise
+    forward  upload the plan, run the model                              does not wait for the device
     sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
+    encode   begin with the media items that the plan names, or before the forward if it reads them; `advance` launches encoders
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
 
@@ -12,7 +12,7 @@ memory for the copy out.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -38,13 +38,15 @@ from engine.rank.prompt_logprobs import PromptScoring, ScoredRows
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
-from engine.rank.stages.encode_stage import EncodeStage
+from engine.rank.stages.encode_stage import EncodeStage, reaches_encodes
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleStage, StepTokens, captured_sampler
 from engine.rank.step import BESIDE, CHUNKS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
+
+MediaSource = Callable[[], Sequence[MediaItem]]  # waits for a plan's items
 
 
 def warm_rows(most: int) -> tuple[int, ...]:
@@ -54,13 +56,15 @@ def warm_rows(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A step whose forward was launched, for `Runner.sample`. `uploaded`: the plan on the device; `start`: its start event."""
+    """A step whose forward was launched, for `Runner.sample`. uploaded: the plan on the device; start: its start event; media:
+    gives items that are still to be encoded, None if there are none."""
 
     plan: PlanView
     data: bytes
     uploaded: Tensor
     final: FinalRows
     start: torch.cuda.Event | None
+    media: MediaSource | None
 
 
 class Runner:
@@ -213,6 +217,7 @@ class Runner:
 
         They run in the padding slot, whose pages are the null page, which is zeroed again afterwards.
         """
+        self.slots.warm()
         if self.encode_stage is not None:
             self.encode_stage.warm()
         size, slot = self._prefill, self.slots.padding
@@ -242,15 +247,10 @@ class Runner:
         """The rows that `decodes` decode rows are padded to."""
         return self._inputs.bucket(decodes)
 
-    def launch(self, data: bytes, masks: bytes = b"") -> Launched:
-        """Start the step of the plan `data`, with `masks` if it has masked rows. At most two may be launched and not finished."""
-        return self.sample(self.forward(data), masks)
-
-    @torch.inference_mode()
-    def encode(self, items: Sequence[MediaItem]) -> None:
-        """Begin to encode the items that the next plan names; before its `forward`."""
-        assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
-        self.encode_stage.encode(items)
+    def launch(self, data: bytes, masks: bytes = b"", media: MediaSource = tuple) -> Launched:
+        """Start the step of the plan `data`, with `masks` if it has masked rows, and the encodes of `media` that it names. At most
+        two may be launched and not finished."""
+        return self.sample(self.forward(data, media), masks)
 
     @torch.inference_mode()
     def advance(self) -> bool:
@@ -258,7 +258,7 @@ class Runner:
         return self.encode_stage is not None and self.encode_stage.advance()
 
     @torch.inference_mode()
-    def forward(self, data: bytes) -> Forwarded:
+    def forward(self, data: bytes, media: MediaSource = tuple) -> Forwarded:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
         if self.pages is not None:
@@ -266,7 +266,11 @@ class Runner:
         start = mark(self._device)
         self.slots.admit(plan.admissions)
         if self.encode_stage is not None:
-            self.encode_stage.take(plan)
+            self.encode_stage.admit(plan.admissions)
+        later = media if len(plan.encodes) else None
+        if later is not None and reaches_encodes(plan):
+            self._encode(plan, later)
+            later = None
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
@@ -279,7 +283,7 @@ class Runner:
             final = self._padded_forward(sizes, width, uploaded)
         else:
             final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)
-        return Forwarded(plan, data, uploaded, final, start)
+        return Forwarded(plan, data, uploaded, final, start, later)
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
@@ -307,7 +311,10 @@ class Runner:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
             self.slots.check()
-        return self.report_stage.start(plan, rows, sampled, final.hidden, step.start)
+        launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start)
+        if step.media is not None:
+            self._encode(plan, step.media)
+        return launched
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
         """Run every plan, in order, DEPTH at a time; the results."""
@@ -318,6 +325,10 @@ class Runner:
             if len(out) == DEPTH:
                 results.append(out.popleft().end())
         return results + [launched.end() for launched in out]
+
+    def _encode(self, plan: PlanView, media: MediaSource) -> None:
+        assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
+        self.encode_stage.encode(plan.encodes[:, 0].tolist(), media())
 
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)

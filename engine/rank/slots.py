@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.plan import NUMBER_MASK, Admission
 from engine.protocol import MAX_STOP_IDS, SamplingParams
@@ -22,8 +21,8 @@ from engine.rank.kv import KVCache
 from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.sampler import SpecialRows
 from engine.rank.upload import uploaded
+from kernels.admissions import RECORD, admit
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SlotParameters
-from kernels.slots import clear, put
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,8 @@ class SlotState:
         """Write the tokens and parameters of new sequences, and clear their rows in each page table."""
         if not admissions:
             return
-        (slots, cached) = self._upload(
-            np.array([admission.slot for admission in admissions]), np.array([admission.cached for admission in admissions])
-        )
-        for cache in self.cache:
-            clear(cache.table, slots)
         self.adjustments.admit(admissions)
-        self.lengths[slots] = cached.int()
-        self._store_tokens(admissions)
-        self._store_parameters(admissions, slots)
+        self._store(admissions)
         for admission in admissions:
             self._numbers[admission.slot] = admission.number & NUMBER_MASK
             self._logprobs[admission.slot] = admission.params.logprobs
@@ -89,25 +81,25 @@ class SlotState:
             if (scoring := PromptScoring.by(admission, admission.number & NUMBER_MASK)) is not None:
                 self.prompts[admission.slot] = scoring
 
-    def _store_tokens(self, admissions: Sequence[Admission]) -> None:
-        sizes = [len(admission.tokens) for admission in admissions]
-        rows = np.repeat([admission.slot for admission in admissions], sizes)
-        columns = np.concatenate([np.arange(size) for size in sizes])
-        values = np.concatenate([admission.tokens for admission in admissions])
-        put(self.tokens, *self._upload(rows, columns, values))
+    def warm(self) -> None:
+        """Compile what an admission needs, by one to the padding's slot that leaves it as it is."""
+        self._store([Admission(self.padding, 0, (), 0, SamplingParams(max_tokens=1, temperature=0.0))])
 
-    def _store_parameters(self, admissions: Sequence[Admission], slots: Tensor) -> None:
-        params = [admission.params for admission in admissions]
-        stop = np.full((len(params), MAX_STOP_IDS), -1)
-        for row, param in zip(stop, params, strict=True):
-            row[: len(param.stop_ids)] = param.stop_ids
-        free = [admission.prompt + admission.params.min_tokens for admission in admissions]
-        integers = np.array([(param.seed, param.top_k, first) for param, first in zip(params, free, strict=True)])
-        floats = np.array([(param.temperature, param.top_p, param.min_p) for param in params], np.float64)
-        stop_rows, integer_rows, float_bits = self._upload(stop, integers, floats.view(np.int64))
-        self.parameters.stop[slots] = stop_rows.int()
-        self.parameters.integers[slots] = integer_rows
-        self.parameters.floats[slots] = float_bits.view(torch.float64).float()
+    def _store(self, admissions: Sequence[Admission]) -> None:
+        """Their records as `kernels.admissions` reads them, and its launch."""
+        records, rest, end = np.empty((len(admissions), RECORD), np.int32), list[np.ndarray](), RECORD * len(admissions)
+        for record, admission in zip(records, admissions, strict=True):
+            params = admission.params
+            record[:5] = admission.slot, end, len(params.stop_ids), len(admission.tokens), admission.cached
+            integers = (params.seed, params.top_k, admission.prompt + params.min_tokens)
+            record[5:11] = np.array(integers, np.int64).view(np.int32)
+            record[11:] = np.array((params.temperature, params.top_p, params.min_p), np.float32).view(np.int32)
+            rest += [np.array(params.stop_ids, np.int32), np.asarray(admission.tokens, np.int32)]
+            end += len(params.stop_ids) + len(admission.tokens)
+        packed = uploaded(torch.from_numpy(np.concatenate([records.ravel(), *rest])), self.device)
+        longest = max(len(admission.tokens) for admission in admissions)
+        tables = [cache.table for cache in self.cache]
+        admit(packed, len(admissions), longest, self.tokens, self.lengths, tables, self.parameters)
 
     def result_rows(self, slots: np.ndarray, step: int, width: int = 1) -> ResultRows:
         """How the rows sample for result slots int32 [R], `width` rows each, of plan `step`, whose masks are set."""
@@ -126,12 +118,6 @@ class SlotState:
         for cache in self.cache:
             low, high, pages = int(cache.table.min()), int(cache.table.max()), cache.pool.shape[1]
             assert 0 <= low <= high < pages, f"group {cache.group.name}: entries {low} .. {high} in a pool of {pages} pages"
-
-    def _upload(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Each array as int64 on the device; one copy for all."""
-        packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int64, copy=False))
-        parts = uploaded(packed, self.device).split([array.size for array in arrays])
-        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _filters(params: SamplingParams) -> str:

@@ -6,7 +6,6 @@ import time
 import pytest
 
 from engine.channel import RING_BYTES, RingReader, RingWriter, Waiter, create_shared, map_shared, ring_bytes
-from engine.plan import StepPlan, encode_plan, read_header
 from engine.protocol import MediaItem
 from engine.step_media import MediaReader, MediaWriter
 
@@ -38,9 +37,3 @@ def test_a_message_may_be_longer_than_the_ring() -> None:
     for rank in ranks:
         rank.join(20)
     assert got[0] == got[1] == [tuple(items) for items in plans]
-
-
-def test_a_plans_header_says_whether_media_follow() -> None:
-    """Ranks wait for media behind plans that encode some, and behind no others."""
-    plans = [StepPlan(1, chunks=[(0, 0, 9, 8, 0, 0)]), StepPlan(2, encodes=[(0, 1, 4, 0)], chunks=[(0, 0, 9, 8, 0, 0)])]
-    assert [read_header(encode_plan(plan)).media for plan in plans] == [False, True]

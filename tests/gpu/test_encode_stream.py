@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 
-from engine.plan import StepPlan, encode_plan, read_plan
 from engine.rank.batch import Chunk
 from engine.rank.parallel import Single
 from engine.rank.stages.encode_stage import EncodeStage
@@ -39,9 +38,8 @@ def test_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch, fault: bool) -> No
         with torch.cuda.stream(stage._stream):
             torch.cuda._sleep(SLEEP)
         began = time.monotonic()
-        stage.encode([item])
+        stage.encode([number], [item])
         assert (stage.advance(), stage.advance()) == (True, False)  # the second piece waits for the device to end the first
-        stage.take(read_plan(encode_plan(StepPlan(1, encodes=[(number, 0, item.length, 0)]))))
         (expected + 1).cpu()
         assert (time.monotonic() - began < 0.1, stage.ended) == (True, number), time.monotonic() - began
         soft = stage.soft_tokens([Chunk(number, 0, item.length, 0)])

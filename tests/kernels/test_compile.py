@@ -24,6 +24,7 @@ from engine.plan_layout import STEP
 from engine.rank.step import LAYOUT
 from kernels.accept import DraftInputs, Verified, accept
 from kernels.adjust import adjust, count_accepted
+from kernels.admissions import admit
 from kernels.axial_rope import head_norm, norm_axial_rope
 from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
@@ -211,9 +212,10 @@ def experts_nodes(target: Target) -> Iterator[Node]:
 
 
 def slots_nodes(target: Target) -> Iterator[Node]:
-    """A step's inputs."""
+    """New sequences, and a step's inputs."""
     table = ints(9, 64)
     with record(target) as nodes:
+        admit(ints(500), 2, 300, ints(9, 2049), ints(9), [table, table], sampling_batch(ROWS, 1024).parameters)
         apply_plan(ints(500), LAYOUT, [table, table], ints(9))
         decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
         decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, *(ints(4 * ROWS) for _ in range(3)), 4)

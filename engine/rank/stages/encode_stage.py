@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.memory import ENCODER_CACHE_BYTES, ENCODER_ROWS
-from engine.plan import PlanView
+from engine.plan import Admission, PlanView
 from engine.protocol import MediaItem, MediaKind
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
@@ -72,7 +72,6 @@ class EncodeStage:
         cached: int = ENCODER_CACHE_BYTES,
     ) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
-        self._encoded: list[EncodedItem] = []  # of the next plan, in the order of its encodes
         self._held: dict[int, list[EncodedItem]] = {}
         self._cache = OutputCache(device, cached, host)
         self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
@@ -105,16 +104,22 @@ class EncodeStage:
         running = self._pieces is not None or (self._end is not None and not self._end.query())
         return self._plans - running
 
-    def encode(self, items: Sequence[MediaItem]) -> None:
-        """Begin with the next plan's items, those in the cache apart; `advance` launches their encoders."""
-        assert not self._encoded, "the items of a plan were not taken"
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Leave the slots of new sequences empty."""
+        for admission in admissions:
+            self._held.pop(admission.slot, None)
+
+    def encode(self, slots: Sequence[int], items: Sequence[MediaItem]) -> None:
+        """Begin with a plan's items, of these slots, those in the cache apart; `advance` launches their encoders."""
         self._gather()
         asked = {_key(item): item for item in items}
         self._outputs = {key: rows for key in asked if (rows := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
         self._shares = [self._share(encoder, items) for encoder, items in of_kinds if items]
-        self._encoded = self._items = [EncodedItem(_positions(item), _key(item), item.end) for item in items]
+        self._items = [EncodedItem(_positions(item), _key(item), item.end) for item in items]
+        for slot, item in zip(slots, self._items, strict=True):
+            self._held.setdefault(slot, []).append(item)
         self._pieces = self._launches() if self._shares else None
         self._end = None
         self._plans += 1
@@ -162,14 +167,6 @@ class EncodeStage:
         for item in encoded:
             self._counts[_COUNTED_AS[item.kind]] += item.shape[0] if item.kind == "video" else 1
             self._counts["rows"] += item.soft_tokens
-
-    def take(self, plan: PlanView) -> None:
-        """Give what was encoded for `plan` to its slots, which new sequences leave empty."""
-        for admission in plan.admissions:
-            self._held.pop(admission.slot, None)
-        for slot, item in zip(plan.encodes[:, 0].tolist(), self._encoded, strict=True):
-            self._held.setdefault(slot, []).append(item)
-        self._encoded = []
 
     def holds(self, slots: Iterable[int]) -> bool:
         """Whether any of the slots has an item whose end no chunk has reached."""
@@ -231,6 +228,12 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
         batch.append(one)
         rows += encoder.rows(one)
     yield batch
+
+
+def reaches_encodes(plan: PlanView) -> bool:
+    """Whether a chunk of the plan has positions of an item that it encodes."""
+    ends = dict(plan.chunks[:, [0, 2]].tolist())
+    return any(first < ends.get(slot, 0) for slot, first in plan.encodes[:, :2].tolist())
 
 
 def _data(item: MediaItem) -> Tensor:

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.plan import Admission, PlanView, StepPlan, encode_plan, read_plan
+from engine.plan import Admission, StepPlan, encode_plan, read_plan
 from engine.protocol import MediaItem, MediaKind, SamplingParams
 from engine.rank import output_cache
 from engine.rank.batch import Chunk
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import encode_stage
-from engine.rank.stages.encode_stage import EncodeStage
+from engine.rank.stages.encode_stage import EncodeStage, reaches_encodes
 from engine.rank_status import EncoderFigures
+from tests.support.engine.plans import PrefillChunk
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -61,16 +62,10 @@ def stage_of(cached: int = 1 << 20, parallel: Parallel = Single(), host: int = 0
     return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host, cached), encoder.calls
 
 
-def plan_of(items: Sequence[MediaItem], slots: Sequence[int], admitted: Sequence[int] = ()) -> PlanView:
-    encodes = [(slot, item.first, item.length, 0) for slot, item in zip(slots, items, strict=True)]
-    admissions = [Admission(slot, 1, [5] * 3, 3, SamplingParams(max_tokens=1)) for slot in admitted]
-    return read_plan(encode_plan(StepPlan(1, encodes=encodes, admissions=admissions)))
-
-
 def encode(stage: EncodeStage, items: Sequence[MediaItem], slots: Sequence[int] = (), admitted: Sequence[int] = ()) -> None:
     """To the end, as a plan does whose chunks follow at once."""
-    stage.encode(items)
-    stage.take(plan_of(items, slots or [0] * len(items), admitted))
+    stage.admit([Admission(slot, 1, [5] * 3, 3, SamplingParams(max_tokens=1)) for slot in admitted])
+    stage.encode(slots or [0] * len(items), items)
     stage._gather()
 
 
@@ -84,8 +79,7 @@ def test_text_before_an_item_does_not_wait_for_its_encoder() -> None:
     """A chunk that ends where an item begins launches nothing; one that ends a row later has the encoder run to its end."""
     for end, calls in ((4, []), (5, [1])):
         stage, seen = stage_of()
-        stage.encode([picture(4, 9)])
-        stage.take(plan_of([picture(4, 9)], [0]))
+        stage.encode([0], [picture(4, 9)])
         assert len(rows(stage, Chunk(0, 0, end, 0))) == end - 4
         assert seen == calls
         assert len(rows(stage, Chunk(0, end, 12, 0))) == 10 - end
@@ -258,3 +252,16 @@ def test_ranks_agree_on_what_is_kept(host: int) -> None:
     made = run_ranks(3, on_thread)
     assert [seen for seen, _ in made] == [right] * 3
     assert len({figures for _, figures in made}) == 1
+
+
+def test_which_plans_need_their_items_at_once() -> None:
+    """One with a chunk beyond an item's first position, in the item's slot; not one whose chunks end there, or have other slots."""
+
+    def reaches(*chunks: PrefillChunk) -> bool:
+        encodes = [(1, 20, 6, 0), (3, 40, 6, 0)]
+        return reaches_encodes(read_plan(encode_plan(StepPlan(1, chunks=list(chunks), encodes=encodes))))
+
+    assert reaches(PrefillChunk(1, 0, 21, 21))
+    assert reaches(PrefillChunk(0, 0, 90, 90), PrefillChunk(3, 30, 64, 64))
+    assert not reaches()
+    assert not reaches(PrefillChunk(1, 0, 20, 20), PrefillChunk(3, 0, 30, 30), PrefillChunk(2, 0, 90, 90))

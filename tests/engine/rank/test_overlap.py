@@ -42,7 +42,7 @@ class SlowDevice:
     def advance(self) -> bool:
         return False
 
-    def launch(self, data: bytes, masks: bytes = b"") -> "SlowStep":
+    def launch(self, data: bytes, masks: bytes = b"", media: object = None) -> "SlowStep":
         plan, now = read_plan(data), time.monotonic()
         if self.free_at:
             self.idle_s.append(max(0.0, now - self.free_at))

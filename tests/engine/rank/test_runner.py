@@ -16,7 +16,7 @@ from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_heade
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build
-from engine.rank.runner import Runner
+from engine.rank.runner import MediaSource, Runner
 from engine.rank.sampler import SpecialRows
 from engine.rank.stages.report_stage import Launched
 from kernels.choose import ROW_ERROR
@@ -281,10 +281,10 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         """One K or V value off by a little, where slot 2's first page lies."""
         launch = made.launch
 
-        def launched(data: bytes, masks: bytes = b"") -> Launched:
+        def launched(data: bytes, masks: bytes = b"", media: MediaSource = tuple) -> Launched:
             if read_header(data).step == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
-            return launch(data, masks)
+            return launch(data, masks, media)
 
         made.launch = launched  # type: ignore[method-assign]
 

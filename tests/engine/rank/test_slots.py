@@ -18,7 +18,7 @@ from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import MixedSizes, StepBuffers, chunks_of
 from kernels.sampling_batch import SMALL_TOP_K
-from kernels.slots import clear, put
+from kernels.slots import put
 from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk
 
 pytestmark = pytest.mark.cpu
@@ -304,13 +304,11 @@ def test_a_plan_too_large_for_the_buffer_goes_up_by_itself() -> None:
 
 
 def test_flat_writes() -> None:
-    """put and clear are plain indexing of (row, column) pairs, and refuse a table that is not contiguous."""
+    """put is plain indexing of (row, column) pairs, and refuses a table that is not contiguous."""
     table = torch.zeros((3, 5), dtype=torch.int32)
     rows, columns = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 3])
     put(table, rows, columns, torch.tensor([7, 8, 9]))
     assert table.tolist() == [[0, 0, 0, 0, 7], [0, 0, 0, 0, 0], [8, 0, 0, 9, 0]]
-    clear(table, torch.tensor([2]))
-    assert table.tolist() == [[0, 0, 0, 0, 7], [0] * 5, [0] * 5]
     with pytest.raises(RuntimeError):
         put(table.t(), rows, rows, rows)
 

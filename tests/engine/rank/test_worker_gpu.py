@@ -80,9 +80,10 @@ def test_drafts_and_pictures(folders: dict[str, tuple[Path, Path]], member: str)
     folder, drafter = folders[member]
     sizes = {"pages": (90, 40), "prefill_budget": 128}
     asked, alone = [*requests(), *shown(member)], config_of(folder, 1, **sizes)
-    expected, other = (
-        texts(answers(partial(run, build(single(alone), alone.pages)), alone, [*requests(), *shown(member, seed)])[0]) for seed in (0, 1)
+    given_by = (
+        answers(partial(run, build(single(alone), alone.pages)), alone, [*requests(), *shown(member, seed)]) for seed in (0, 1)
     )
+    expected, other = (texts(given) for given, *_ in given_by)
     config = config_of(folder, RANKS, device=DEVICE, mtp={"model": str(drafter), "drafts": 3}, **sizes)
     hashes = list[list[int]]()
     with Ranks(config) as ranks:

@@ -214,9 +214,7 @@ def single(config: EngineConfig) -> Rank:
 
 def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
-    if plan.media:
-        runner.encode(plan.media)
-    launched = runner.launch(encode_plan(plan), masks)
+    launched = runner.launch(encode_plan(plan), masks, lambda: plan.media)
     while runner.advance():
         pass
     return finish(launched)

@@ -7,11 +7,11 @@ import torch
 
 from engine.config import Device, EngineConfig, engine_config
 from engine.geometry import DType
-from engine.plan import StepPlan, StepResult, decode_result, encode_plan
+from engine.plan import StepResult
 from engine.rank.builder import build, load_rank
 from engine.rank.parallel import Single
-from engine.rank.runner import Runner
 from tests.support.engine.plan_stream import PlanStream
+from tests.support.engine.ranks import run
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,5 @@ def replay_stream(stream: PlanStream, config: EngineConfig) -> Replayed:
     runner = build(load_rank(config, Single(), torch.device(config.device)), stream.pages)
     if runner.capturable:
         runner.capture()
-    results = [_run(runner, plan, stream.masks.get(plan.step, b"")) for plan in stream.plans]
+    results = [run(runner, plan, stream.masks.get(plan.step, b"")) for plan in stream.plans]
     return Replayed(results, runner.state_hash)
-
-
-def _run(runner: Runner, plan: StepPlan, masks: bytes) -> StepResult:
-    if plan.media:
-        runner.encode(plan.media)
-    launched = runner.launch(encode_plan(plan), masks)
-    result = decode_result(launched.result())
-    launched.fold()
-    return result

@@ -1,0 +1,73 @@
+"""New sequences into the tables of all slots: what the host says of them, in one upload and one launch.
+
+    packed   a record a sequence, then of each its stop ids and its tokens
+    record   slot, where its stop ids begin in `packed`, stop ids, tokens, length | integers, as 6 words | floats, as 3 words
+
+The slot's rows of the page tables become 0, and its stop ids behind those given -1; its tokens behind those given stay.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from kernels.grid import cdiv
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.sampling_batch import SlotParameters
+
+RECORD = 14
+_BLOCK = 1024
+
+
+def admit(
+    packed: Tensor, count: int, most: int, tokens: Tensor, lengths: Tensor, tables: Sequence[Tensor], parameters: SlotParameters
+) -> None:
+    """packed int32, `count` records at its beginning, of up to `most` tokens each; tokens int32 [slots, n]; lengths int32 [slots];
+    tables int32 [slots, width], one or two."""
+    check_contiguous(packed, tokens, lengths, *tables, parameters.integers, parameters.floats, parameters.stop)
+    first, last, stops = tables[0], tables[-1], parameters.stop.shape[1]
+    if enabled(packed):
+        blocks = cdiv(max(most, stops, first.shape[1], last.shape[1]), _BLOCK)
+        launch(
+            _admit, (count, blocks),
+            packed, tokens, tokens.shape[1], lengths, first, first.shape[1], last, last.shape[1],
+            parameters.integers.view(torch.int32), parameters.floats.view(torch.int32), parameters.stop,
+            RECORD=RECORD, STOPS=stops, BLOCK=_BLOCK, warps=4,
+        )  # fmt: skip
+        return
+    for record in packed[: count * RECORD].view(count, RECORD):
+        slot, begin, stop_ids, size, length = record[:5].tolist()
+        for table in tables:
+            table[slot] = 0
+        parameters.stop[slot] = -1
+        parameters.stop[slot, :stop_ids] = packed[begin : begin + stop_ids]
+        tokens[slot, :size] = packed[begin + stop_ids : begin + stop_ids + size]
+        lengths[slot] = length
+        parameters.integers[slot] = record[5:11].clone().view(torch.int64)
+        parameters.floats[slot] = record[11:].view(torch.float32)
+
+
+@triton.jit(do_not_specialize=["tokens_width", "first_width", "last_width"])
+def _admit(
+    packed, tokens, tokens_width, lengths, first_table, first_width, last_table, last_width, integers, floats, stop,
+    RECORD: constexpr, STOPS: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """BLOCK entries of a sequence's rows."""
+    trigger(PDL)
+    record = packed + tl.program_id(0) * RECORD
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait(PDL)
+    slot, begin = tl.load(record).to(tl.int64), tl.load(record + 1)
+    stop_ids, size = tl.load(record + 2), tl.load(record + 3)
+    tl.store(first_table + slot * first_width + lane, 0, lane < first_width)
+    tl.store(last_table + slot * last_width + lane, 0, lane < last_width)
+    tl.store(stop + slot * STOPS + lane, tl.load(packed + begin + lane, lane < stop_ids, -1), lane < STOPS)
+    tl.store(tokens + slot * tokens_width + lane, tl.load(packed + begin + stop_ids + lane, lane < size, 0), lane < size)
+    if tl.program_id(1) == 0:
+        tl.store(lengths + slot, tl.load(record + 4))
+        word = tl.arange(0, 8)
+        tl.store(integers + slot * 6 + word, tl.load(record + 5 + word, word < 6, 0), word < 6)
+        tl.store(floats + slot * 3 + word, tl.load(record + 11 + word, word < 3, 0), word < 3)
