@@ -20,6 +20,7 @@ CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 INBOX_BYTES = 128 << 20  # that a rank's inboxes may take so that drafts find room too; sums of more rows are collectives
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
+CAPTURED_PATCHES = 5184  # of pictures, whose layers are captured
 ENCODER_CACHE_BYTES = 256 << 20  # of encoders' outputs that a rank keeps
 BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 
@@ -37,7 +38,8 @@ def reserved_bytes(config: EngineConfig) -> int:
     sampling = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp, config.widest)
     encoders = read_media(Path(config.model), language_model_only=config.language_model_only).values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
-    return sampling + (ENCODER_ROWS * activations + ENCODER_CACHE_BYTES if activations else 0)
+    rows = ENCODER_ROWS + CAPTURED_PATCHES // CELL**2
+    return sampling + (rows * activations + ENCODER_CACHE_BYTES if activations else 0)
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:

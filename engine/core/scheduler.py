@@ -130,8 +130,11 @@ class Scheduler:
             if not self._encoder_waits or self.in_flight:
                 return None
             self._end_encoder_waits()  # no decode row had pages, and no result will come
+            self._budget.forgive()
             return self.schedule()
-        self._encodes += bool(plan.encodes)
+        if plan.encodes:
+            self._encodes += 1
+            self._budget.encodes()
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
         draft.in_flight.drafts, draft.in_flight.masked = plan.drafts, plan.masked
@@ -156,6 +159,7 @@ class Scheduler:
         if step.expected is not None:
             self._budget.took(step.expected, took_ms)
         if rows := len(step.rows):
+            self._budget.decoded(took_ms)
             drafting = min(1.0, step.drafting / rows)
             self._drafting.took(DecodeStep(step.size, drafting, step.drafts, step.prefill_tokens, took_ms))
 
@@ -267,16 +271,18 @@ class Scheduler:
 
         Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended. None
         begins behind a sequence that stands before an item: so the first in order, whomever it has preempted, waits for no encodes
-        but those that run, and its own.
+        but those that run, and its own. With a target for steps one item at a time, while steps keep to it.
         """
         draft.media, beside, end = True, draft.decode_rows.rows > 0, sequence.high + size
         before = takewhile(lambda other: other is not sequence, self.requests.running)
-        busy = (beside and self._encoded < self._encodes) or any(other.before_item for other in before)
+        busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
+        busy = busy or any(other.before_item for other in before)
+        one = beside and self.config.tpot_target_ms is not None
         for item in sequence.media[sequence.encoded :]:
             if item.first >= sequence.high + size:
                 break
             if item.end > sequence.high:
-                full = busy or (draft.plan.encodes and item.length > draft.encoder_rows)
+                full = busy or (draft.plan.encodes and (one or item.length > draft.encoder_rows))
                 if full or beside:
                     end = max(sequence.high, min(end, item.first))
                     sequence.waits.add("encoder")

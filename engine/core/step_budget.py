@@ -11,6 +11,9 @@
 A fifth of the time always belongs to prompts: a target that decode rows alone miss, or nearly, would hold prompts up and still not
 be met. There the mean step takes a quarter longer than its decode rows. Of the prompts' time a quarter is the oldest's.
 
+Encoders of pictures and sound run beside steps and make them longer. With a target an item is encoded at a time, and the next one
+when steps have made up for what they were longer than the target, but within MOST_DECODED steps.
+
 The order in which prompts share a step, and how often a request may be overtaken, are a policy, chosen by name:
 
     arrival   strictly in order: the oldest prompt takes what it can use; if the head of the queue lacks pages, the queue waits
@@ -33,6 +36,7 @@ MOST_PASSED = 15  # steps in a row with prompt tokens but none of the oldest's, 
 SMALLEST_PART = 32  # a chunk below this fraction (1/32) of the budget is not worth a step
 PROMPTS_TIME = 0.2  # part of the time that belongs to prompts, whatever the target
 BORROWED = 1.0  # of the target: what a prompt may borrow to be finished; and what is saved at most, but for a chunk
+MOST_DECODED = 64  # steps with decode rows that an encode waits for at most
 REMEMBERED = 20  # steps over which `slowed` averages
 MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a single pause is no trend
 
@@ -177,10 +181,30 @@ class StepBudget:
         self._slowed = 1.0  # what steps take relative to the times measured at boot
         self._saved_ms = 0.0  # by steps shorter than the target; below 0: owed
         self._saving = False  # the last step had no prompt tokens, to save time for a chunk
+        self._late_ms, self._decoded = 0.0, 0  # of steps with decode rows, against the target; how many since an encode began
 
     def prompt_tokens(self, decode_rows: int) -> int:
         """Prompt tokens that a step may have beside `decode_rows`."""
         return max(self._rows - decode_rows, self._rows // 4, 1)
+
+    @property
+    def holds_encodes(self) -> bool:
+        """Steps beside encoders have been longer than the target: before the next encode others make up for it."""
+        return self._late_ms > 0 and self._decoded < MOST_DECODED
+
+    def encodes(self) -> None:
+        """An encode begins."""
+        self._decoded = 0
+
+    def forgive(self) -> None:
+        """No step with decode rows comes that could make up for anything."""
+        self._late_ms = 0.0
+
+    def decoded(self, milliseconds: float) -> None:
+        """A step with decode rows has ended, `milliseconds` after the one before it."""
+        if self._target_ms:
+            self._decoded += 1
+            self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)
 
     def idle(self) -> None:
         """There are no prompts: a step of decode rows alone makes up for what is owed."""

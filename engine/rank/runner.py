@@ -219,7 +219,7 @@ class Runner:
         """
         self.slots.warm()
         if self.encode_stage is not None:
-            self.encode_stage.warm()
+            self.encode_stage.warm(graphs=self.capturable)
         size, slot = self._prefill, self.slots.padding
         for rows in warm_rows(size):
             image = self._images and rows == size

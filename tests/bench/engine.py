@@ -276,6 +276,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
     parser.add_argument("--loads", choices=["mixed", "long", "pictures"], nargs="*", default=[], help="loads behind the batches")
     parser.add_argument("--streams", type=int, default=16, help="text streams beside pictures")
+    parser.add_argument("--tpot-target", type=float, metavar="MS", help="of steps with decode rows")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each number of clients with pictures")
     parser.add_argument("--slots", type=int, default=0, help="requests that run at once; by default the largest batch")
     parser.add_argument("--sampling", choices=list(SAMPLING), default="greedy")
@@ -300,6 +301,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
         prefix_cache=False,
+        tpot_target_ms=args.tpot_target,
     )
     synthetic = Synthetic(args.accepted, 5 if args.drafts == "auto" else args.drafts)
     group = Group.boot(config, synthetic if args.drafts else child_command)

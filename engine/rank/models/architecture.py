@@ -81,6 +81,10 @@ class MediaEncoder(Shard, ABC):
     def largest(self) -> list[Tensor]:
         """Inputs that take about as much memory as any batch."""
 
+    def warm(self, *, graphs: bool) -> None:  # noqa: ARG002 (a tower's)
+        """Run as much as there will ever be at once; with `graphs`, capture what can be."""
+        self(self.largest())
+
     @abstractmethod
     def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         """`forward`, launched a layer at a time."""

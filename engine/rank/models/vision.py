@@ -13,7 +13,6 @@ embedding and gate are fp32 with one cast, as in the text model. Every rank has 
 
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -23,7 +22,9 @@ from torch.nn import functional
 
 from engine.geometry import Layer
 from engine.memory import ENCODER_ROWS
+from engine.rank.graphs import StageGraphs
 from engine.rank.models.architecture import MediaEncoder
+from engine.rank.models.captured_layers import SIZES, CapturedLayers, Rows
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import NormWeights, Shard
 from engine.rank.models.module import Module
@@ -59,17 +60,6 @@ class VisionEncoder(MediaEncoder):
     @abstractmethod
     def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         """[cells, hidden]."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What all layers know of a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
-    longest: patches of the largest picture."""
-
-    cos: Tensor
-    sin: Tensor
-    starts: Tensor
-    longest: int
 
 
 class VisionBlock(Module):
@@ -116,6 +106,19 @@ class Tower(VisionEncoder):
         layer = geometry.layers[0]
         frequencies = inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim // 2)
         self._frequencies = frequencies.to(device)
+        self._captured: CapturedLayers | None = None
+
+    def warm(self, *, graphs: bool) -> None:
+        super().warm(graphs=graphs)
+        if graphs:
+            self.capture(StageGraphs(self.device))
+
+    def capture(self, graphs: StageGraphs) -> None:
+        """Capture the layers for batches of few pictures."""
+        shape = (2, SIZES[-1])
+        states = torch.zeros((*shape, self.geometry.hidden), dtype=self.dtype, device=self.device)
+        angles = torch.zeros((*shape, self.geometry.layers[0].head_dim // 2), dtype=torch.float32, device=self.device)
+        self._captured = CapturedLayers(self._layers, len(self.blocks), states, angles, graphs)
 
     def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         sizes = [(height // PATCH, width // PATCH) for height, width, _ in (picture.shape for picture in pictures)]
@@ -123,16 +126,30 @@ class Tower(VisionEncoder):
         pixels = torch.cat([_cells(picture, CELL).view(-1, 3 * PATCH**2) for picture in pictures])
         patches = (2 * (pixels * (1 / 255) - 0.5)).to(self.dtype)
         h = functional.linear(patches, self.patches.weight) + (self.positions[0][x] + self.positions[1][y])
-        blocks = [block for block in self.blocks if isinstance(block, VisionBlock)]
-        first = [block.norms["pre_attention"] for block in blocks]
-        normed = rms_norm(h, first[0], self.geometry.eps)
-        for block, next_norm in zip(blocks, [*first[1:], None], strict=True):
-            yield
-            h, normed = block(h, normed, next_norm, rows)
+        normed = rms_norm(h, self._pre_norm(0), self.geometry.eps)
+        if self._captured is not None and self._captured.fit(rows):
+            h = yield from self._captured.pieces(h, normed, rows)
+        else:
+            for layer in range(len(self.blocks)):
+                yield
+                h, normed = self._layers(range(layer, layer + 1), h, normed, rows)
         pooled = (h.float() / CELL**2).view(-1, CELL**2, h.shape[1]).sum(1).to(self.dtype).float() * self.geometry.hidden**0.5
         if self.geometry.standardize:
             pooled = (pooled - self.std_bias.float()) * self.std_scale.float()
         return pooled.to(self.dtype)
+
+    def _layers(self, layers: range, h: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """h [T, hidden] and its normed form x behind these layers."""
+        for layer in layers:
+            h, x = self.blocks[layer](h, x, self._pre_norm(layer + 1), rows)
+        return h, x
+
+    def _pre_norm(self, layer: int) -> Tensor | None:
+        """What a layer's input is normed by; None behind the last."""
+        if layer == len(self.blocks):
+            return None
+        weight: Tensor = self.blocks[layer].norms["pre_attention"]  # type: ignore[union-attr, operator, index]
+        return weight
 
     def _rows(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Rows]:
         """int64 [T] of each patch, x and y, and what layers need. sizes: rows and columns of patches of each picture."""

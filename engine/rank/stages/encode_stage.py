@@ -85,11 +85,11 @@ class EncodeStage:
         self._pieces: Iterator[None] | None = None  # not launched yet
         self._end: torch.cuda.Event | None = None  # of the last piece that was launched
 
-    def warm(self) -> None:
-        """Run each encoder on as much as it will ever get at once."""
+    def warm(self, *, graphs: bool) -> None:
+        """`MediaEncoder.warm` of each."""
         with self._on_stream():
             for encoder in set(self._encoders.values()):
-                encoder(encoder.largest())
+                encoder.warm(graphs=graphs)
 
     @property
     def figures(self) -> EncoderFigures:

@@ -13,7 +13,9 @@ from engine.core.allocator import Allocator, first_page
 from engine.core.prefix import extend_keys, root_key
 from engine.core.scheduler import PlanDraft, Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
+from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
 from engine.plan import ResultRow, StepPlan
 from engine.protocol import FinishReason, GenerateRequest, MediaItem, Output, SamplingParams, pack_tokens
 from tests.support.engine.plans import result_of
@@ -315,3 +317,45 @@ def test_a_span_is_taken_where_its_pages_fit_wherever_it_begins(window: int) -> 
         pages = max(-(-(low + length) // PAGE) - first_page(group, low) for low in range(100, 100 + PAGE))
         held = [Allocator((group, GROUPS[1]), (count + 1, 60), None).holds_span(length) for count in (pages - 1, pages)]
         assert held == [False, True], length
+
+
+TIMES = StepTimes(((1, 10.0), (8, 10.0)), ((1, 10.0), (64, 12.0)), ((1, 0.0), (8, 0.0)), 0.0, 0.0, 0.0, 1)
+
+
+def beside_pictures(target_ms: float | None) -> tuple[float, int]:
+    """Mean ms of the steps of two streams beside a picture that always waits, and how many were encoded: quiet steps take 10 ms, the
+    two behind an encode 8 more for each item of it."""
+    times = TIMES if target_ms else None
+    config = SchedulerConfig(GROUPS, (600, 600), 8, 3000, 32, step_times=times, tpot_target_ms=target_ms)
+    scheduler, began, taken = Scheduler(config), list[tuple[int, int]](), list[float]()
+    for stream in range(2):
+        asked = GenerateRequest(id=stream, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=2000))
+        scheduler.requests.add(asked)
+    for step in range(1000):
+        while scheduler.requests.unfinished < 6:
+            number = 10 + step + scheduler.requests.unfinished * 5000
+            media = (picture(2, 4, step % 200),)
+            asked = GenerateRequest(id=number, prompt=pack_tokens([5] * 7), params=SamplingParams(max_tokens=1), media=media)
+            scheduler.requests.add(asked)
+        plan = scheduler.schedule()
+        assert plan is not None
+        began += [(step, len(plan.encodes))] * bool(plan.encodes)
+        taken.append(10.0 + sum(8.0 * items for first, items in began if first < step <= first + 2))
+        numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
+        result = result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots])
+        scheduler.commit(replace(result, encoded=sum(first + 2 <= step for first, _ in began)), taken[-1])
+        scheduler.requests.drain()
+    return sum(taken[50:]) / len(taken[50:]), sum(items for first, items in began if first >= 50)
+
+
+def test_a_target_holds_encoders_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside pictures that always wait, steps keep to the target on average, within a fiftieth, and use what it leaves; a target
+    that no step meets still gives an encode every 64 steps. Planted fault: encodes begin whatever steps take."""
+    (free, many), (bound, some) = beside_pictures(None), beside_pictures(11.0)
+    print(f"no target: {free:.2f} ms, {many} pictures; of 11 ms {bound:.2f}, {some}")
+    assert free > 15
+    assert 10.8 < bound <= 1.02 * 11
+    assert some == pytest.approx(950 / 16, rel=0.1)
+    assert 950 / 66 <= beside_pictures(5.0)[1] <= 950 / 62
+    monkeypatch.setattr(StepBudget, "holds_encodes", False)
+    assert beside_pictures(11.0)[0] > 13

@@ -1,13 +1,11 @@
 """What is captured, and what is run before; the capture itself is for GPUs (tests/gpu)."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from torch import Tensor
 
 from engine.plan import StepPlan, encode_plan, read_plan, single_rows
 from engine.rank import graphs
@@ -15,54 +13,14 @@ from engine.rank import runner as rank_runner
 from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
-from kernels.choose import ROW_ERROR
 from tests.conftest import Nano
 from tests.support.engine import drafters
 from tests.support.engine.answers import answers, requests, texts
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of
+from tests.support.engine.rerun import Rerun
 
 pytestmark = pytest.mark.cpu
-
-
-class Rerun:
-    """Stands in for `StageGraphs`: a replay runs the stage again, and what it gives lies where the first run's lay. What graphs
-    gave that were captured later is overwritten: it may lie where this one's memory was."""
-
-    def __init__(self, _: object) -> None:
-        self.stages: dict[tuple[str, Any, int], tuple[Callable[[], Any], Any]] = {}
-        self.replayed: set[tuple[str, Any, int]] = set()
-
-    def warm(self, run: Callable[[], object]) -> None:
-        run()
-
-    def capture(self, stage: str, rows: Any, run: Callable[[], Any], width: int = 1) -> Any:
-        self.stages[stage, rows, width] = run, run()
-        return self.stages[stage, rows, width][1]
-
-    def __contains__(self, captured: tuple[str, Any, int]) -> bool:
-        return captured in self.stages
-
-    def replay(self, stage: str, rows: Any, width: int = 1) -> Any:
-        run, kept = self.stages[stage, rows, width]
-        self.replayed.add((stage, rows, width))
-        for one, other in zip(tensors(kept), tensors(run()), strict=True):
-            one.copy_(other)
-        order = list(self.stages)
-        for later in order[order.index((stage, rows, width)) + 1 :]:
-            given = self.stages[later][1]
-            for tensor in tensors(given[1:] if later[0] == "forward" else given):  # a batch lies in the step's buffers
-                tensor.fill_(ROW_ERROR)
-        return kept
-
-
-def tensors(given: Any) -> list[Tensor]:
-    """What a stage gives, wherever it lies in its tuples and records."""
-    if isinstance(given, Tensor):
-        return [given]
-    inside = vars(given).values() if hasattr(given, "__dict__") else given if isinstance(given, (tuple, list)) else ()
-    parts = given.values() if isinstance(given, dict) else inside
-    return [tensor for part in parts for tensor in tensors(part)]
 
 
 def test_steps_with_drafts_are_replayed(nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,18 @@
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.rank.models import vision
+from engine.rank.graphs import StageGraphs
+from engine.rank.models import captured_layers, vision
 from engine.rank.models.clipped import ClippedProduct, load_encoder
 from engine.rank.models.vision import Tower, VisionBlock, VisionEncoder, encoder_of
 from engine.rank.models.vision_weights import TENSORS
@@ -21,6 +23,7 @@ from engine.vision_geometry import CELL, read_vision
 from kernels.ragged_attention import ragged_attention
 from tests.conftest import Nano
 from tests.support.engine.checkpoints import rewrite
+from tests.support.engine.rerun import Rerun
 from tests.support.judge.oracle import load_oracle
 from tests.support.judge.pictures import padded, pictures
 
@@ -98,6 +101,32 @@ def test_a_batch_is_its_pictures(both: Both, member: str) -> None:
     assert error(model(batch[::-1]), torch.cat(single[::-1])) < TOLERANCE
     video = torch.stack([batch[1], batch[4]])
     assert error(model(model.inputs(video)), torch.cat([single[1], single[4]])) < TOLERANCE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("member", MEMBERS[:2])
+def test_few_pictures_have_captured_layers(nano: Nano, member: str, fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that graphs fit, padded or not, one after the other, have the rows of eager layers; larger ones take those. Planted
+    fault: pictures begin where those of the first batch did."""
+    model, sizes, graphs = encoder(nano(member)), (90, 180, 360), Rerun()
+    shown = (((2, 5),), ((1, 1), (4, 4), (1, 3)), ((2, 2), (2, 2)), ((2, 5), (5, 2), (4, 4)), ((5, 9),), ((1, 1),) * 5)
+    asked = [pictures(*batch) for batch in shown]
+    right = [model(batch) for batch in asked]
+    for module in (captured_layers, vision):
+        monkeypatch.setattr(module, "SIZES", sizes)
+    monkeypatch.setattr(captured_layers, "LAYERS", 2)
+    assert isinstance(model, Tower)
+    model.capture(cast("StageGraphs", graphs))
+    captured, errors = model._captured, list[float]()
+    assert captured is not None
+    for batch, rows in zip(asked, right, strict=True):
+        errors.append(error(model(batch), rows))
+        if fault:
+            captured._rows = replace(captured._rows, starts=captured._rows.starts.clone())
+    assert {size for _, (size, _), _ in graphs.replayed} == set(sizes)
+    assert max(errors[1:4]) > FAULT if fault else max(errors) < TOLERANCE
+    assert max(errors[4:]) == 0
 
 
 @torch.inference_mode()

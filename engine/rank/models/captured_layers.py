@@ -1,0 +1,74 @@
+"""A vision tower's layers in CUDA graphs, for few pictures: for these the host takes longer to launch a layer than the device to
+run it.
+
+    rows of pictures --copied--> fixed addresses, padded to one of SIZES --> a graph of LAYERS layers after the other --> rows
+
+Rows behind the last picture belong to none: no picture's rows read them.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.memory import CAPTURED_PATCHES
+from engine.rank.graphs import StageGraphs
+
+PICTURES, LAYERS = 4, 4  # of a batch, at most; of a graph
+SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 2520 patches: a picture of the default budget, or less
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What all layers know of a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
+    longest: patches of the largest picture."""
+
+    cos: Tensor
+    sin: Tensor
+    starts: Tensor
+    longest: int
+
+    def padded(self, size: int) -> "Rows":
+        """The first `size` rows, of which any may be a picture's."""
+        return Rows(self.cos[:size], self.sin[:size], self.starts, size)
+
+
+RunLayers = Callable[[range, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
+
+
+class CapturedLayers:
+    """`count` layers, of which `run` computes some: h and its normed form x, behind them.
+
+    states  [2, SIZES[-1], hidden], of h and x;   angles  fp32 [2, SIZES[-1], head_dim / 2], of cos and sin: memory for inputs
+    """
+
+    def __init__(self, run: RunLayers, count: int, states: Tensor, angles: Tensor, graphs: StageGraphs) -> None:
+        self._run, self._graphs, self._states = run, graphs, states
+        self._parts = [range(first, min(first + LAYERS, count)) for first in range(0, count, LAYERS)]
+        self._rows = Rows(angles[0], angles[1], torch.zeros(PICTURES + 1, dtype=torch.int32, device=angles.device), SIZES[-1])
+        for size in reversed(SIZES):
+            self._capture(size)
+
+    def _capture(self, size: int) -> None:
+        rows, (h, x) = self._rows.padded(size), self._states[:, :size]
+        self._graphs.warm(partial(self._run, self._parts[0], h, x, rows))
+        for part in self._parts:
+            h, x = self._graphs.capture("layers", (size, part.start), partial(self._run, part, h, x, rows))
+
+    def fit(self, rows: Rows) -> bool:
+        """Whether there are graphs for a batch."""
+        return len(rows.cos) <= SIZES[-1] and len(rows.starts) <= PICTURES + 1
+
+    def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Generator[None, None, Tensor]:
+        """h [T, hidden] and its normed form x -> h behind all layers."""
+        count, pictures, own = len(h), len(rows.starts), self._rows
+        size = next(size for size in SIZES if size >= count)
+        self._states[0, :count], self._states[1, :count] = h, x
+        own.cos[:count], own.sin[:count] = rows.cos, rows.sin
+        own.starts[:pictures], own.starts[pictures:] = rows.starts, rows.starts[-1:]
+        for part in self._parts:
+            yield
+            h, _ = self._graphs.replay("layers", (size, part.start))
+        return h[:count]
