@@ -92,8 +92,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         Meta(
             description="target mean time per output token in ms; steps take fewer prompt tokens, or fewer steps take any, by step "
-            "times measured at boot and since; prompts keep a fifth of the time even if that misses the target; none: a step "
-            "takes what prefill_budget allows",
+            "times measured at boot and since, and encoders of media wait while steps are longer; prompts keep a fifth of the time "
+            "even if that misses the target; none: a step takes what prefill_budget allows",
         ),
     ] = None
     attention: Annotated[

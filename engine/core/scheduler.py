@@ -269,11 +269,12 @@ class Scheduler:
     def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
         """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.
 
-        Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended. None
-        begins behind a sequence that stands before an item: so the first in order, whomever it has preempted, waits for no encodes
-        but those that run, and its own. With a target for steps one item at a time, while steps keep to it.
+        Beside decode rows one plan's encodes run at a time, and none of their positions is computed before they have ended, nor
+        text that is close before them: it would take a step of its own. None begins behind a sequence that stands before an item:
+        so the first in order, whomever it has preempted, waits for no encodes but those that run, and its own. With a target for
+        steps one item at a time, while steps keep to it.
         """
-        draft.media, beside, end = True, draft.decode_rows.rows > 0, sequence.high + size
+        draft.media, beside, awaited = True, draft.decode_rows.rows > 0, None
         before = takewhile(lambda other: other is not sequence, self.requests.running)
         busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)
@@ -284,17 +285,18 @@ class Scheduler:
             if item.end > sequence.high:
                 full = busy or (draft.plan.encodes and (one or item.length > draft.encoder_rows))
                 if full or beside:
-                    end = max(sequence.high, min(end, item.first))
-                    sequence.waits.add("encoder")
+                    awaited = awaited or item
                 if full:
                     break
                 draft.plan.encodes.append((sequence.slot, item.first, item.length, sequence.encoded))
                 draft.plan.media.append(item)
                 draft.encoder_rows -= item.length
             sequence.encoded += 1
-        if "encoder" in sequence.waits:
-            self._encoder_waits.append(sequence)
-        return end - sequence.high
+        if awaited is None:
+            return size
+        sequence.waits.add("encoder")
+        self._encoder_waits.append(sequence)
+        return 0 if beside and sequence.close(awaited) else max(0, awaited.first - sequence.high)
 
     def _end_encoder_waits(self) -> None:
         """Let all that wait for encoders go on; a rank waits for those that run."""

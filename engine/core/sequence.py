@@ -116,9 +116,13 @@ class Sequence:
 
     @property
     def before_item(self) -> bool:
-        """Its next position is one of an item that is still to be encoded, and that alone it may wait for."""
+        """Its next position is one of an item that is still to be encoded, or `close` to it, and that alone it may wait for."""
         may_wait = self.ready > 0 or "encoder" in self.waits
-        return may_wait and any(item.first <= self.high < item.end for item in self.media[self.encoded :])
+        return may_wait and any(self.high < item.end and self.close(item) for item in self.media[self.encoded :])
+
+    def close(self, item: MediaItem) -> bool:
+        """The text before the item is no longer than it: a step for that alone is not worth it."""
+        return item.first - self.high <= item.length
 
     @property
     def shortest_chunk(self) -> int:

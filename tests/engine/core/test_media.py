@@ -241,8 +241,9 @@ def test_what_a_step_encodes_is_bounded() -> None:
     assert chunks_of(pictures, 20, 16) == [((0, 10), 8), ((10, 20), 4)]
 
 
-def planned_beside(decoding: bool) -> list[tuple[int, int, int]]:
-    """(decode rows, encodes, prompt tokens) of steps with three prompts of a picture, whose encodes take three steps each."""
+def planned_beside(decoding: bool, text_before: int = 2) -> list[tuple[int, int, int]]:
+    """(decode rows, encodes, prompt tokens) of steps with three prompts of text, a picture of 4 rows and a token, whose encodes
+    take three steps each."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
     text = GenerateRequest(id=0, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=20 if decoding else 1))
     scheduler.requests.add(text)
@@ -251,9 +252,9 @@ def planned_beside(decoding: bool) -> list[tuple[int, int, int]]:
     for step in range(12):
         if step in (1, 2):
             for number in range(step):
-                item = picture(2, 4, 3 * step + number)
-                params = SamplingParams(max_tokens=1)
-                asked = GenerateRequest(id=3 * step + number, prompt=pack_tokens([5] * 7), params=params, media=(item,))
+                item = picture(text_before, 4, 3 * step + number)
+                tokens, params = pack_tokens([5] * (text_before + 5)), SamplingParams(max_tokens=1)
+                asked = GenerateRequest(id=3 * step + number, prompt=tokens, params=params, media=(item,))
                 scheduler.requests.add(asked)
         if (plan := scheduler.schedule()) is None:
             continue
@@ -266,13 +267,15 @@ def planned_beside(decoding: bool) -> list[tuple[int, int, int]]:
 
 
 def test_decode_rows_do_not_wait_for_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a decode row a picture's positions come once its encode has ended, and what came meanwhile is encoded then, together;
-    with nobody to hold up they come at once. Planted fault: encoders that are said to have ended."""
-    steps = [(0, 0, 8), (1, 1, 2), (1, 0, 4), (1, 0, 0), (1, 2, 5), (1, 0, 0), (1, 0, 0), (1, 0, 10)]
+    """Beside a decode row a picture's positions come once its encode has ended, with short text before it, and what came meanwhile
+    is encoded then, together; longer text comes at once; and with nobody to hold up all do. Planted fault: encoders that are said
+    to have ended."""
+    steps = [(0, 0, 8), (1, 1, 0), (1, 0, 0), (1, 0, 0), (1, 2, 7), (1, 0, 0), (1, 0, 0), (1, 0, 14)]
     assert planned_beside(decoding=True)[:8] == steps
+    assert planned_beside(decoding=True, text_before=5)[:5] == [(0, 0, 8), (1, 1, 5), (1, 0, 10), (1, 0, 0), (1, 2, 5)]
     assert planned_beside(decoding=False)[:3] == [(0, 0, 8), (0, 1, 7), (0, 2, 14)]
     monkeypatch.setattr(Scheduler, "_encoded", property(lambda self: 1000, lambda self, value: None), raising=False)
-    assert planned_beside(decoding=True)[2] == (1, 2, 9)
+    assert planned_beside(decoding=True)[2] == (1, 2, 7)
 
 
 def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +326,8 @@ TIMES = StepTimes(((1, 10.0), (8, 10.0)), ((1, 10.0), (64, 12.0)), ((1, 0.0), (8
 
 
 def beside_pictures(target_ms: float | None) -> tuple[float, int]:
-    """Mean ms of the steps of two streams beside a picture that always waits, and how many were encoded: quiet steps take 10 ms, the
-    two behind an encode 8 more for each item of it."""
+    """Mean ms of the steps of two streams beside a picture that always waits, and how many were encoded: quiet steps take 10 ms,
+    the two behind an encode 8 more for each item of it."""
     times = TIMES if target_ms else None
     config = SchedulerConfig(GROUPS, (600, 600), 8, 3000, 32, step_times=times, tpot_target_ms=target_ms)
     scheduler, began, taken = Scheduler(config), list[tuple[int, int]](), list[float]()
