@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import Overloaded
-from engine.front.client import Clock, EngineClient
+from engine.front.client import EngineClient
+from engine.front.stream import Clock
 
 FULL = "Too many requests are running or waiting; please try again shortly."
 GIVE_WAY_S = 1.0  # for the engine to end what gives way: a step of it
@@ -137,7 +138,7 @@ class AdmissionTicket:
     turn: int = 0
     _reserved: int = 0
     _answers: int = 1
-    _clocks: Sequence[Clock | None] = ()
+    _clocks: Sequence[Clock] = ()
     _refuse: Callable[[], None] | None = None
     _left: bool = False
 
@@ -146,12 +147,12 @@ class AdmissionTicket:
         """Whether its prompt has yet to be computed."""
         if self._left:
             return False
-        return bool(self._reserved) or any(clock is not None and clock.scheduled is None for clock in self._clocks)
+        return bool(self._reserved) or any(clock.scheduled is None for clock in self._clocks)
 
     @property
     def may_give_way(self) -> bool:
         """The engine has it, and has begun with no choice of it."""
-        return self._refuse is not None and all(clock is not None and clock.scheduled is None for clock in self._clocks)
+        return self._refuse is not None and all(clock.scheduled is None for clock in self._clocks)
 
     def settle(self, choices: int, tokens: int, media: int = 0) -> None:
         """What it costs, once: `tokens` of prompts and bytes of `media`, all choices together. Overloaded: it does not fit, and
@@ -165,7 +166,7 @@ class AdmissionTicket:
         self.bytes = media
         self.admission._queue(self)
 
-    def submitted(self, clocks: Sequence[Clock | None], refuse: Callable[[], None]) -> None:
+    def submitted(self, clocks: Sequence[Clock], refuse: Callable[[], None]) -> None:
         """The engine has its choices now, and counts them. `refuse` has it give way."""
         self._clocks = clocks
         self._refuse = refuse

@@ -118,7 +118,7 @@ class CompletionResponse(Response):
 
     def _refuse(self, why: str) -> None:
         """It need not wait any longer; one that has begun goes on."""
-        if all(clock is not None and clock.scheduled is None for clock in self._record.clocks):
+        if all(clock.scheduled is None for clock in self._record.clocks):
             self._late = Overloaded(f"The request {why}; please try again shortly.")
             self._abort(AbortReason.queue_timeout)
 

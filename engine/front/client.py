@@ -31,7 +31,7 @@ from engine.events import (
     Tokens,
     no_sink,
 )
-from engine.front.stream import Stream
+from engine.front.stream import Clock, Stream
 from engine.protocol import (
     Abort,
     AbortReason,
@@ -54,28 +54,12 @@ MAX_PILED_TOKENS = 4096
 EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know which process died
 
 
-@dataclass(slots=True)
-class Clock:
-    """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
-
-    submitted: float
-    scheduled: float | None = None
-    first: float | None = None
-    last: float | None = None
-    output_tokens: int = 0
-
-    @property
-    def queue_s(self) -> float | None:
-        return None if self.scheduled is None else self.scheduled - self.submitted
-
-
 @dataclass
 class _Request:
-    """An open request: its stream and its clock."""
+    """An open request."""
 
     stream: Stream
     prompt_tokens: int
-    clock: Clock
     aborted: AbortReason | None = None
     aborted_at: float = 0.0
 
@@ -127,7 +111,7 @@ class EngineClient(asyncio.Protocol):
         Raises InvalidRequest only if it cannot be sent as it is.
         """
         self._last_id += 1
-        stream = Stream(self._last_id, self.abort)
+        stream = Stream(self._last_id, self.abort, Clock(self._clock()))
         message = self._frame(
             GenerateRequest(
                 id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
@@ -135,18 +119,13 @@ class EngineClient(asyncio.Protocol):
         )
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
-        self._requests[stream.id] = _Request(stream, len(prompt), Clock(self._clock()))
+        self._requests[stream.id] = _Request(stream, len(prompt))
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
             self._kill(stream.id, self.dead)
         else:
             self._write(message)
         return stream
-
-    def clock(self, request: int) -> Clock | None:
-        """An open request's clock points, which stay valid after its end. None: it is not open."""
-        entry = self._requests.get(request)
-        return None if entry is None else entry.clock
 
     def abort(self, request: int, reason: AbortReason) -> None:
         """Ask the core to end a request; does nothing if it has ended, or was aborted before."""
@@ -239,9 +218,10 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.get(request)
         if entry is None:
             return
-        now = entry.clock.scheduled = self._clock()
+        clock = entry.stream.clock
+        now = clock.scheduled = self._clock()
         if entry.aborted is None:
-            self._sink(Scheduled(request, now - entry.clock.submitted))
+            self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
         """Of one message, those that came for nobody left out."""
@@ -250,7 +230,7 @@ class EngineClient(asyncio.Protocol):
             entry, count = self._requests.get(output.id), len(output.tokens)
             if entry is None or entry.aborted is not None or not count:
                 continue
-            clock = entry.clock
+            clock = entry.stream.clock
             if clock.last is None:
                 clock.first = now
                 self._sink(FirstToken(output.id, entry.prompt_tokens, now - clock.submitted, clock.queue_s))
@@ -267,7 +247,7 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.pop(request)
         if error is not None:
             entry.stream.fail(error)
-        ended, clock = entry.aborted_at if entry.aborted is not None else self._clock(), entry.clock
+        ended, clock = entry.aborted_at if entry.aborted is not None else self._clock(), entry.stream.clock
         first, last, count = clock.first, clock.last, clock.output_tokens
         ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)

@@ -200,7 +200,7 @@ def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser
 class Generation:
     """One choice while it is generated, for one reader.
 
-    clock      its clock points; None if the engine was gone already
+    clock      its clock points
     has_ended  the delta with `finish` has been taken, or it was aborted
     cached     tokens of its prompt found in the prefix cache, known with its first tokens
     accepted   of its tokens were drafts so far;   rejected  drafts were not
@@ -212,7 +212,7 @@ class Generation:
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
         self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
         self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
-        self.clock = engine.clock(self._stream.id)
+        self.clock = self._stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
         self._reader = _reader(text, job, prompt)

@@ -5,10 +5,26 @@ when there is something to `take`, and leaves by `abort` or by the end.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from engine.protocol import AbortReason, Output
+
+
+@dataclass(slots=True)
+class Clock:
+    """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
+
+    submitted: float
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    output_tokens: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.scheduled is None else self.scheduled - self.submitted
 
 
 class Stream:
@@ -18,8 +34,9 @@ class Stream:
     is called, in the writer's turn, whenever there is more to take; the reader sets it.
     """
 
-    def __init__(self, request: int, abort: Callable[[int, AbortReason], None]) -> None:
+    def __init__(self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock) -> None:
         self.id = request
+        self.clock = clock
         self._abort = abort
         self._piled: Output | None = None
         self._error: Exception | None = None
