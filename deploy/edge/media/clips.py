@@ -19,7 +19,7 @@ _RATES = range(1000, 384_001)
 
 def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
     """InvalidRequest."""
-    samples = read_audio(data, task.seconds)
+    samples = read_audio(data, task.audio_seconds)
     if task.row_samples:
         clips = [raw_rows(samples, task.row_samples)]
         tokens = [len(clips[0])]

@@ -11,7 +11,7 @@ import msgspec
 from deploy.edge.ask import ChatPrompt, Media
 from deploy.edge.edge_settings import MediaSettings
 from deploy.edge.media.side_pool import SidePool
-from deploy.edge.media.tasks import DecodeTask, Fetch, Prepared
+from deploy.edge.media.tasks import DecodeTask, Prepared
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
 from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
@@ -33,14 +33,7 @@ async def read_media(
     for part in media:
         if part.kind not in kinds:
             raise _wrong(f"this model reads no {_PLURALS[part.kind]}")
-    limits = DecodeTask(
-        fetch=Fetch(settings.fetch, settings.fetch_bytes, settings.fetch_timeout_s),
-        max_soft_tokens=settings.max_soft_tokens,
-        pixels=settings.pixels,
-        seconds=settings.audio_seconds,
-        video_seconds=settings.video_seconds,
-        row_samples=row_samples,
-    )
+    limits = DecodeTask(**msgspec.structs.asdict(settings), row_samples=row_samples)
     prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {count}") for count, part in enumerate(media, 1))
     tasks = [asyncio.ensure_future(one) for one in prepared]
     try:
@@ -63,7 +56,7 @@ async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: S
             limits,
             kind=part.kind,
             media_type=head[len("data:") :].partition(";")[0],
-            fetch=limits.fetch if part.is_remote else None,
+            is_remote=part.is_remote,
             budget=budget or part.budget,
         )
         threads = pool.fetchers if part.is_remote else pool.decoders
