@@ -10,13 +10,12 @@ from itertools import accumulate, product
 
 from prometheus_client import Metric as Family
 from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dashboards.metrics import LABEL_VALUES, Metric
 
 
-class Series(Collector):
+class Series:
     """A counter or gauge: `values` holds a figure for each combination of label values, known ones at zero from the start."""
 
     def __init__(self, row: Metric) -> None:
@@ -36,7 +35,7 @@ class Series(Collector):
         yield family
 
 
-class FastHistogram(Collector):
+class FastHistogram:
     """A histogram without labels: an observation is a bisection and two additions."""
 
     def __init__(self, row: Metric) -> None:

@@ -30,28 +30,20 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 logger = logging.getLogger("ray.serve")
 
 
-class Discovery:
+class Discovery(ReplicaRegistry):
     """The actor: the replica registry, and its HTTP endpoint."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._registry = ReplicaRegistry()
+        super().__init__()
         try:
-            self._server = DiscoveryServer(self._registry, host, port, ray_exporters)
+            self._server = DiscoveryServer(self, host, port, ray_exporters)
         except ConfigError as error:
-            self._server = DiscoveryServer(self._registry, host, 0, ray_exporters)
+            self._server = DiscoveryServer(self, host, 0, ray_exporters)
             logger.warning("%s; it is %s instead", error, self._server.url)
 
     def url(self) -> str:
         """The address of the http_sd list."""
         return self._server.url
-
-    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """As ReplicaRegistry.heartbeat."""
-        return self._registry.heartbeat(target, counts)
-
-    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """As ReplicaRegistry.deregister."""
-        self._registry.deregister(target, cause, counts)
 
 
 @dataclass
