@@ -190,7 +190,8 @@ class EngineClient(asyncio.Protocol):
         except msgspec.DecodeError as error:
             self.fail(f"the core sent a message that cannot be decoded: {error}")
             return
-        self._loaded(batch.load)
+        before, self.load = self.load, batch.load
+        self._sink(EngineLoad(batch.load, self._interval(before, batch.load)))
         for request in batch.started:
             self._started(request)
         self._count_tokens(batch.outputs)
@@ -256,10 +257,6 @@ class EngineClient(asyncio.Protocol):
 
     def _kill(self, request: int, reason: str) -> None:
         self._end(request, "dead", EngineDead(reason))
-
-    def _loaded(self, load: Load) -> None:
-        before, self.load = self.load, load
-        self._sink(EngineLoad(load, self._interval(before, load)))
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
         """Seconds since the last report of a step, if `load` has a new step and there was work in between."""

@@ -193,14 +193,14 @@ def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser
     """The parser of a job's replies; only a detokenizer if it is no chat, or the model has no markers for thoughts and calls."""
     markers = Markers.of(text) if job.is_chat else None
     if markers is None:
-        return PlainText(text.detokenizer(skip_special_tokens=job.skip_special_tokens))
+        return PlainText(Detokenizer(text.pieces, skip_special_tokens=job.skip_special_tokens))
     return ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not job.skip_special_tokens)
 
 
 class Generation:
     """One choice while it is generated, for one reader.
 
-    clock      its clock points
+    stream     what the engine gives;   clock  its clock points
     has_ended  the delta with `finish` has been taken, or it was aborted
     cached     tokens of its prompt found in the prefix cache, known with its first tokens
     accepted   of its tokens were drafts so far;   rejected  drafts were not
@@ -211,8 +211,8 @@ class Generation:
         self.choice, self._prompt = choice, prompt
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
         self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
-        self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
-        self.clock = self._stream.clock
+        self.stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
+        self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
         self._reader = _reader(text, job, prompt)
@@ -228,22 +228,18 @@ class Generation:
 
     def abort(self, reason: AbortReason) -> None:
         """End it in the engine; does nothing if it has ended."""
-        self._stream.abort(reason)
-
-    def on_ready(self, call: Callable[[], None]) -> None:
-        """Call `call`, within the engine client's callback, whenever there is more to take."""
-        self._stream.on_ready = call
+        self.stream.abort(reason)
 
     @property
     def ready(self) -> bool:
         """Whether `take` gives something."""
-        return not self.has_ended and self._stream.ready
+        return not self.has_ended and self.stream.ready
 
     def take(self) -> Iterator[Delta]:
         """The deltas since the last call; the very last one has `finish`. Raises what the engine's stream raises."""
         if not self.ready:
             return
-        output = self._stream.take()
+        output = self.stream.take()
         if output is None:
             self.has_ended = True
             return
@@ -300,7 +296,7 @@ class Generation:
         for index, parts in enumerate(self._by_token(output)):
             matched = _keep(parts, self._stops, kept)
             if matched is not None or (self._one_call and self._reader.ended_calls):
-                self._stream.abort(AbortReason.stop_string)
+                self.stream.abort(AbortReason.stop_string)
                 used = min(index + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)
                 return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish, matched)
@@ -379,7 +375,7 @@ class DeltaReader(Generic[T]):
         self._waiter: asyncio.Future[T | None] | None = None
         self._error: Exception | None = None
         for generation in generations:
-            generation.on_ready(self._arrived)
+            generation.stream.on_ready = self._arrived
 
     @property
     def has_ended(self) -> bool:

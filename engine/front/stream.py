@@ -41,7 +41,7 @@ class Stream:
         self._piled: Output | None = None
         self._error: Exception | None = None
         self._left = False
-        self.on_ready: Callable[[], None] = _nobody_waits
+        self.on_ready: Callable[[], None] = lambda: None  # the reader is busy with something else, and will look
 
     def push(self, output: Output) -> int:
         """The writer's side: more for the reader. Returns how many tokens it has not read; nothing piles up once it has left."""
@@ -95,7 +95,3 @@ def _joined(first: Output, second: Output) -> Output:
         accepted=first.accepted + second.accepted,
         rejected=first.rejected + second.rejected,
     )
-
-
-def _nobody_waits() -> None:
-    """The reader is busy with something else, and will look."""
