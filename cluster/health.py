@@ -43,14 +43,6 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Seconds: how old a heartbeat, and how long a step, may be."""
-
-    heartbeat_s: float
-    step_s: float
-
-
-@dataclass(frozen=True)
 class Observation:
     """The time of a verdict, and what bounds ages; CLOCK_MONOTONIC nanoseconds.
 
@@ -68,12 +60,15 @@ class Observation:
         return (self.now - max(self.since, *stamps)) / _NS
 
 
-def verdict(statuses: Sequence[RankStatus], moment: Observation, bounds: Bounds) -> Death | None:
-    """Why the group with these records (ranks, then the core) must end; None: it is healthy. Pure."""
+def verdict(statuses: Sequence[RankStatus], moment: Observation, heartbeat_s: float, step_s: float) -> Death | None:
+    """Why the group with these records (ranks, then the core) must end; None: it is healthy. Pure.
+
+    `heartbeat_s`: how old a heartbeat may be;   `step_s`: how long a step.
+    """
     return (
         _diverged(statuses)
-        or _unscheduled(statuses, moment, bounds.heartbeat_s)
-        or _stalled(statuses, stalls(statuses, moment), bounds.step_s)
+        or _unscheduled(statuses, moment, heartbeat_s)
+        or _stalled(statuses, stalls(statuses, moment), step_s)
     )
 
 
@@ -167,7 +162,6 @@ class Watcher:
         self._on_death = on_death
         self._waiting = waiting
         self._raylet = raylet
-        self._bounds = Bounds(group.config.heartbeat_timeout_s, group.config.step_timeout_s)
         self._readers: list[int] = []
         self._raylet_fd = -1
         self._timer: asyncio.TimerHandle | None = None
@@ -214,7 +208,7 @@ class Watcher:
 
     def _look(self) -> None:
         now = time.monotonic_ns()
-        if now - self._looked_ns > (PERIOD_S + self._bounds.heartbeat_s / 2) * _NS:
+        if now - self._looked_ns > (PERIOD_S + self._group.config.heartbeat_timeout_s / 2) * _NS:
             self._since_ns = now  # this process itself did not run: ages do not count from before that
         self._looked_ns = now
         death = self._verdict(1.0)
@@ -225,9 +219,9 @@ class Watcher:
 
     def _verdict(self, share: float) -> Death | None:
         """The verdict now, with the bounds times `share`."""
-        bounds = Bounds(share * self._bounds.heartbeat_s, share * self._bounds.step_s)
+        config = self._group.config
         moment = Observation(time.monotonic_ns(), self._since_ns, self._waiting())
-        return verdict(self._group.status(), moment, bounds)
+        return verdict(self._group.status(), moment, share * config.heartbeat_timeout_s, share * config.step_timeout_s)
 
     def _die(self, death: Death) -> None:
         if self._closed:
