@@ -100,7 +100,7 @@ def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
-    headers = {**(headers or {}), **(dict(NO_RETRY) if status >= 500 else {})}
+    headers = {**(headers or {}), **(NO_RETRY if status >= 500 else {})}
     return json_response(shape.write(ErrorFields(status, _cut(message), code=code)), status, headers)
 
 
