@@ -112,17 +112,14 @@ class HeartbeatSender:
                     self._on_url(self._registry.url())  # starts the actor, where there is none: that may take a while
                     known = True
                 if self._registry.heartbeat(self.target, self._counts()) == "gone":
-                    self._given_up()
+                    if not self._over.is_set():
+                        logger.error("discovery has given this replica up: Prometheus does not see it any more")
                     return
                 self._complained = False
             except RayError as error:
                 self._complain(error)
             if self._over.wait(self._period_s):
                 return
-
-    def _given_up(self) -> None:
-        if not self._over.is_set():
-            logger.error("discovery has given this replica up: Prometheus does not see it any more")
 
     def _complain(self, error: RayError) -> None:
         if not self._complained and not self._over.is_set():

@@ -57,11 +57,6 @@ class AdmissionControl:
         """Prompt tokens that wait for their prefill, or for their submission."""
         return sum(ticket.tokens for ticket in self._waiting())
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Of their media."""
-        return sum(ticket.bytes for ticket in self._waiting())
-
     def _waiting(self) -> list["AdmissionTicket"]:
         """The tickets that wait; one that has begun waits no more."""
         self._tickets = [ticket for ticket in self._tickets if ticket.waits]
@@ -97,7 +92,7 @@ class AdmissionControl:
 
     def _refusal(self, choices: int, tokens: int, media: int) -> str | None:
         waiting = self.waiting_tokens
-        held = self.waiting_bytes
+        held = sum(ticket.bytes for ticket in self._waiting())
         if waiting and waiting + tokens > self.tokens:
             return f"{waiting} tokens of prompts are waiting already; please try again shortly."
         if media and held and held + media > self.bytes:
@@ -111,15 +106,12 @@ class AdmissionControl:
         self._open_answers += answers
 
     def _queue(self, ticket: "AdmissionTicket") -> None:
-        ticket.turn = self._next_turn(ticket.client)
+        """Behind the client's own that wait; else with the first that waits; where nobody waits, as those that run had it."""
+        waiting = self._waiting()
+        own = [other.turn + other.choices for other in waiting if other.client == ticket.client]
+        ticket.turn = max(own) if own else min((other.turn for other in waiting), default=self._turn)
         self._turn = max(self._turn, ticket.turn)
         self._tickets.append(ticket)
-
-    def _next_turn(self, client: str) -> int:
-        """Behind the client's own that wait; else that of the first that waits; where nobody waits, as those that run had it."""
-        waiting = self._waiting()
-        own = [ticket.turn + ticket.choices for ticket in waiting if ticket.client == client]
-        return max(own) if own else min((ticket.turn for ticket in waiting), default=self._turn)
 
     def _give_back(self, reserved: int, answers: int) -> None:
         self._reserved -= reserved
@@ -175,9 +167,8 @@ class AdmissionTicket:
 
     def give_way(self) -> None:
         """To another client's."""
-        assert self._refuse is not None
-        refuse = self._refuse
-        self._refuse = None
+        refuse, self._refuse = self._refuse, None
+        assert refuse is not None
         refuse()
 
     def leave(self) -> None:
