@@ -109,7 +109,7 @@ class CompletionResponse(Response):
     def _submit(self) -> None:
         """All choices, which the engine counts from here on."""
         for choice in range(len(self._job.params)):
-            generation = self._service.start(self._job, choice)
+            generation = Generation(self._service.engine, self._service.text, self._job, choice)
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
         self._job = replace(self._job, media=())  # the engine's now: they are large
