@@ -355,6 +355,7 @@ def _content(text: str) -> list[Part]:
     return [Content(text)] if text else []
 
 
+@dataclass
 class DeltaReader(Generic[T]):
     """Reads several generations; `convert` turns the (choice, delta) pairs that have come into what `next` returns.
 
@@ -364,26 +365,23 @@ class DeltaReader(Generic[T]):
     is left for it to do.
     """
 
-    def __init__(
-        self,
-        generations: Sequence[Generation],
-        convert: Callable[[Iterator[tuple[int, Delta]]], T],
-        put: Callable[[T], T | None] | None = None,
-    ) -> None:
-        self._generations = generations
-        self._convert, self._put = convert, put
-        self._waiter: asyncio.Future[T | None] | None = None
-        self._error: Exception | None = None
-        for generation in generations:
+    generations: Sequence[Generation]
+    convert: Callable[[Iterator[tuple[int, Delta]]], T]
+    put: Callable[[T], T | None] | None = None
+    _waiter: "asyncio.Future[T | None] | None" = None
+    _error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        for generation in self.generations:
             generation.stream.on_ready = self._arrived
 
     @property
     def has_ended(self) -> bool:
-        return self._error is None and all(generation.has_ended for generation in self._generations)
+        return self._error is None and all(generation.has_ended for generation in self.generations)
 
     @property
     def ready(self) -> bool:
-        return self._error is not None or any(generation.ready for generation in self._generations)
+        return self._error is not None or any(generation.ready for generation in self.generations)
 
     async def next(self) -> T:
         """What has come since the last call; waits if nothing has. Raises what the streams raise: the first error ends them all."""
@@ -392,22 +390,22 @@ class DeltaReader(Generic[T]):
             converted = await self._waiter
             if converted is not None:
                 return converted
-        return self._convert(self._taken())
+        return self.convert(self._taken())
 
     def _arrived(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
             return
         try:
-            converted = self._convert(self._taken())
+            converted = self.convert(self._taken())
         except Exception as error:  # noqa: BLE001 - the reader raises it
             self._error = error
             waiter.set_result(None)
             return
-        if self._put is None:
+        if self.put is None:
             waiter.set_result(converted)
         else:
-            waiter.get_loop().call_soon(self._put_now, waiter, converted, self._put)
+            waiter.get_loop().call_soon(self._put_now, waiter, converted, self.put)
 
     def _put_now(self, waiter: "asyncio.Future[T | None]", converted: T, put: Callable[[T], T | None]) -> None:
         if waiter.done():  # the reader has gone
@@ -429,7 +427,7 @@ class DeltaReader(Generic[T]):
         if self._error is not None:
             raise self._error
         some = False
-        for generation in self._generations:
+        for generation in self.generations:
             try:
                 for delta in generation.take():
                     some = True
@@ -444,6 +442,6 @@ class DeltaReader(Generic[T]):
     def _abort_siblings(self, failed: Generation, error: Exception) -> None:
         """Abort the others with the true reason; closing their streams would report that the client has gone."""
         reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
-        for generation in self._generations:
+        for generation in self.generations:
             if generation is not failed:
                 generation.abort(reason)
