@@ -165,7 +165,7 @@ class ReplicaRegistry(Collector):
                 _add_counts(series, RETIRED, deployment, [retired.counts])
                 _add_counts(series, DEPLOYMENT_TOTALS, deployment, [retired.counts, *(member.counts for member in members)])
         for row in series.values():
-            yield from row.collect()
+            yield row.family()
 
 
 def final_counts(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -123,7 +123,7 @@ class Exporter(Collector):
         """Every family: ours, then the aliases."""
         with self._scraping:
             self._refresh()
-            families = [family for metric in self._metrics for family in metric.collect()]
+            families = [metric.family() for metric in self._metrics]
         yield from families
         if self.facts.aliases:
             yield from aliases(families, self.facts.model_name)
