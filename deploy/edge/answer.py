@@ -69,7 +69,9 @@ class CompletionResponse(Response):
                 if work.done():
                     work.result()
             finally:
-                await _cancel(work, gone)
+                work.cancel()
+                gone.cancel()
+                await asyncio.gather(work, gone, return_exceptions=True)
                 self._abort(AbortReason.client_gone)
 
     def _note(self, record: RequestRecord) -> None:
@@ -229,9 +231,3 @@ async def _disconnected(receive: Receive) -> None:
     message: Message = await receive()
     while message["type"] != "http.disconnect":
         message = await receive()
-
-
-async def _cancel(*tasks: asyncio.Future[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

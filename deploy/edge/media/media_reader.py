@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from functools import partial
 from hashlib import sha256
 from itertools import islice
 
@@ -62,13 +61,10 @@ async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: S
             budget=budget or part.budget,
         )
         threads = pool.fetchers if part.is_remote else pool.decoders
-        return await asyncio.get_running_loop().run_in_executor(threads, partial(_run, pool, task, part.url, begin))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, lambda: pool.run(task, part.url[begin:].encode(errors="replace")))
     except InvalidRequest as error:
         raise invalid("messages", f"{name}: {error}") from error
-
-
-def _run(pool: SidePool, task: DecodeTask, url: str, begin: int) -> Prepared:
-    return pool.run(task, url[begin:].encode(errors="replace"))
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
