@@ -106,16 +106,11 @@ class EngineClient(asyncio.Protocol):
         priority: int = 0,
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest.
-
-        Raises InvalidRequest only if it cannot be sent as it is.
-        """
+        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest."""
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(self._clock()))
-        message = self._frame(
-            GenerateRequest(
-                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
-            )
+        message = GenerateRequest(
+            id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
         )
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
@@ -133,7 +128,7 @@ class EngineClient(asyncio.Protocol):
         if entry is None or entry.aborted is not None:
             return
         entry.aborted, entry.aborted_at = reason, self._clock()
-        self._write(self._frame(Abort(id=request, reason=reason)))
+        self._write(Abort(id=request, reason=reason))
 
     def health(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -153,11 +148,11 @@ class EngineClient(asyncio.Protocol):
 
     def report(self) -> None:
         """Ask for the core's figures; they come as `load` and an EngineLoad event."""
-        self._write(self._frame(Control(action="report")))
+        self._write(Control(action="report"))
 
     def stop(self) -> None:
         """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
-        self._write(self._frame(Control(action="stop")))
+        self._write(Control(action="stop"))
 
     def fail(self, reason: str) -> None:
         """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""
@@ -277,24 +272,11 @@ class EngineClient(asyncio.Protocol):
 
     # -- to the core
 
-    @staticmethod
-    def _frame(message: FrontMessage) -> bytes:
-        try:
-            return frame(encode_message(message))
-        except ValueError as error:
-            raise InvalidRequest(f"the request is too large: {error}") from error
-
-    def _write(self, data: bytes) -> None:
+    def _write(self, message: FrontMessage) -> None:
+        """What is too large for a message the edge has refused before."""
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
-            self._transport.write(data)
-
-
-def _packed(prompt: Sequence[int]) -> bytes:
-    try:
-        return pack_tokens(prompt)
-    except (OverflowError, TypeError) as error:
-        raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
+            self._transport.write(frame(encode_message(message)))
 
 
 def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:
