@@ -16,9 +16,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -110,7 +109,8 @@ class Group:
         ready = handshake.gather(ranks, Ready)
         self._note_fallbacks(ready[0].fallbacks)
         core = self.children[self.config.tp]
-        self.step_times = _step_times(ready)
+        measured = [message.step_times for message in ready if message.step_times is not None]
+        self.step_times = slowest(measured) if measured else None
         core.send(RanksReady(self.step_times))
         ready += handshake.gather([core], Ready)
         for child, message in zip(self.children, ready, strict=True):
@@ -186,14 +186,8 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
-
-
-def _step_times(ready: Sequence[Ready]) -> StepTimes | None:
-    """How long steps of the slowest rank take, if the ranks have measured it."""
-    measured = [message.step_times for message in ready if message.step_times is not None]
-    return slowest(measured) if measured else None
 
 
 def spin_polls(tp: int, cores: int) -> int:

@@ -43,14 +43,6 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Seconds: how old a heartbeat, and how long a step, may be."""
-
-    heartbeat_s: float
-    step_s: float
-
-
-@dataclass(frozen=True)
 class Observation:
     """The time of a verdict, and what bounds ages; CLOCK_MONOTONIC nanoseconds.
 
@@ -68,12 +60,15 @@ class Observation:
         return (self.now - max(self.since, *stamps)) / _NS
 
 
-def verdict(statuses: Sequence[RankStatus], moment: Observation, bounds: Bounds) -> Death | None:
-    """Why the group with these records (ranks, then the core) must end; None: it is healthy. Pure."""
+def verdict(statuses: Sequence[RankStatus], moment: Observation, heartbeat_s: float, step_s: float) -> Death | None:
+    """Why the group with these records (ranks, then the core) must end; None: it is healthy. Pure.
+
+    `heartbeat_s`: how old a heartbeat may be;   `step_s`: how long a step.
+    """
     return (
         _diverged(statuses)
-        or _unscheduled(statuses, moment, bounds.heartbeat_s)
-        or _stalled(statuses, stalls(statuses, moment), bounds.step_s)
+        or _unscheduled(statuses, moment, heartbeat_s)
+        or _stalled(statuses, stalls(statuses, moment), step_s)
     )
 
 
@@ -148,6 +143,7 @@ def _names(indices: Sequence[int], statuses: Sequence[RankStatus]) -> str:
     return ", ".join(child_name(index, len(statuses) - 1) for index in indices)
 
 
+@dataclass
 class Watcher:
     """Watches a group from the running loop and calls `on_death(death)` exactly once, unless it is closed first.
 
@@ -155,19 +151,12 @@ class Watcher:
     raylet      process id of the raylet that this replica belongs to (`raylet_pid()`): its end is the group's
     """
 
-    def __init__(
-        self,
-        group: Group,
-        on_death: Callable[[Death], None],
-        *,
-        waiting: Callable[[], int | None] = lambda: None,
-        raylet: int | None = None,
-    ) -> None:
-        self._group = group
-        self._on_death = on_death
-        self._waiting = waiting
-        self._raylet = raylet
-        self._bounds = Bounds(group.config.heartbeat_timeout_s, group.config.step_timeout_s)
+    group: Group
+    on_death: Callable[[Death], None]
+    waiting: Callable[[], int | None] = lambda: None
+    raylet: int | None = None
+
+    def __post_init__(self) -> None:
         self._readers: list[int] = []
         self._raylet_fd = -1
         self._timer: asyncio.TimerHandle | None = None
@@ -178,9 +167,9 @@ class Watcher:
         """Start to watch; call it on the event loop that is to watch."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
-        for fd in self._group.pidfds.values():
+        for fd in self.group.pidfds.values():
             self._read(fd, self._ended)
-        if self._raylet is not None and not self._watch_raylet(self._raylet):
+        if self.raylet is not None and not self._watch_raylet(self.raylet):
             return
         self._timer = self._loop.call_later(PERIOD_S, self._look)
 
@@ -200,7 +189,7 @@ class Watcher:
     def _ended(self) -> None:
         """A child has ended. Unless by a signal, it may only have lost a peer: wait for the others to report."""
         self._stop_reading()
-        cause = root_cause(self._group.exits())
+        cause = root_cause(self.group.exits())
         if cause is not None and cause.killed:
             self._die(_death_of(cause))
         else:
@@ -208,13 +197,13 @@ class Watcher:
 
     def _settle(self) -> None:
         """No signal: if a rank gave up waiting for a hung one at about the bound, the hung one is the cause."""
-        cause = root_cause(self._group.exits())
+        cause = root_cause(self.group.exits())
         hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
         self._die(hung or _death_of(cause))
 
     def _look(self) -> None:
         now = time.monotonic_ns()
-        if now - self._looked_ns > (PERIOD_S + self._bounds.heartbeat_s / 2) * _NS:
+        if now - self._looked_ns > (PERIOD_S + self.group.config.heartbeat_timeout_s / 2) * _NS:
             self._since_ns = now  # this process itself did not run: ages do not count from before that
         self._looked_ns = now
         death = self._verdict(1.0)
@@ -225,16 +214,16 @@ class Watcher:
 
     def _verdict(self, share: float) -> Death | None:
         """The verdict now, with the bounds times `share`."""
-        bounds = Bounds(share * self._bounds.heartbeat_s, share * self._bounds.step_s)
-        moment = Observation(time.monotonic_ns(), self._since_ns, self._waiting())
-        return verdict(self._group.status(), moment, bounds)
+        config = self.group.config
+        moment = Observation(time.monotonic_ns(), self._since_ns, self.waiting())
+        return verdict(self.group.status(), moment, share * config.heartbeat_timeout_s, share * config.step_timeout_s)
 
     def _die(self, death: Death) -> None:
         if self._closed:
             return
         self.close()
         logger.error("group ended: %s", death)
-        self._on_death(death)
+        self.on_death(death)
 
     def close(self) -> None:
         """Stop watching: nothing is called after this. Idempotent; call it before an orderly end."""

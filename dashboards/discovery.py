@@ -165,7 +165,7 @@ class ReplicaRegistry(Collector):
                 _add_counts(series, RETIRED, deployment, [retired.counts])
                 _add_counts(series, DEPLOYMENT_TOTALS, deployment, [retired.counts, *(member.counts for member in members)])
         for row in series.values():
-            yield from row.collect()
+            yield row.family()
 
 
 def final_counts(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -188,30 +188,11 @@ def _add_counts(
 Listing = Callable[[], list[dict[str, Any]]]
 
 
-class DiscoveryServer:
+class DiscoveryServer(ThreadingHTTPServer):
     """`/targets`, `/ray`, `/metrics` and `/health` of a registry, on a thread of its own, which also ticks."""
 
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Listing = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
-        try:
-            self._server = _Server((host, port), registry, nodes)
-        except OSError as error:
-            raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
-        self.url = f"http://{host}:{self._server.server_port}/targets"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(TICK_S,), name="discovery", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Give the port back."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], registry: ReplicaRegistry, nodes: Listing) -> None:
         collectors = CollectorRegistry(auto_describe=False)
         collectors.register(registry)
         self._registry = registry
@@ -221,7 +202,19 @@ class _Server(ThreadingHTTPServer):
             "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(collectors)),
             "/health": ("text/plain", lambda: b"ok\n"),
         }
-        super().__init__(address, _Handler)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
+        self.url = f"http://{host}:{self.server_port}/targets"
+        self._thread = threading.Thread(target=self.serve_forever, args=(TICK_S,), name="discovery", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
     def service_actions(self) -> None:
         """Called by serve_forever at every turn."""
@@ -239,7 +232,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: DiscoveryServer
     timeout = 10.0
 
     def do_GET(self) -> None:

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from dashboards.aliases import aliases
 from dashboards.derived import Derivation, Derived
-from dashboards.metrics import ENGINE, Metric
+from dashboards.metrics import ENGINE, RETIRED, Metric
 from dashboards.series import FastHistogram, Series
 from engine.errors import ConfigError
 from engine.events import EngineFailed, Event, ScrapeGauges, Tokens
@@ -123,7 +123,7 @@ class Exporter(Collector):
         """Every family: ours, then the aliases."""
         with self._scraping:
             self._refresh()
-            families = [family for metric in self._metrics for family in metric.collect()]
+            families = [metric.family() for metric in self._metrics]
         yield from families
         if self.facts.aliases:
             yield from aliases(families, self.facts.model_name)
@@ -136,12 +136,8 @@ class Exporter(Collector):
         """Every counter's value now, but those of single ranks: what discovery keeps when the group has gone."""
         with self._scraping:
             self._refresh()
-            counters = [
-                metric
-                for metric in self._metrics
-                if isinstance(metric, Series) and metric.row.kind == "counter" and "rank" not in metric.row.labels
-            ]
-            return {(series.row.name, labels): value for series in counters for labels, value in series.values.copy().items()}
+            lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
+            return {(series.row.name, labels): value for series in lasting for labels, value in series.values.copy().items()}
 
     def serve(self, host: str, port: int) -> str:
         """Open the port (0: a free one) in a thread; returns the URL. ConfigError when it is taken."""

@@ -5,18 +5,16 @@ token pays for both. One thread writes; a scrape on another may miss what is wri
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from itertools import accumulate, product
 
 from prometheus_client import Metric as Family
 from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dashboards.metrics import LABEL_VALUES, Metric
 
 
-class Series(Collector):
+class Series:
     """A counter or gauge: `values` holds a figure for each combination of label values, known ones at zero from the start."""
 
     def __init__(self, row: Metric) -> None:
@@ -28,15 +26,15 @@ class Series(Collector):
         """Move one series on."""
         self.values[labels] = self.values.get(labels, 0.0) + amount
 
-    def collect(self) -> Iterator[Family]:
-        """The one family."""
+    def family(self) -> Family:
+        """What Prometheus reads."""
         family = Family(self.row.stem, self.row.help, self.row.kind)
         for labels, value in self.values.copy().items():
             family.add_sample(self.row.name, dict(zip(self.row.labels, labels, strict=True)), value)
-        yield family
+        return family
 
 
-class FastHistogram(Collector):
+class FastHistogram:
     """A histogram without labels: an observation is a bisection and two additions."""
 
     def __init__(self, row: Metric) -> None:
@@ -50,8 +48,8 @@ class FastHistogram(Collector):
         self._counts[bisect_left(self._row.buckets, value)] += 1
         self._sum += value
 
-    def collect(self) -> Iterator[Family]:
-        """The one family, as prometheus-client's own histogram gives it."""
+    def family(self) -> Family:
+        """What Prometheus reads, as prometheus-client's own histogram gives it."""
         bounds = [*map(floatToGoString, self._row.buckets), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        yield HistogramMetricFamily(self._row.name, self._row.help, buckets=buckets, sum_value=self._sum)
+        return HistogramMetricFamily(self._row.name, self._row.help, buckets=buckets, sum_value=self._sum)

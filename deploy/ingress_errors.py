@@ -8,7 +8,7 @@
 from http import HTTPStatus
 from pathlib import Path
 
-from deploy.edge.error_response import OPENAI_ERROR, plain_error, response_of
+from deploy.edge.error_response import OPENAI_ERROR, Refusal, plain_error
 from deploy.edge.http_errors import DeadlineExceeded
 from engine.errors import EngineDead, QuartetError
 
@@ -28,7 +28,7 @@ def write(folder: Path) -> None:
 
 def reply(error: QuartetError) -> bytes:
     """The reply to `error`, head and body, as it goes over the wire."""
-    made = response_of(error, OPENAI_ERROR)
+    made = Refusal(error, OPENAI_ERROR)
     lines = [f"HTTP/1.1 {made.status_code} {HTTPStatus(made.status_code).phrase}".encode()]
     lines += [name + b": " + value for name, value in made.raw_headers]
     return b"\r\n".join([*lines, b"", bytes(made.body)])

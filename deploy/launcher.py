@@ -25,7 +25,7 @@ import msgspec
 
 from cluster.capability import node_gpus, visible_gpus
 from deploy import environment
-from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, shared_limits
+from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, guard_limits
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes
@@ -51,7 +51,7 @@ class Launch:
     """One run of one config. `say` takes progress lines."""
 
     config: dict[str, Any]
-    settings: list[Settings]
+    settings: Settings
     say: Callable[[str], None]
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: sockets lie below it
     _started: float = field(default_factory=time.monotonic)
@@ -85,20 +85,18 @@ class Launch:
         self.drains = True
 
     def _guard(self) -> None:
-        """Tell the guard around Serve, which has only the environment to read. One application has the paths, and the keys."""
-        keys = [settings.keys for settings in self.settings if settings.keys.needed]
-        limits = shared_limits((settings.limits for settings in self.settings), self.address[0], keys=bool(keys))
-        os.environ.setdefault(LIMITS_VARIABLE, limits)
-        for one in keys:
-            os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(one).decode())
+        """Tell the guard around Serve, which has only the environment to read."""
+        keys = self.settings.keys
+        os.environ.setdefault(LIMITS_VARIABLE, guard_limits(self.settings.limits, self.address[0], keys=keys.needed))
+        if keys.needed:
+            os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(keys).decode())
 
     def _check_here(self) -> None:
         """Before Ray is up: the keys can be read, and it can only count what is in this machine."""
         gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        for settings in self.settings:
-            if settings.keys.needed:
-                parse(read(settings.keys))
-            check_nodes(settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
+        if self.settings.keys.needed:
+            parse(read(self.settings.keys))
+        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
 
     def _init_ray(self) -> None:
         import ray
@@ -112,8 +110,7 @@ class Launch:
             _temp_dir=str(self.folder / "ray"),
         )
         self._servers = [pid for pid in descendants(os.getpid()) if is_ray_server(command_line(pid))]
-        for settings in self.settings:
-            check_nodes(settings, ray.nodes())
+        check_nodes(self.settings, ray.nodes())
         self._mark("Ray")
 
     def _deploy(self) -> None:

@@ -30,28 +30,20 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 logger = logging.getLogger("ray.serve")
 
 
-class Discovery:
+class Discovery(ReplicaRegistry):
     """The actor: the replica registry, and its HTTP endpoint."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._registry = ReplicaRegistry()
+        super().__init__()
         try:
-            self._server = DiscoveryServer(self._registry, host, port, ray_exporters)
+            self._server = DiscoveryServer(self, host, port, ray_exporters)
         except ConfigError as error:
-            self._server = DiscoveryServer(self._registry, host, 0, ray_exporters)
+            self._server = DiscoveryServer(self, host, 0, ray_exporters)
             logger.warning("%s; it is %s instead", error, self._server.url)
 
     def url(self) -> str:
         """The address of the http_sd list."""
         return self._server.url
-
-    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """As ReplicaRegistry.heartbeat."""
-        return self._registry.heartbeat(target, counts)
-
-    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """As ReplicaRegistry.deregister."""
-        self._registry.deregister(target, cause, counts)
 
 
 @dataclass
@@ -88,27 +80,22 @@ class RayRegistryClient:
         return self._actor
 
 
+@dataclass
 class HeartbeatSender:
     """Tells `registry` once a second, from a thread of its own, that the replica lives and what it has counted.
 
     Registry failures never affect serving: what fails is logged once, and tried again. `on_url` hears where the list is.
     """
 
-    def __init__(
-        self,
-        registry: RayRegistryClient,
-        target: ScrapeTarget,
-        counts: Callable[[], Counts],
-        on_url: Callable[[str], None],
-        period_s: float = PERIOD_S,
-    ) -> None:
-        self.target = target
-        self._registry = registry
-        self._counts = counts
-        self._on_url = on_url
-        self._period_s = period_s
+    registry: RayRegistryClient
+    target: ScrapeTarget
+    counts: Callable[[], Counts]
+    on_url: Callable[[str], None]
+    period_s: float = PERIOD_S
+    _complained: bool = False
+
+    def __post_init__(self) -> None:
         self._over = threading.Event()
-        self._complained = False
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
@@ -117,20 +104,17 @@ class HeartbeatSender:
         while True:
             try:
                 if not known:
-                    self._on_url(self._registry.url())  # starts the actor, where there is none: that may take a while
+                    self.on_url(self.registry.url())  # starts the actor, where there is none: that may take a while
                     known = True
-                if self._registry.heartbeat(self.target, self._counts()) == "gone":
-                    self._given_up()
+                if self.registry.heartbeat(self.target, self.counts()) == "gone":
+                    if not self._over.is_set():
+                        logger.error("discovery has given this replica up: Prometheus does not see it any more")
                     return
                 self._complained = False
             except RayError as error:
                 self._complain(error)
-            if self._over.wait(self._period_s):
+            if self._over.wait(self.period_s):
                 return
-
-    def _given_up(self) -> None:
-        if not self._over.is_set():
-            logger.error("discovery has given this replica up: Prometheus does not see it any more")
 
     def _complain(self, error: RayError) -> None:
         if not self._complained and not self._over.is_set():
@@ -143,7 +127,7 @@ class HeartbeatSender:
             return
         self._over.set()
         try:
-            self._registry.deregister(self.target, cause, self._counts())
+            self.registry.deregister(self.target, cause, self.counts())
         except RayError as error:
             logger.warning("discovery did not hear of the end (%s)", type(error).__name__)
 

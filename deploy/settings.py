@@ -194,17 +194,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_settings(config: Mapping[str, Any], source: str) -> list[Settings]:
-    """The settings of each of our applications in a Serve config; ConfigError names the file and the key."""
+def application(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Ours in a Serve config; there can be one, as it has all paths. ConfigError names the file and the key."""
     ours = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
-    if not ours:
-        raise ConfigError(f"{source}: no application has import_path {IMPORT_PATH}")
-    settings = []
-    for app in ours:
-        if app.get("route_prefix", "/") != "/":
-            raise ConfigError(f"{source}: route_prefix: only /, because the paths of the API are OpenAI's")
-        try:
-            settings.append(Settings.read(app.get("args") or {}))
-        except ConfigError as error:
-            raise ConfigError(f"{source}: args of {app.get('name', 'the application')}: {error}") from error
-    return settings
+    if len(ours) != 1:
+        raise ConfigError(f"{source}: {'only one' if ours else 'no'} application has import_path {IMPORT_PATH}")
+    if ours[0].get("route_prefix", "/") != "/":
+        raise ConfigError(f"{source}: route_prefix: only /, because the paths of the API are OpenAI's")
+    return ours[0]
+
+
+def read_settings(config: Mapping[str, Any], source: str) -> Settings:
+    """The settings of our application in a Serve config; ConfigError names the file and the key."""
+    app = application(config, source)
+    try:
+        return Settings.read(app.get("args") or {})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: args of {app.get('name', 'the application')}: {error}") from error

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from deploy.cli.output import OK, Part, Subparsers, command, emit
+from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.keys.key_file import parse, read
 from deploy.scaling import check_policies
-from deploy.settings import DEPLOYMENT, IMPORT_PATH, Settings, read_config, read_settings
+from deploy.settings import DEPLOYMENT, Settings, application, read_config, read_settings
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import read_geometry
 from engine.weight_formats import weight_format
@@ -39,24 +39,22 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints each application's settings as they will be; ConfigError names what is wrong."""
+    """Prints the application's settings as they will be; ConfigError names what is wrong."""
     from deploy.serve_schema import check_schema
 
+    source = str(args.config)
     config = read_config(args.config)
-    applications = read_settings(config, str(args.config))
-    check_schema(config, str(args.config))
-    check_policies(config, str(args.config))
-    sections = [app for app in config["applications"] if app.get("import_path") == IMPORT_PATH]
-    entries: list[dict[str, Any]] = []
-    lines: list[Part] = []
-    for app, settings in zip(sections, applications, strict=True):
-        try:
-            notes = list(all_notes(app, config.get("http_options") or {}, settings))
-        except (ConfigError, CheckpointError) as error:
-            raise ConfigError(f"{args.config}: {error}") from error
-        entries.append({"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes})
-        lines += [f"{args.config}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
-    emit({"config": str(args.config), "applications": entries}, lines, as_json=args.json)
+    settings = read_settings(config, source)
+    check_schema(config, source)
+    check_policies(config, source)
+    app = application(config, source)
+    try:
+        notes = list(all_notes(app, config.get("http_options") or {}, settings))
+    except (ConfigError, CheckpointError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+    entry = {"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes}
+    lines = [f"{source}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
+    emit({"config": source, "applications": [entry]}, lines, as_json=args.json)
     return OK
 
 

@@ -3,11 +3,12 @@
 import argparse
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from cluster.capability import probe
-from deploy.cli.finding import Finding, emit_findings
-from deploy.cli.output import NO, OK, Subparsers, command
+from deploy.cli.finding import Finding
+from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
 from deploy.launcher import ROOT
 from deploy.settings import read_config
 
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     fine = not any(finding.state in bad for finding in findings)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-    emit_findings(findings, {**counts, "fine": fine}, summary, as_json=args.json)
+    rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
+    value = {**counts, "fine": fine, "findings": [asdict(finding) for finding in findings]}
+    emit(value, [Table(("", "", ""), rows), summary], as_json=args.json)
     return OK if fine else NO
 
 

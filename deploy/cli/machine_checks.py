@@ -84,22 +84,20 @@ def devices(node: Capability) -> Iterator[Finding]:
 def attention(node: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
     """Which attention backend runs here, or on a GPU of compute capability `asked`, and why; with the settings of config `path`."""
     architecture = asked or node.architecture
-    settings = read_settings(read_config(path), str(path)) if path else [Settings(model="any")]
-    for application in settings:
-        name = f"attention of {application.name}" if len(settings) > 1 else "attention"
-        yield _attention(name, application, architecture if application.needs_gpus or asked else None, node.flashinfer)
+    settings = read_settings(read_config(path), str(path)) if path else Settings(model="any")
+    yield _attention(settings, architecture if settings.needs_gpus or asked else None, node.flashinfer)
     for entry in BACKENDS.values():
         if package := entry.package(Platform(architecture, node.flashinfer)):
             yield checked(*package)
 
 
-def _attention(name: str, settings: Settings, architecture: tuple[int, int] | None, files: FlashInferFiles) -> Finding:
+def _attention(settings: Settings, architecture: tuple[int, int] | None, files: FlashInferFiles) -> Finding:
     try:
         config = EngineConfig(model="", device="cuda" if architecture else "cpu", **settings.engine)
         choice = choose_attention(config, architecture, files)
     except ConfigError as error:
-        return Finding(name, "fail", str(error))
-    return checked(name, not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
+        return Finding("attention", "fail", str(error))
+    return checked("attention", not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
 
 
 def kernels() -> Finding:
@@ -227,14 +225,14 @@ def hub() -> Iterator[Finding]:
 
 
 def templates(path: Path) -> Iterator[Finding]:
-    """Which chat template each application of the config would use, where it is on this machine."""
-    for settings in read_settings(read_config(path), str(path)):
-        name = f"template of {settings.name}"
-        instead = Path(settings.chat_template) if settings.chat_template else None
-        if instead is not None and not instead.is_file():
-            yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
-        elif (folder := folder_here(settings)) is not None and (source := template_source(folder, instead)) is not None:
-            yield template(name, source)
+    """Which chat template the config's application would use, where it is on this machine."""
+    settings = read_settings(read_config(path), str(path))
+    name = f"template of {settings.name}"
+    instead = Path(settings.chat_template) if settings.chat_template else None
+    if instead is not None and not instead.is_file():
+        yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
+    elif (folder := folder_here(settings)) is not None and (source := template_source(folder, instead)) is not None:
+        yield template(name, source)
 
 
 def template(name: str, source: str) -> Finding:
@@ -248,8 +246,7 @@ def template(name: str, source: str) -> Finding:
 def config(path: Path, gpus: int, *, asked: bool) -> Finding:
     """Whether this machine alone could hold what `path` asks for. `asked`: it was named, so a no is a failure."""
     try:
-        for settings in read_settings(read_config(path), str(path)):
-            check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])
+        check_nodes(read_settings(read_config(path), str(path)), [{"Alive": True, "Resources": {"GPU": gpus}}])
     except ConfigError as error:
         return Finding(path.name, "fail" if asked else "warn", str(error))
     return Finding(path.name, "ok", "fits this machine's GPUs")

@@ -71,22 +71,22 @@ def byte_size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan of each application of the config, or of the model that is named."""
-    reports = [report(settings, args) for settings in asked_settings(args)]
-    emit(reports if args.config else reports[0], [part for plan in reports for part in parts(plan)], as_json=args.json)
-    return OK if all(plan["fits"] for plan in reports) else NO
+    """Prints the plan of the config's application, or of the model that is named."""
+    plan = report(asked_settings(args), args)
+    emit([plan] if args.config else plan, parts(plan), as_json=args.json)
+    return OK if plan["fits"] else NO
 
 
-def asked_settings(args: argparse.Namespace) -> list[Settings]:
+def asked_settings(args: argparse.Namespace) -> Settings:
     """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
     names = ("model", "device", *sizes())
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is None:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")
-        return [Settings.read(given)]
-    applications = read_settings(read_config(args.config), str(args.config))
-    return [Settings.read({**msgspec.to_builtins(settings), **given}) for settings in applications]
+        return Settings.read(given)
+    settings = read_settings(read_config(args.config), str(args.config))
+    return Settings.read({**msgspec.to_builtins(settings), **given})
 
 
 def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from deploy import environment
 from deploy.cli.output import Subparsers, command
 from deploy.launcher import Interrupted, Launch, interruptible
 from deploy.scaling import check_policies
-from deploy.settings import Settings, read_config, read_settings
+from deploy.settings import read_config, read_settings
 from engine.errors import ConfigError, QuartetError
 
 _GOODBYE = "no new requests; open ones may finish. Once more to stop now."
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     launch = Launch(config, settings, lambda line: print(f"quartet: {line}", flush=True))
     code = 1
     try:
-        code = _run(launch, settings[0], args.drain)
+        code = _run(launch, args.drain)
     finally:
         if not launch.end():
             if sys.exc_info()[0] is not None:
@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _run(launch: Launch, settings: Settings, drain_s: float) -> int:
+def _run(launch: Launch, drain_s: float) -> int:
     """Start, wait for a signal, drain; a second signal ends the drain."""
     try:
         with interruptible():
             launch.start()
             with interruptible():  # Ray has put its own handler in place of ours
-                print(_ready_line(launch, settings), flush=True)
+                print(_ready_line(launch), flush=True)
                 threading.Event().wait()
     except Interrupted as signal:
         print(f"quartet: {signal}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
@@ -82,8 +82,9 @@ def _run(launch: Launch, settings: Settings, drain_s: float) -> int:
     return 0
 
 
-def _ready_line(launch: Launch, settings: Settings) -> str:
+def _ready_line(launch: Launch) -> str:
     host, port = launch.address
+    settings = launch.settings
     body = f'{{"model": "{settings.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     url = f"http://{host}:{port}/v1/chat/completions"
     key = "-H 'authorization: Bearer KEY' " if settings.keys.needed else ""

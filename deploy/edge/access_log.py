@@ -75,17 +75,14 @@ class AccessLog:
         if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
             detail = "".join(f" {name}={value}" for name, value in fields.items()) if logs.format == "text" else ""
-            logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**fields, **_where(record)})
+            where = {"request_id": record.id, "http_method": record.method, "http_route": record.route}
+            logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**fields, **where})
 
 
 def _level(record: RequestRecord) -> int:
     if record.failed:
         return logging.ERROR
     return logging.DEBUG if record.route in PROBES else logging.INFO
-
-
-def _where(record: RequestRecord) -> dict[str, str]:
-    return {"request_id": record.id, "http_method": record.method, "http_route": record.route}
 
 
 def method_of(scope: Scope) -> str:

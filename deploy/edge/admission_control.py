@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import Overloaded
-from engine.front.client import Clock, EngineClient
+from engine.front.client import EngineClient
+from engine.front.stream import Clock
 
 FULL = "Too many requests are running or waiting; please try again shortly."
 GIVE_WAY_S = 1.0  # for the engine to end what gives way: a step of it
@@ -56,11 +57,6 @@ class AdmissionControl:
         """Prompt tokens that wait for their prefill, or for their submission."""
         return sum(ticket.tokens for ticket in self._waiting())
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Of their media."""
-        return sum(ticket.bytes for ticket in self._waiting())
-
     def _waiting(self) -> list["AdmissionTicket"]:
         """The tickets that wait; one that has begun waits no more."""
         self._tickets = [ticket for ticket in self._tickets if ticket.waits]
@@ -96,7 +92,7 @@ class AdmissionControl:
 
     def _refusal(self, choices: int, tokens: int, media: int) -> str | None:
         waiting = self.waiting_tokens
-        held = self.waiting_bytes
+        held = sum(ticket.bytes for ticket in self._waiting())
         if waiting and waiting + tokens > self.tokens:
             return f"{waiting} tokens of prompts are waiting already; please try again shortly."
         if media and held and held + media > self.bytes:
@@ -110,15 +106,12 @@ class AdmissionControl:
         self._open_answers += answers
 
     def _queue(self, ticket: "AdmissionTicket") -> None:
-        ticket.turn = self._next_turn(ticket.client)
+        """Behind the client's own that wait; else with the first that waits; where nobody waits, as those that run had it."""
+        waiting = self._waiting()
+        own = [other.turn + other.choices for other in waiting if other.client == ticket.client]
+        ticket.turn = max(own) if own else min((other.turn for other in waiting), default=self._turn)
         self._turn = max(self._turn, ticket.turn)
         self._tickets.append(ticket)
-
-    def _next_turn(self, client: str) -> int:
-        """Behind the client's own that wait; else that of the first that waits; where nobody waits, as those that run had it."""
-        waiting = self._waiting()
-        own = [ticket.turn + ticket.choices for ticket in waiting if ticket.client == client]
-        return max(own) if own else min((ticket.turn for ticket in waiting), default=self._turn)
 
     def _give_back(self, reserved: int, answers: int) -> None:
         self._reserved -= reserved
@@ -137,7 +130,7 @@ class AdmissionTicket:
     turn: int = 0
     _reserved: int = 0
     _answers: int = 1
-    _clocks: Sequence[Clock | None] = ()
+    _clocks: Sequence[Clock] = ()
     _refuse: Callable[[], None] | None = None
     _left: bool = False
 
@@ -146,12 +139,12 @@ class AdmissionTicket:
         """Whether its prompt has yet to be computed."""
         if self._left:
             return False
-        return bool(self._reserved) or any(clock is not None and clock.scheduled is None for clock in self._clocks)
+        return bool(self._reserved) or any(clock.scheduled is None for clock in self._clocks)
 
     @property
     def may_give_way(self) -> bool:
         """The engine has it, and has begun with no choice of it."""
-        return self._refuse is not None and all(clock is not None and clock.scheduled is None for clock in self._clocks)
+        return self._refuse is not None and all(clock.scheduled is None for clock in self._clocks)
 
     def settle(self, choices: int, tokens: int, media: int = 0) -> None:
         """What it costs, once: `tokens` of prompts and bytes of `media`, all choices together. Overloaded: it does not fit, and
@@ -165,7 +158,7 @@ class AdmissionTicket:
         self.bytes = media
         self.admission._queue(self)
 
-    def submitted(self, clocks: Sequence[Clock | None], refuse: Callable[[], None]) -> None:
+    def submitted(self, clocks: Sequence[Clock], refuse: Callable[[], None]) -> None:
         """The engine has its choices now, and counts them. `refuse` has it give way."""
         self._clocks = clocks
         self._refuse = refuse
@@ -174,9 +167,8 @@ class AdmissionTicket:
 
     def give_way(self) -> None:
         """To another client's."""
-        assert self._refuse is not None
-        refuse = self._refuse
-        self._refuse = None
+        refuse, self._refuse = self._refuse, None
+        assert refuse is not None
         refuse()
 
     def leave(self) -> None:

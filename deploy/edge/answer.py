@@ -69,7 +69,9 @@ class CompletionResponse(Response):
                 if work.done():
                     work.result()
             finally:
-                await _cancel(work, gone)
+                work.cancel()
+                gone.cancel()
+                await asyncio.gather(work, gone, return_exceptions=True)
                 self._abort(AbortReason.client_gone)
 
     def _note(self, record: RequestRecord) -> None:
@@ -109,7 +111,7 @@ class CompletionResponse(Response):
     def _submit(self) -> None:
         """All choices, which the engine counts from here on."""
         for choice in range(len(self._job.params)):
-            generation = self._service.start(self._job, choice)
+            generation = Generation(self._service.engine, self._service.text, self._job, choice)
             self._generations.append(generation)
             self._record.clocks.append(generation.clock)
         self._job = replace(self._job, media=())  # the engine's now: they are large
@@ -118,7 +120,7 @@ class CompletionResponse(Response):
 
     def _refuse(self, why: str) -> None:
         """It need not wait any longer; one that has begun goes on."""
-        if all(clock is not None and clock.scheduled is None for clock in self._record.clocks):
+        if all(clock.scheduled is None for clock in self._record.clocks):
             self._late = Overloaded(f"The request {why}; please try again shortly.")
             self._abort(AbortReason.queue_timeout)
 
@@ -229,9 +231,3 @@ async def _disconnected(receive: Receive) -> None:
     message: Message = await receive()
     while message["type"] != "http.disconnect":
         message = await receive()
-
-
-async def _cancel(*tasks: asyncio.Future[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -141,13 +141,10 @@ def _any_object(value: Any, key: str) -> str | None:
     return json_answer() if value else None
 
 
-def _text(make: Callable[[str], str]) -> Callable[[Any, str], str]:
-    def read(value: Any, key: str) -> str:
-        if not isinstance(value, str) or not value:
-            raise InvalidRequest(f"{key}: must be a text that is not empty")
-        return make(value)
-
-    return read
+def _text(make: Callable[[str], str], value: Any, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{key}: must be a text that is not empty")
+    return make(value)
 
 
 def _choice(value: Any, key: str) -> str:
@@ -180,9 +177,9 @@ def _structure(structure: _Structure, triggers: Sequence[str], where: str) -> St
 _FORMS: Mapping[str, Callable[[Any, str], str | None]] = {
     "json": _schema,
     "json_object": _any_object,
-    "regex": _text(regex_answer),
+    "regex": partial(_text, regex_answer),
     "choice": _choice,
-    "grammar": _text(lark_answer),
+    "grammar": partial(_text, lark_answer),
     "structural_tag": _tag,
 }
 

@@ -5,17 +5,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine.front.generation import Choice, Delta, ReplyBlock
+from deploy.edge.response_format import OneChoice
+from engine.front.generation import Delta, ReplyBlock
 from engine.front.parts import ToolCallStart
 
 encode = msgspec.json.encode
 
 
-class BlockFormat(abc.ABC):
+class BlockFormat(OneChoice, abc.ABC):
     """A format of answers with one choice, whose stream opens a block, adds to it and closes it before the next."""
-
-    def __init__(self) -> None:
-        self.choice = Choice()
 
     @abc.abstractmethod
     def opened(self, block: ReplyBlock) -> bytes:
@@ -28,10 +26,6 @@ class BlockFormat(abc.ABC):
     @abc.abstractmethod
     def closed(self, block: ReplyBlock) -> bytes:
         """The events of its end."""
-
-    def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
-        """One more of a whole answer."""
-        self.choice.add(delta)
 
     def events(self, index: int, delta: Delta) -> bytes:  # noqa: ARG002 - there is one choice
         """What a delta adds to the stream."""

@@ -24,7 +24,7 @@ class BodyReader(Generic[R]):
     def __init__(self, kind: type[R], absent: AbsentKeys) -> None:
         self._absent = absent
         fields = [(name, Raw | UnsetType, UNSET) for name in absent]
-        made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True)
+        made: type[Any] = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True)
         self._decoder = msgspec.json.Decoder(made)
 
     def read(self, body: bytes | Raw) -> R:

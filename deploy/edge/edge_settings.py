@@ -1,7 +1,6 @@
 """Settings of the edge: what one request may ask for, who may, what is logged of it, and where its spans go."""
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -94,23 +93,18 @@ class KeySettings(msgspec.Struct, frozen=True):
 KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
 LIMITS_VARIABLE = "QUARTET_LIMITS"  # in the environment: the limits as JSON of the guard around Serve
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_GUARDED = ("body_bytes", "header_bytes", "body_timeout_s", "requests", "uploads", "upload_bytes", "write_timeout_s")
 
 
-def shared_limits(limits: Iterable[LimitSettings], host: str, *, keys: bool = False) -> str:
-    """The loosest of several applications' limits, for the guard around them all, at a server that listens on `host`.
+def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str:
+    """An application's limits, as JSON for the guard around Serve, at a server that listens on `host`.
 
-    Where no application says by which names it is known, it is by those of loopback and by `host`; by any at a wildcard address,
-    and where requests need `keys`, which no page of another site has.
+    Where they do not say by which names it is known, it is by those of loopback and by `host`; by any at a wildcard address, and
+    where requests need `keys`, which no page of another site has.
     """
-    every = list(limits)
-    shared: dict[str, Any] = {name: max(getattr(one, name) for one in every) for name in _GUARDED}
-    named = [name for one in every for name in one.hosts or ()]
-    if all(one.hosts is not None for one in every):
-        shared["hosts"] = sorted(set(named))
-    elif not keys and host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-        shared["hosts"] = sorted({*LOOPBACK_NAMES, host, *named})
-    return msgspec.json.encode(shared).decode()
+    hosts = limits.hosts
+    if hosts is None and not keys and host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        hosts = (*LOOPBACK_NAMES, host)
+    return msgspec.json.encode(msgspec.structs.replace(limits, hosts=hosts)).decode()
 
 
 class LogSettings(msgspec.Struct, frozen=True):

@@ -60,20 +60,15 @@ def _openai_body(error: ErrorFields) -> dict[str, Any]:
 OPENAI_ERROR = ErrorShape("Error", ("message", "type", "param", "code"), _openai_body)
 
 
-def response_of(error: QuartetError, shape: ErrorShape) -> Response:
-    """The whole reply."""
-    status = status_of(error)
-    headers = dict(status.headers)
-    if isinstance(error, Overloaded):
-        headers["retry-after"] = str(error.retry_after_s)
-    return Refusal(error, shape.body(error), status.status, headers)
-
-
 class Refusal(Response):
     """An error as a reply."""
 
-    def __init__(self, error: QuartetError, body: dict[str, Any], status: int, headers: dict[str, str]) -> None:
-        super().__init__(msgspec.json.encode(body), status, headers, media_type="application/json")
+    def __init__(self, error: QuartetError, shape: ErrorShape) -> None:
+        status = status_of(error)
+        headers = dict(status.headers)
+        if isinstance(error, Overloaded):
+            headers["retry-after"] = str(error.retry_after_s)
+        super().__init__(msgspec.json.encode(shape.body(error)), status.status, headers, media_type="application/json")
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,14 +76,11 @@ class Refusal(Response):
         if RECORD in scope:
             scope[RECORD].error = self._error
         else:
-            self._introduce(request_id(scope["headers"]))
+            name = self.headers["x-request-id"] = request_id(scope["headers"])
+            kind = type(self._error).__name__
+            fields = {"request_id": name, "status": self.status_code, "error": kind}
+            logger.info("rejected before routing: status=%d error=%s", self.status_code, kind, extra=fields)
         await super().__call__(scope, receive, send)
-
-    def _introduce(self, name: str) -> None:
-        self.headers["x-request-id"] = name
-        kind = type(self._error).__name__
-        fields = {"request_id": name, "status": self.status_code, "error": kind}
-        logger.info("rejected before routing: status=%d error=%s", self.status_code, kind, extra=fields)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -100,7 +92,7 @@ def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
-    headers = {**(headers or {}), **(dict(NO_RETRY) if status >= 500 else {})}
+    headers = {**(headers or {}), **(NO_RETRY if status >= 500 else {})}
     return json_response(shape.write(ErrorFields(status, _cut(message), code=code)), status, headers)
 
 

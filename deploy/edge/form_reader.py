@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from deploy.edge.body_reader import unsupported
-from deploy.edge.raw_json import decode
+from deploy.edge.raw_json import decode, invalid
 from engine.errors import InvalidRequest
 
 MEDIA_TYPE = "multipart/form-data"
@@ -30,8 +30,7 @@ def read_form(body: bytes, decoder: msgspec.json.Decoder[R], absent: Collection[
         if name in absent:
             raise unsupported(name)
         values[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
-    request: R = decode(msgspec.json.encode(values), "", decoder)
-    return request
+    return decode(msgspec.json.encode(values), "", decoder)
 
 
 def _fields(body: bytes) -> dict[str, bytes]:
@@ -53,8 +52,8 @@ def _fields(body: bytes) -> dict[str, bytes]:
 
 def _text(name: str, value: bytes) -> str:
     if len(value) > _TEXT_BYTES:
-        raise InvalidRequest(f"{name}: more than {_TEXT_BYTES} bytes", param=name)
+        raise invalid(name, f"more than {_TEXT_BYTES} bytes")
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{name}: it is not UTF-8", param=name) from None
+        raise invalid(name, "it is not UTF-8") from None

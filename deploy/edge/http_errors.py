@@ -18,7 +18,8 @@ being rebuilt says so too, and what would fail again says not to try.
 How an error looks is for error_response.py and anthropic/error_object.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, ModelNotFound, Overloaded, QuartetError, SlowReader
 
@@ -67,17 +68,17 @@ class HttpStatus:
 
     status: int
     code: str | None = None
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
-NO_RETRY = (("x-should-retry", "false"),)
+NO_RETRY = {"x-should-retry": "false"}
 
 # The most derived class that is listed counts.
 _TABLE: dict[type[QuartetError], HttpStatus] = {
     TooLarge: HttpStatus(413, "request_too_large"),
     HeadersTooLarge: HttpStatus(431, "headers_too_large"),
     TooSlow: HttpStatus(408, "request_timeout", NO_RETRY),
-    Unauthenticated: HttpStatus(401, "invalid_api_key", (("www-authenticate", "Bearer"),)),
+    Unauthenticated: HttpStatus(401, "invalid_api_key", {"www-authenticate": "Bearer"}),
     Forbidden: HttpStatus(403, "insufficient_permissions"),
     QuotaExceeded: HttpStatus(429, "rate_limit_exceeded"),
     WrongMediaType: HttpStatus(415, "unsupported_media_type"),
@@ -85,7 +86,7 @@ _TABLE: dict[type[QuartetError], HttpStatus] = {
     ModelNotFound: HttpStatus(404, "model_not_found"),
     InvalidRequest: HttpStatus(400),
     Overloaded: HttpStatus(429, "overloaded"),
-    EngineDead: HttpStatus(503, "engine_restarting", (("retry-after", str(RESTART_S)),)),
+    EngineDead: HttpStatus(503, "engine_restarting", {"retry-after": str(RESTART_S)}),
     SlowReader: HttpStatus(408, "slow_reader", NO_RETRY),
     DeadlineExceeded: HttpStatus(504, "deadline_exceeded", NO_RETRY),
     GenerationFailed: HttpStatus(500, "generation_failed", NO_RETRY),

@@ -28,7 +28,6 @@ from engine.front.reply import Markers
 from engine.front.template import characters
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
-from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import Grammar, SamplingParams
 
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
@@ -65,14 +64,6 @@ class JobBuilder:
         """What goes to the engine. InvalidRequest, ModelNotFound."""
         self.check_model(ask.model)
         return await (self._chat_job(ask, ask.prompt) if isinstance(ask.prompt, ChatPrompt) else self._raw_job(ask, ask.prompt))
-
-    def _adjustments(self, ask: Ask) -> LogitAdjustments | None:
-        encode = partial(self.text.encode, add_bos=False)
-        adjustments = logit_adjustments(ask.sampling, self.settings.vocab, encode)
-        if not isinstance(ask.prompt, ChatPrompt) or ask.prompt.choice.mode != "none" or not ask.prompt.tools:
-            return adjustments
-        known = map(self.text.control_id, CALL_TOKENS)
-        return forbid(adjustments, [number for number in known if number is not None])
 
     async def prompt(self, chat: ChatPrompt) -> list[int]:
         """The token ids that a chat begins with. InvalidRequest."""
@@ -112,6 +103,9 @@ class JobBuilder:
         if chat.choice.mode == "required":
             _check_end(ask, "a tool_choice that requires a call")
         job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len, scored=1)
+        if chat.choice.mode == "none" and chat.tools:
+            ids = [number for number in map(self.text.control_id, CALL_TOKENS) if number is not None]
+            job = _with(job, adjustments=forbid(job.params[0].adjustments, ids))
         items = media_items(prompt, media, self.text) if media else ()
         return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
 
@@ -203,7 +197,7 @@ class JobBuilder:
         """`scored` choices also give logprobs of their prompts, where they are asked for; None: all of them."""
         self._check_limits(ask, len(prompts))
         sampling = ask.sampling
-        adjustments = self._adjustments(ask)
+        adjustments = logit_adjustments(sampling, self.settings.vocab, partial(self.text.encode, add_bos=False))
         choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit))
         packed = tuple(array("i", prompt) for prompt in prompts)
         clip = sampling.max_tokens is None

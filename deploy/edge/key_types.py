@@ -56,5 +56,6 @@ RawStops = Annotated[Raw, shown_as(STRING, STRINGS)] | UnsetType
 RawIds = Annotated[Raw, shown_as(IDS)] | UnsetType
 RawBool = Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType
 RawObject = Annotated[Raw, shown_as(OBJECT)] | UnsetType
+RawTextOrObjects = Annotated[Raw, shown_as(STRING, array(OBJECT))] | UnsetType
 RawTextOrObject = Annotated[Raw, shown_as(STRING, OBJECT)] | UnsetType
 RawToolChoice = Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, OBJECT)] | UnsetType

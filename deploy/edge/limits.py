@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.edge.apis import error_shape_of
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
-from deploy.edge.error_response import response_of
+from deploy.edge.error_response import Refusal
 from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
 from deploy.edge.key_gate import KeyGate
@@ -89,7 +89,7 @@ class Limits:
             try:
                 await self._take_in(scope, receive, upload)
             except QuartetError as error:  # the app's own are its own business
-                await response_of(error, error_shape_of(scope["path"]))(scope, receive, send)
+                await Refusal(error, error_shape_of(scope["path"]))(scope, receive, send)
                 return
             if self.bounds_writes:
                 note_server_send(send)

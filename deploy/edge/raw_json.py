@@ -27,9 +27,9 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 V = TypeVar("V")
 Json = Raw | UnsetType  # a field that stays raw JSON
 
-ANYTHING: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+ANYTHING = msgspec.json.Decoder()
 _TEXT = msgspec.json.Decoder(str)
-_ID_LIST: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Natural])
+_ID_LIST = msgspec.json.Decoder(list[Natural])
 
 
 def invalid(path: str, why: str, code: str | None = None) -> InvalidRequest:
@@ -81,7 +81,7 @@ def short_value(raw: Json, key: str) -> Any:
     return decode(raw, key, ANYTHING) if size(raw) <= _SMALL_BYTES else ...
 
 
-def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V]) -> V:
     """The value of the request's `key`, or for "" its body. InvalidRequest: it is not what `decoder` takes."""
     try:
         return decoder.decode(raw)
@@ -94,8 +94,7 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
     if (given := not_null(raw)) is None:
         return []
     check_commas(given, key, most)
-    ids: list[int] = decode(given, key, _ID_LIST)
-    return ids
+    return decode(given, key, _ID_LIST)
 
 
 def check_commas(raw: Raw, key: str, most: int) -> None:
@@ -128,8 +127,8 @@ class ListReader:
 
     def __init__(self, element: Any, most: int) -> None:
         self._most = most
-        self._small: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
-        self._large: msgspec.json.Decoder[Any] = msgspec.json.Decoder(at_most(element, most))
+        self._small = msgspec.json.Decoder(list[element])
+        self._large = msgspec.json.Decoder(at_most(element, most))
 
     def read(self, raw: Json, key: str) -> list[Any]:
         """The elements. InvalidRequest: they are none, or too many."""
@@ -137,7 +136,7 @@ class ListReader:
             return []
         if size(raw) > ON_LOOP_BYTES:
             return [value for value in msgspec.structs.astuple(decode(given, key, self._large)) if value is not UNSET]
-        values: list[Any] = decode(given, key, self._small)
+        values = decode(given, key, self._small)
         if len(values) > self._most:
             raise invalid(key, f"more than {self._most} elements")
         return values
@@ -149,8 +148,7 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
         return None
     if len(memoryview(given)) > most:
         raise invalid(key, f"more than {most} bytes")
-    value: V = decode(given, key, decoder)
-    return value
+    return decode(given, key, decoder)
 
 
 def read_text(raw: Raw, key: str) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.apis import error_shape_of
-from deploy.edge.error_response import response_of
+from deploy.edge.error_response import Refusal
 from engine.errors import EngineDead
 
 PERIOD_S = 0.5  # between two looks at a request that waits, and at what Serve says of the deployments
@@ -53,7 +53,7 @@ class Recovery:
             work.cancel()
             await asyncio.wait({work})
         if refused:
-            await response_of(EngineDead("the replica is gone"), error_shape_of(scope["path"]))(scope, receive, send)
+            await Refusal(EngineDead("the replica is gone"), error_shape_of(scope["path"]))(scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
         """As Serve said it, at most PERIOD_S ago; False where it does not say."""

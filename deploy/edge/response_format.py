@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import QuartetError
-from engine.front.generation import Delta
+from engine.front.generation import Choice, Delta
 from engine.pieces import Pieces
 
 
@@ -72,3 +72,14 @@ class ResponseFormat(Protocol):
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""
         ...
+
+
+class OneChoice:
+    """A format of answers with one choice, which is summed up."""
+
+    def __init__(self) -> None:
+        self.choice = Choice()
+
+    def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
+        """One more of a whole answer."""
+        self.choice.add(delta)

@@ -25,7 +25,7 @@ from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
-from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, json_response, plain_error, response_of
+from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, Refusal, json_response, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.limits import Limits
@@ -204,7 +204,7 @@ def _may_know_addresses(service: Service, request: Request) -> bool:
 async def _refusal(request: Request, error: Exception) -> Response:
     """An error of ours, of the whole tree."""
     assert isinstance(error, QuartetError), error
-    return response_of(error, error_shape_of(request.scope["path"]))
+    return Refusal(error, error_shape_of(request.scope["path"]))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -20,7 +20,7 @@ from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.client import EngineClient
-from engine.front.generation import Generation, Job
+from engine.front.generation import Job
 from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 
@@ -100,7 +100,3 @@ class Service:
         isolated = self.keys is not None if self.settings.limits.isolate_cache is None else self.settings.limits.isolate_cache
         shared = sha256(tenant.encode()).hexdigest() if isolated else ""
         return replace(job, priority=ask.priority, salt=f"{len(shared)}:{shared}{ask.salt}")
-
-    def start(self, job: Job, choice: int) -> Generation:
-        """Submit one choice of a job."""
-        return Generation(self.engine, self.text, job, choice)

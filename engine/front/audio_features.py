@@ -6,9 +6,7 @@ are left out: transformers masks them.
     160 zeros, samples --Hann(320), every 160--> rfft(512) --| |--> 128 mels, 0..8000 Hz --log(mel + 1e-3)--> [frames, 128]
 """
 
-from collections.abc import Iterable
 from functools import cache
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -21,29 +19,6 @@ RATE = 16_000
 CLIP_SAMPLES = 30 * RATE  # the most that the tower was trained on
 _FRAME, _HOP, _FFT = 320, 160, 512
 _CUT_SAMPLES, _QUIET = 10 * RATE, RATE // 10  # a cut is in a clip's last 10 s, in the middle of their quietest 0.1 s
-
-
-def resampled(parts: Iterable[Array], rate: int) -> Array:
-    """Samples at `rate` -> at 16 kHz, as many as begin before their end: what both rates can hold of the spectrum is kept.
-
-    In blocks of 14 s, each with a second on either side, where what a transform makes of its ends fades away.
-    """
-    if rate == RATE:
-        return np.concatenate([np.zeros(0, np.float32), *parts])
-    size, behind = 16 * rate, 15 * rate
-    window, filled, count, blocks = np.zeros(size, np.float32), rate, -behind, []
-    for part in chain(parts, [np.zeros(behind, np.float32)]):
-        count += len(part)
-        while len(part):
-            taken, part = part[: size - filled], part[size - filled :]  # noqa: PLW2901 - what is left of it
-            window[filled : filled + len(taken)] = taken
-            filled += len(taken)
-            if filled == size:
-                blocks.append(np.fft.irfft(np.fft.rfft(window)[: 8 * RATE + 1], 16 * RATE)[RATE:-RATE].astype(np.float32))
-                window[: 2 * rate], filled = window[14 * rate :], 2 * rate
-    whole = np.concatenate(blocks)[: -(-count * RATE // rate)]
-    whole *= RATE / rate
-    return whole
 
 
 def log_mels(samples: Array) -> Array:

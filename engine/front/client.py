@@ -31,7 +31,7 @@ from engine.events import (
     Tokens,
     no_sink,
 )
-from engine.front.stream import Stream
+from engine.front.stream import Clock, Stream
 from engine.protocol import (
     Abort,
     AbortReason,
@@ -54,28 +54,12 @@ MAX_PILED_TOKENS = 4096
 EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know which process died
 
 
-@dataclass(slots=True)
-class Clock:
-    """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
-
-    submitted: float
-    scheduled: float | None = None
-    first: float | None = None
-    last: float | None = None
-    output_tokens: int = 0
-
-    @property
-    def queue_s(self) -> float | None:
-        return None if self.scheduled is None else self.scheduled - self.submitted
-
-
 @dataclass
 class _Request:
-    """An open request: its stream and its clock."""
+    """An open request."""
 
     stream: Stream
     prompt_tokens: int
-    clock: Clock
     aborted: AbortReason | None = None
     aborted_at: float = 0.0
 
@@ -122,20 +106,15 @@ class EngineClient(asyncio.Protocol):
         priority: int = 0,
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest.
-
-        Raises InvalidRequest only if it cannot be sent as it is.
-        """
+        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest."""
         self._last_id += 1
-        stream = Stream(self._last_id, self.abort)
-        message = self._frame(
-            GenerateRequest(
-                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
-            )
+        stream = Stream(self._last_id, self.abort, Clock(self._clock()))
+        message = GenerateRequest(
+            id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
         )
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
-        self._requests[stream.id] = _Request(stream, len(prompt), Clock(self._clock()))
+        self._requests[stream.id] = _Request(stream, len(prompt))
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
             self._kill(stream.id, self.dead)
@@ -143,18 +122,13 @@ class EngineClient(asyncio.Protocol):
             self._write(message)
         return stream
 
-    def clock(self, request: int) -> Clock | None:
-        """An open request's clock points, which stay valid after its end. None: it is not open."""
-        entry = self._requests.get(request)
-        return None if entry is None else entry.clock
-
     def abort(self, request: int, reason: AbortReason) -> None:
         """Ask the core to end a request; does nothing if it has ended, or was aborted before."""
         entry = self._requests.get(request)
         if entry is None or entry.aborted is not None:
             return
         entry.aborted, entry.aborted_at = reason, self._clock()
-        self._write(self._frame(Abort(id=request, reason=reason)))
+        self._write(Abort(id=request, reason=reason))
 
     def health(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -174,11 +148,11 @@ class EngineClient(asyncio.Protocol):
 
     def report(self) -> None:
         """Ask for the core's figures; they come as `load` and an EngineLoad event."""
-        self._write(self._frame(Control(action="report")))
+        self._write(Control(action="report"))
 
     def stop(self) -> None:
         """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
-        self._write(self._frame(Control(action="stop")))
+        self._write(Control(action="stop"))
 
     def fail(self, reason: str) -> None:
         """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""
@@ -211,7 +185,8 @@ class EngineClient(asyncio.Protocol):
         except msgspec.DecodeError as error:
             self.fail(f"the core sent a message that cannot be decoded: {error}")
             return
-        self._loaded(batch.load)
+        before, self.load = self.load, batch.load
+        self._sink(EngineLoad(batch.load, self._interval(before, batch.load)))
         for request in batch.started:
             self._started(request)
         self._count_tokens(batch.outputs)
@@ -239,9 +214,10 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.get(request)
         if entry is None:
             return
-        now = entry.clock.scheduled = self._clock()
+        clock = entry.stream.clock
+        now = clock.scheduled = self._clock()
         if entry.aborted is None:
-            self._sink(Scheduled(request, now - entry.clock.submitted))
+            self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
         """Of one message, those that came for nobody left out."""
@@ -250,7 +226,7 @@ class EngineClient(asyncio.Protocol):
             entry, count = self._requests.get(output.id), len(output.tokens)
             if entry is None or entry.aborted is not None or not count:
                 continue
-            clock = entry.clock
+            clock = entry.stream.clock
             if clock.last is None:
                 clock.first = now
                 self._sink(FirstToken(output.id, entry.prompt_tokens, now - clock.submitted, clock.queue_s))
@@ -267,7 +243,7 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.pop(request)
         if error is not None:
             entry.stream.fail(error)
-        ended, clock = entry.aborted_at if entry.aborted is not None else self._clock(), entry.clock
+        ended, clock = entry.aborted_at if entry.aborted is not None else self._clock(), entry.stream.clock
         first, last, count = clock.first, clock.last, clock.output_tokens
         ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
@@ -276,10 +252,6 @@ class EngineClient(asyncio.Protocol):
 
     def _kill(self, request: int, reason: str) -> None:
         self._end(request, "dead", EngineDead(reason))
-
-    def _loaded(self, load: Load) -> None:
-        before, self.load = self.load, load
-        self._sink(EngineLoad(load, self._interval(before, load)))
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
         """Seconds since the last report of a step, if `load` has a new step and there was work in between."""
@@ -300,24 +272,11 @@ class EngineClient(asyncio.Protocol):
 
     # -- to the core
 
-    @staticmethod
-    def _frame(message: FrontMessage) -> bytes:
-        try:
-            return frame(encode_message(message))
-        except ValueError as error:
-            raise InvalidRequest(f"the request is too large: {error}") from error
-
-    def _write(self, data: bytes) -> None:
+    def _write(self, message: FrontMessage) -> None:
+        """What is too large for a message the edge has refused before."""
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
-            self._transport.write(data)
-
-
-def _packed(prompt: Sequence[int]) -> bytes:
-    try:
-        return pack_tokens(prompt)
-    except (OverflowError, TypeError) as error:
-        raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
+            self._transport.write(frame(encode_message(message)))
 
 
 def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:

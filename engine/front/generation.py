@@ -193,14 +193,14 @@ def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser
     """The parser of a job's replies; only a detokenizer if it is no chat, or the model has no markers for thoughts and calls."""
     markers = Markers.of(text) if job.is_chat else None
     if markers is None:
-        return PlainText(text.detokenizer(skip_special_tokens=job.skip_special_tokens))
+        return PlainText(Detokenizer(text.pieces, skip_special_tokens=job.skip_special_tokens))
     return ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not job.skip_special_tokens)
 
 
 class Generation:
     """One choice while it is generated, for one reader.
 
-    clock      its clock points; None if the engine was gone already
+    stream     what the engine gives;   clock  its clock points
     has_ended  the delta with `finish` has been taken, or it was aborted
     cached     tokens of its prompt found in the prefix cache, known with its first tokens
     accepted   of its tokens were drafts so far;   rejected  drafts were not
@@ -211,8 +211,8 @@ class Generation:
         self.choice, self._prompt = choice, prompt
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
         self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
-        self._stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
-        self.clock = engine.clock(self._stream.id)
+        self.stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
+        self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
         self._reader = _reader(text, job, prompt)
@@ -228,22 +228,18 @@ class Generation:
 
     def abort(self, reason: AbortReason) -> None:
         """End it in the engine; does nothing if it has ended."""
-        self._stream.abort(reason)
-
-    def on_ready(self, call: Callable[[], None]) -> None:
-        """Call `call`, within the engine client's callback, whenever there is more to take."""
-        self._stream.on_ready = call
+        self.stream.abort(reason)
 
     @property
     def ready(self) -> bool:
         """Whether `take` gives something."""
-        return not self.has_ended and self._stream.ready
+        return not self.has_ended and self.stream.ready
 
     def take(self) -> Iterator[Delta]:
         """The deltas since the last call; the very last one has `finish`. Raises what the engine's stream raises."""
         if not self.ready:
             return
-        output = self._stream.take()
+        output = self.stream.take()
         if output is None:
             self.has_ended = True
             return
@@ -300,7 +296,7 @@ class Generation:
         for index, parts in enumerate(self._by_token(output)):
             matched = _keep(parts, self._stops, kept)
             if matched is not None or (self._one_call and self._reader.ended_calls):
-                self._stream.abort(AbortReason.stop_string)
+                self.stream.abort(AbortReason.stop_string)
                 used = min(index + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)
                 return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish, matched)
@@ -359,6 +355,7 @@ def _content(text: str) -> list[Part]:
     return [Content(text)] if text else []
 
 
+@dataclass
 class DeltaReader(Generic[T]):
     """Reads several generations; `convert` turns the (choice, delta) pairs that have come into what `next` returns.
 
@@ -368,26 +365,23 @@ class DeltaReader(Generic[T]):
     is left for it to do.
     """
 
-    def __init__(
-        self,
-        generations: Sequence[Generation],
-        convert: Callable[[Iterator[tuple[int, Delta]]], T],
-        put: Callable[[T], T | None] | None = None,
-    ) -> None:
-        self._generations = generations
-        self._convert, self._put = convert, put
-        self._waiter: asyncio.Future[T | None] | None = None
-        self._error: Exception | None = None
-        for generation in generations:
-            generation.on_ready(self._arrived)
+    generations: Sequence[Generation]
+    convert: Callable[[Iterator[tuple[int, Delta]]], T]
+    put: Callable[[T], T | None] | None = None
+    _waiter: "asyncio.Future[T | None] | None" = None
+    _error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        for generation in self.generations:
+            generation.stream.on_ready = self._arrived
 
     @property
     def has_ended(self) -> bool:
-        return self._error is None and all(generation.has_ended for generation in self._generations)
+        return self._error is None and all(generation.has_ended for generation in self.generations)
 
     @property
     def ready(self) -> bool:
-        return self._error is not None or any(generation.ready for generation in self._generations)
+        return self._error is not None or any(generation.ready for generation in self.generations)
 
     async def next(self) -> T:
         """What has come since the last call; waits if nothing has. Raises what the streams raise: the first error ends them all."""
@@ -396,22 +390,22 @@ class DeltaReader(Generic[T]):
             converted = await self._waiter
             if converted is not None:
                 return converted
-        return self._convert(self._taken())
+        return self.convert(self._taken())
 
     def _arrived(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
             return
         try:
-            converted = self._convert(self._taken())
+            converted = self.convert(self._taken())
         except Exception as error:  # noqa: BLE001 - the reader raises it
             self._error = error
             waiter.set_result(None)
             return
-        if self._put is None:
+        if self.put is None:
             waiter.set_result(converted)
         else:
-            waiter.get_loop().call_soon(self._put_now, waiter, converted, self._put)
+            waiter.get_loop().call_soon(self._put_now, waiter, converted, self.put)
 
     def _put_now(self, waiter: "asyncio.Future[T | None]", converted: T, put: Callable[[T], T | None]) -> None:
         if waiter.done():  # the reader has gone
@@ -433,7 +427,7 @@ class DeltaReader(Generic[T]):
         if self._error is not None:
             raise self._error
         some = False
-        for generation in self._generations:
+        for generation in self.generations:
             try:
                 for delta in generation.take():
                     some = True
@@ -448,6 +442,6 @@ class DeltaReader(Generic[T]):
     def _abort_siblings(self, failed: Generation, error: Exception) -> None:
         """Abort the others with the true reason; closing their streams would report that the client has gone."""
         reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
-        for generation in self._generations:
+        for generation in self.generations:
             if generation is not failed:
                 generation.abort(reason)

@@ -42,15 +42,12 @@ class GrammarCheck:
         if key not in self._verdicts:
             async with self._in_turn() as vocabulary:
                 if key not in self._verdicts:  # another has asked for the same
-                    self._remember(key, await self._compiled(vocabulary, rules, param))
+                    self._verdicts[key] = await self._compiled(vocabulary, rules, param)
+                    if len(self._verdicts) > _REMEMBERED:
+                        self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(key)
         if (wrong := self._verdicts[key]) is not None:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
-
-    def _remember(self, key: bytes, verdict: str | None) -> None:
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > _REMEMBERED:
-            self._verdicts.popitem(last=False)
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[Vocabulary]:

@@ -59,11 +59,6 @@ class Markers:
     quote: int
     boundaries: frozenset[int]  # where a thought, a call, a result or a turn begins or ends
 
-    @property
-    def of_calls(self) -> tuple[int, int, int]:
-        """Markers that are written out where there is no call."""
-        return self.begin_call, self.end_call, self.quote
-
     @classmethod
     def of(cls, text: TextProcessor) -> Self | None:
         """The markers of a checkpoint; None if its vocabulary lacks them."""
@@ -197,7 +192,8 @@ class ReplyParser:
             self._end_call()
         else:
             self._count(1)
-            if token in markers.of_calls or (self._show_special and not thinking):
+            of_call = token in (markers.begin_call, markers.end_call, markers.quote)
+            if of_call or (self._show_special and not thinking):
                 self._write_out(token)
 
     def _write_out(self, token: int) -> None:

@@ -5,10 +5,26 @@ when there is something to `take`, and leaves by `abort` or by the end.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from engine.protocol import AbortReason, Output
+
+
+@dataclass(slots=True)
+class Clock:
+    """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
+
+    submitted: float
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    output_tokens: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.scheduled is None else self.scheduled - self.submitted
 
 
 class Stream:
@@ -18,13 +34,14 @@ class Stream:
     is called, in the writer's turn, whenever there is more to take; the reader sets it.
     """
 
-    def __init__(self, request: int, abort: Callable[[int, AbortReason], None]) -> None:
+    def __init__(self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock) -> None:
         self.id = request
+        self.clock = clock
         self._abort = abort
         self._piled: Output | None = None
         self._error: Exception | None = None
         self._left = False
-        self.on_ready: Callable[[], None] = _nobody_waits
+        self.on_ready: Callable[[], None] = lambda: None  # the reader is busy with something else, and will look
 
     def push(self, output: Output) -> int:
         """The writer's side: more for the reader. Returns how many tokens it has not read; nothing piles up once it has left."""
@@ -78,7 +95,3 @@ def _joined(first: Output, second: Output) -> Output:
         accepted=first.accepted + second.accepted,
         rejected=first.rejected + second.rejected,
     )
-
-
-def _nobody_waits() -> None:
-    """The reader is busy with something else, and will look."""

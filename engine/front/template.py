@@ -8,7 +8,6 @@ its control tokens first, and then remove the sentinel from the parts.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
@@ -31,17 +30,6 @@ _THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enabl
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """The input of a template. messages and tools are in OpenAI's form; `extra`: those of EXTRAS, which the edge holds them to."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
-    enable_thinking: bool
-    add_generation_prompt: bool
-    extra: Mapping[str, bool]
-
-
 class ChatTemplate:
     """A compiled template. `tokens` are its named variables (bos_token and the like), `control` the control tokens."""
 
@@ -62,28 +50,23 @@ class ChatTemplate:
             return False  # it says so again, and to whom it concerns, when there is a conversation
         return unsaid == on != off
 
-    def render(self, conversation: Conversation) -> tuple[str, str]:
-        """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **switches: bool
+    ) -> tuple[str, str]:
+        """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field.
+
+        messages and tools are in OpenAI's form; `switches`: enable_thinking, add_generation_prompt, and those of EXTRAS.
+        """
+        cut = CutCalls()
         try:
-            return self._render(conversation)
+            prepared = [_prepared(message, index, cut) for index, message in enumerate(messages)]
+            sentinel = _sentinel([prepared, tools])
+            shown, declared = self._guard(prepared, sentinel), self._guard(tools, sentinel) or None
+            text = self._template.render(self._tokens | switches, messages=shown, tools=declared, documents=None)
         except _FAULTS as error:
             raise InvalidRequest(
                 f"messages: the chat template cannot render them: {error}", param="messages"
             ) from error
-
-    def _render(self, conversation: Conversation) -> tuple[str, str]:
-        cut = CutCalls()
-        messages = [_prepared(message, index, cut) for index, message in enumerate(conversation.messages)]
-        sentinel = _sentinel([messages, conversation.tools])
-        variables = self._tokens | dict(conversation.extra)
-        text = self._template.render(
-            variables,
-            messages=self._guard(messages, sentinel),
-            tools=self._guard(conversation.tools, sentinel) or None,
-            documents=None,
-            enable_thinking=conversation.enable_thinking,
-            add_generation_prompt=conversation.add_generation_prompt,
-        )
         return text, sentinel
 
     def _guard(self, value: Any, sentinel: str) -> Any:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from engine.checkpoint import model_vocabulary, read_optional
 from engine.errors import CheckpointError, InvalidRequest
-from engine.front.template import ChatTemplate, Conversation
+from engine.front.template import ChatTemplate
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 from engine.protocol import MediaKind
 
@@ -164,8 +164,8 @@ class TextProcessor:
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
-        conversation = Conversation(messages, tools, enable_thinking, add_generation_prompt, extra)
-        text, sentinel = self._template.render(conversation)
+        switches = {"enable_thinking": enable_thinking, "add_generation_prompt": add_generation_prompt}
+        text, sentinel = self._template.render(messages, tools, **switches, **extra)
         return self._tokenize(expanded(text, media) if media else text, "messages", most, sentinel)
 
     def control_id(self, name: str) -> int | None:
@@ -181,11 +181,8 @@ class TextProcessor:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a finished sequence, as a stream of it would have read."""
-        stream = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        stream = Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
         return stream.push(token_ids) + stream.flush()
-
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self.pieces, skip_special_tokens=skip_special_tokens)
 
     def _tokenize(self, text: str, param: str, most: int, sentinel: str = "") -> list[int]:
         """Cuts `text` at its control tokens, takes the sentinel out of the rest and tokenizes that as plain text."""

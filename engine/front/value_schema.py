@@ -39,8 +39,9 @@ class ValueSchema:
     @property
     def constants(self) -> frozenset[str] | None:
         """The only values, as JSON, by const or enum, also of what it refers to; None: others are allowed."""
-        constants = [_constants_of(branch) for branch in self._branches() if "$ref" not in branch]
-        return constants[0] if len(constants) == 1 else None
+        branches = [branch for branch in self._branches() if "$ref" not in branch]
+        constants = _constants_of(branches[0]) if len(branches) == 1 else None
+        return None if constants is None else frozenset(map(_as_json, constants))
 
     @property
     def required(self) -> frozenset[str]:
@@ -128,19 +129,16 @@ def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
             return frozenset({name.lower()})
         case {"type": [*names]}:
             return frozenset(str(name).lower() for name in names)
-        case {"const": value}:
-            return frozenset({_kind_of(value)})
-        case {"enum": [*values]}:
-            return frozenset(map(_kind_of, values))
-    return None
+    constants = _constants_of(branch)
+    return None if constants is None else frozenset(map(_kind_of, constants))
 
 
-def _constants_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
+def _constants_of(branch: Mapping[str, Any]) -> list[Any] | None:
     match branch:
         case {"const": value}:
-            return frozenset({_as_json(value)})
+            return [value]
         case {"enum": [*values]}:
-            return frozenset(map(_as_json, values))
+            return values
     return None
 
 

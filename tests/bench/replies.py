@@ -16,7 +16,7 @@ from engine.front.call_grammar import CallGrammar
 from engine.front.generation import PlainText
 from engine.front.grammar import Thought, calls_answer, grammar, json_answer
 from engine.front.reply import Markers, ReplyParser
-from engine.front.text import TextProcessor
+from engine.front.text import Detokenizer, TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Vocabulary
 from tests.bench.record import Row, append
@@ -46,7 +46,7 @@ def replies(text: TextProcessor, markers: Markers) -> list[Row]:
     """Of every kind of text."""
     plain, call = WORDS, f'<|tool_call>call:get_weather{{text:<|"|>{WORDS}<|"|>}}<tool_call|>'
     cases: dict[str, tuple[str, Callable[[], Reader]]] = {
-        "raw completion": (plain, lambda: PlainText(text.detokenizer())),
+        "raw completion": (plain, lambda: PlainText(Detokenizer(text.pieces))),
         "chat": (plain, lambda: ReplyParser(text.pieces, markers)),
         "chat with tools": (plain, lambda: ReplyParser(text.pieces, markers, TOOLS)),
         "thought": (f"<|channel>thought\n{plain}<channel|>", lambda: ReplyParser(text.pieces, markers)),

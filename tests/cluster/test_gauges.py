@@ -11,7 +11,7 @@ import pytest
 
 from cluster.gauges import processes, read_gauges
 from cluster.group import Group
-from cluster.health import Bounds, Observation, verdict
+from cluster.health import Observation, verdict
 from engine.rank_status import EncoderFigures, RankStatus
 
 pytestmark = pytest.mark.pure
@@ -50,7 +50,7 @@ def test_the_gauge_agrees_with_the_watcher(case: str) -> None:
     """The group is ended exactly when some process' stall is above the bound, whatever the bound."""
     statuses, waiting, stalls = CASES[case]
     for bound in (0.005, 3.0, 5.5, 6.5, 40.0):
-        condemned = verdict(statuses, Observation(NOW, 0, waiting), Bounds(1e9, bound)) is not None
+        condemned = verdict(statuses, Observation(NOW, 0, waiting), 1e9, bound) is not None
         assert condemned == (max(process.stall_s for process in processes(statuses, UP, NOW, waiting)) > bound), bound
     assert max(stalls) != 50, "idling would be taken for a stall"
 

@@ -268,7 +268,7 @@ def observed(kind: type[FastHistogram] | None) -> list[tuple[str, dict[str, str]
     made = kind(ROW) if kind else Histogram(ROW.name, ROW.help, buckets=ROW.buckets, registry=registry)
     for value in [0.0, *ROW.buckets, *(bound * 1.01 for bound in ROW.buckets), 1e9]:
         made.observe(value)
-    (family,) = made.collect()
+    family = made.family() if isinstance(made, FastHistogram) else next(iter(made.collect()))
     return [(sample.name, sample.labels, sample.value) for sample in family.samples if not sample.name.endswith("_created")]
 
 

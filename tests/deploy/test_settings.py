@@ -97,7 +97,7 @@ def test_our_own_files_are_good(name: str) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     config = read_config(ROOT / "deploy" / name)
-    [settings] = read_settings(config, name)
+    settings = read_settings(config, name)
     assert settings.tp == 4
     schema = ServeDeploySchema.model_validate(config)
     assert [deployment.name for deployment in schema.applications[0].deployments] == ["Quartet"]
@@ -108,7 +108,12 @@ def test_our_own_files_are_good(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("a: [", "not YAML"), ("- 1", "list of applications"), ("applications: [{import_path: 'x:y'}]", "no application has")],
+    [
+        ("a: [", "not YAML"),
+        ("- 1", "list of applications"),
+        ("applications: [{import_path: 'x:y'}]", "no application has"),
+        ("applications: [{import_path: 'deploy.app:build'}, {import_path: 'deploy.app:build'}]", "only one application has"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
     """As are the settings in it."""
@@ -255,7 +260,7 @@ def test_the_largest_node_decides() -> None:
 def test_a_prefix_is_refused(tmp_path: Path) -> None:
     """Clients of OpenAI's API know its paths: a config that moves them is refused with the key; one that says / is not."""
     app = {"name": "q", "import_path": "deploy.app:build", "args": {"model": "a/b"}}
-    assert len(read_settings({"applications": [app | {"route_prefix": "/"}]}, "c.yaml")) == 1
+    assert read_settings({"applications": [app | {"route_prefix": "/"}]}, "c.yaml").model == "a/b"
     with pytest.raises(ConfigError, match=r"c\.yaml: route_prefix: only /"):
         read_settings({"applications": [app | {"route_prefix": "/x"}]}, "c.yaml")
 

@@ -64,7 +64,7 @@ class ContentBlock(Struct, frozen=True):
     name: kt.Name | None = None
     input: kt.RawObject = UNSET
     tool_use_id: kt.Name | None = None
-    content: Annotated[Raw, kt.shown_as(kt.STRING, kt.array(kt.OBJECT))] | UnsetType = UNSET
+    content: kt.RawTextOrObjects = UNSET
     source: MediaSource | None = None
 
 
@@ -111,7 +111,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
 
     model: kt.ModelName
     messages: Annotated[Raw, Meta(extra_json_schema=kt.array(kt.component("Turn"), minItems=1, maxItems=MESSAGES))]
-    system: Annotated[Raw, kt.shown_as(kt.STRING, kt.array(kt.OBJECT))] | UnsetType = UNSET
+    system: kt.RawTextOrObjects = UNSET
     tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("ClientTool"), maxItems=TOOLS))] | UnsetType = UNSET
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None

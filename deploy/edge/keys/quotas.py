@@ -17,6 +17,7 @@ from deploy.edge.keys.key_file import Quota
 
 MINUTE = 60.0
 _ROUNDING = 1e-6  # of a level, which is a sum of floats
+_UNLIMITED = 1 << 60  # a minute: as good as no limit
 
 
 class Bucket:
@@ -41,8 +42,8 @@ class Bucket:
         return max(0.0, 1 - self.level(now)) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int, now: float) -> None:
-        """From now on it is another quota; a debt stays one."""
-        self.level(now)
+        """From now on it is another quota; a debt stays one, unless nothing is limited any more."""
+        self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level(now)
         self.per_minute = per_minute
 
 
@@ -51,8 +52,8 @@ class Allowance:
 
     def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._requests: Bucket | None = None
-        self._tokens: Bucket | None = None
+        self._requests = Bucket(_UNLIMITED, clock())
+        self._tokens = Bucket(_UNLIMITED, clock())
         self._open = 0
         self._held = 0  # tokens that open requests may yet use
         self.change(quota)
@@ -60,22 +61,13 @@ class Allowance:
     def change(self, quota: Quota) -> None:
         """Other limits hold for what begins from now on; what has been used stays used."""
         self._quota = quota
-        self._requests = self._resized(self._requests, quota.requests)
-        self._tokens = self._resized(self._tokens, quota.tokens)
-
-    def _resized(self, bucket: Bucket | None, per_minute: int | None) -> Bucket | None:
-        if per_minute is None:
-            return None
-        if bucket is None:
-            return Bucket(per_minute, self._clock())
-        bucket.resize(per_minute, self._clock())
-        return bucket
+        self._requests.resize(quota.requests or _UNLIMITED, self._clock())
+        self._tokens.resize(quota.tokens or _UNLIMITED, self._clock())
 
     def open(self) -> "QuotaGrant":
         """One request more. QuotaExceeded says which limit is reached, and when to come back."""
         self._check(begins=True)
-        if self._requests is not None:
-            self._requests.take(1, self._clock())
+        self._requests.take(1, self._clock())
         self._open += 1
         return QuotaGrant(self)
 
@@ -87,11 +79,11 @@ class Allowance:
 
     def _reached(self, now: float, *, begins: bool) -> Iterator[tuple[float, str]]:
         """Each limit that is, and in how many seconds it will not be; 0: when an open request ends, which may be any moment."""
-        if self._tokens is not None and self._tokens.level(now) - self._held < 1 - _ROUNDING:
+        if self._tokens.level(now) - self._held < 1 - _ROUNDING:
             yield self._tokens.wait_s(now), f"{self._quota.tokens} tokens a minute"
-        if begins and self._requests is not None and self._requests.level(now) < 1 - _ROUNDING:
+        if begins and self._requests.level(now) < 1 - _ROUNDING:
             yield self._requests.wait_s(now), f"{self._quota.requests} requests a minute"
-        if begins and self._quota.concurrent is not None and self._open >= self._quota.concurrent:
+        if begins and self._open >= (self._quota.concurrent or _UNLIMITED):
             yield 0.0, f"{self._quota.concurrent} requests at once"
 
     def _hold(self, tokens: int) -> None:
@@ -101,8 +93,7 @@ class Allowance:
     def _close(self, held: int, used: int) -> None:
         self._open -= 1
         self._held -= held
-        if self._tokens is not None:
-            self._tokens.take(used, self._clock())
+        self._tokens.take(used, self._clock())
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A sound file as an audio encoder takes it. For a tower, what is longer than 30 s becomes several clips, cut at silences."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -12,14 +13,14 @@ from deploy.edge.media.rasters import prepared
 from deploy.edge.media.tasks import DecodeTask, Prepared
 from engine.audio_geometry import tower_tokens
 from engine.errors import InvalidRequest
-from engine.front.audio_features import Array, cut_at_silences, log_mels, raw_rows, resampled
+from engine.front.audio_features import RATE, Array, cut_at_silences, log_mels, raw_rows
 
 _RATES = range(1000, 384_001)
 
 
 def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
     """InvalidRequest."""
-    samples = read_audio(data, task.seconds)
+    samples = read_audio(data, task.audio_seconds)
     if task.row_samples:
         clips = [raw_rows(samples, task.row_samples)]
         tokens = [len(clips[0])]
@@ -40,16 +41,16 @@ def read_audio(data: bytes, most_seconds: float) -> Array:
     stream = opened_stream(data, name, "audio", most_seconds)
     if stream.rate not in _RATES:
         raise InvalidRequest(f"audio at {stream.rate} Hz is not read")
-    return resampled(_mono(stream, most_seconds), stream.rate)
+    return np.concatenate([np.zeros(0, np.float32), *_mono(stream, most_seconds)])
 
 
 def _mono(stream: Any, most_seconds: float) -> Iterator[Array]:
-    """Its frames, the channels mixed to one."""
-    floats, samples = AudioResampler("fltp"), 0
-    for frame in stream.container.decode(stream):
-        samples += frame.samples
+    """Its frames at 16 kHz, the channels mixed to one."""
+    resampler, samples = AudioResampler("fltp", rate=RATE), 0
+    for frame in chain(stream.container.decode(stream), [None]):  # at last what the resampler holds
+        samples += frame.samples if frame else 0
         check_seconds(samples / stream.rate, "audio", most_seconds)
-        for part in floats.resample(frame):
+        for part in resampler.resample(frame):
             mono = part.to_ndarray().mean(axis=0, dtype=np.float32)
             if not np.isfinite(mono).all():
                 raise InvalidRequest("it has samples that are no numbers")

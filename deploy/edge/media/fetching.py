@@ -13,7 +13,7 @@ import socket
 import ssl
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from deploy.edge.media.tasks import Fetch
+from deploy.edge.edge_settings import MediaSettings
 from engine.errors import InvalidRequest
 
 REDIRECTS = 3
@@ -22,9 +22,9 @@ _HEADERS = {"User-Agent": "quartet", "Accept": "image/*, video/*, audio/*", "Acc
 _TUNNELS = [ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16")]
 
 
-def fetched(url: str, rules: Fetch) -> bytes:
+def fetched(url: str, rules: MediaSettings) -> bytes:
     """What is there. InvalidRequest."""
-    signal.setitimer(signal.ITIMER_REAL, rules.timeout_s)
+    signal.setitimer(signal.ITIMER_REAL, rules.fetch_timeout_s)
     try:
         for _ in range(1 + REDIRECTS):
             answer = _get(_checked(url, rules), rules)
@@ -38,7 +38,7 @@ def fetched(url: str, rules: Fetch) -> bytes:
     raise InvalidRequest(f"it cannot be fetched: more than {REDIRECTS} redirects")
 
 
-def _checked(url: str, rules: Fetch) -> SplitResult:
+def _checked(url: str, rules: MediaSettings) -> SplitResult:
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
@@ -46,12 +46,12 @@ def _checked(url: str, rules: Fetch) -> SplitResult:
         raise InvalidRequest(f"its URL is none: {error}") from None
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise InvalidRequest("its URL is not http(s)://HOST/...")
-    if host not in rules.hosts and "*" not in rules.hosts:
+    if host not in rules.fetch and "*" not in rules.fetch:
         raise InvalidRequest(f"nothing is fetched from {host[:100]!r} here (media.fetch); send it as a data: URL")
     return parts
 
 
-def _get(parts: SplitResult, rules: Fetch) -> bytes | str:
+def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
     """What is there, or where it is said to be."""
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -67,18 +67,18 @@ def _get(parts: SplitResult, rules: Fetch) -> bytes | str:
             return reply.headers.get("Location", "")
         if reply.status != http.HTTPStatus.OK:
             raise InvalidRequest(f"it cannot be fetched: its server answers {reply.status}")
-        data = reply.read(rules.most_bytes + 1)
+        data = reply.read(rules.fetch_bytes + 1)
     finally:
         connection.close()
-    if len(data) > rules.most_bytes:
-        raise InvalidRequest(f"it is larger than {rules.most_bytes} bytes")
+    if len(data) > rules.fetch_bytes:
+        raise InvalidRequest(f"it is larger than {rules.fetch_bytes} bytes")
     return data
 
 
-def _address(host: str, port: int, rules: Fetch) -> str:
+def _address(host: str, port: int, rules: MediaSettings) -> str:
     """Of a host that is named in the rules any, of another one that is public."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    if host not in rules.hosts and not all(map(is_public, addresses)):
+    if host not in rules.fetch and not all(map(is_public, addresses)):
         raise InvalidRequest(f"nothing is fetched from {host[:100]!r}: its address is not public")
     return addresses[0]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from functools import partial
 from hashlib import sha256
 from itertools import islice
 
@@ -11,7 +10,8 @@ import msgspec
 from deploy.edge.ask import ChatPrompt, Media
 from deploy.edge.edge_settings import MediaSettings
 from deploy.edge.media.side_pool import SidePool
-from deploy.edge.media.tasks import DecodeTask, Fetch, Prepared
+from deploy.edge.media.tasks import DecodeTask, Prepared
+from deploy.edge.raw_json import invalid
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
 from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
@@ -29,18 +29,11 @@ async def read_media(
     """
     media = chat.media
     if len(media) > settings.max_media:
-        raise _wrong(f"{len(media)} images, videos and clips; at most {settings.max_media} are read")
+        raise invalid("messages", f"{len(media)} images, videos and clips; at most {settings.max_media} are read")
     for part in media:
         if part.kind not in kinds:
-            raise _wrong(f"this model reads no {_PLURALS[part.kind]}")
-    limits = DecodeTask(
-        fetch=Fetch(settings.fetch, settings.fetch_bytes, settings.fetch_timeout_s),
-        max_soft_tokens=settings.max_soft_tokens,
-        pixels=settings.pixels,
-        seconds=settings.audio_seconds,
-        video_seconds=settings.video_seconds,
-        row_samples=row_samples,
-    )
+            raise invalid("messages", f"this model reads no {_PLURALS[part.kind]}")
+    limits = DecodeTask(**msgspec.structs.asdict(settings), row_samples=row_samples)
     prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {count}") for count, part in enumerate(media, 1))
     tasks = [asyncio.ensure_future(one) for one in prepared]
     try:
@@ -49,7 +42,8 @@ async def read_media(
         for task in tasks:
             task.cancel()
     if (size := sum(len(one.data) for one in read)) > MEDIA_BYTES:
-        raise _wrong(f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer")
+        why = f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer"
+        raise invalid("messages", why)
     return read
 
 
@@ -63,17 +57,14 @@ async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: S
             limits,
             kind=part.kind,
             media_type=head[len("data:") :].partition(";")[0],
-            fetch=limits.fetch if part.is_remote else None,
+            is_remote=part.is_remote,
             budget=budget or part.budget,
         )
         threads = pool.fetchers if part.is_remote else pool.decoders
-        return await asyncio.get_running_loop().run_in_executor(threads, partial(_run, pool, task, part.url, begin))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, lambda: pool.run(task, part.url[begin:].encode(errors="replace")))
     except InvalidRequest as error:
-        raise _wrong(f"{name}: {error}") from error
-
-
-def _run(pool: SidePool, task: DecodeTask, url: str, begin: int) -> Prepared:
-    return pool.run(task, url[begin:].encode(errors="replace"))
+        raise invalid("messages", f"{name}: {error}") from error
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
@@ -105,7 +96,3 @@ def _runs(tokens: Sequence[int], soft: set[int]) -> Iterator[tuple[int, int]]:
         elif begin is not None:
             yield begin, index
             begin = None
-
-
-def _wrong(why: str) -> InvalidRequest:
-    return InvalidRequest(f"messages: {why}", param="messages")

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deploy.edge.media.tasks import BEGUN, CPU_S, LENGTH, MEMORY_BYTES, Prepared, Refused, Task, decode_answer, encode
+from deploy.edge.media.tasks import BEGUN, CPU_S, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, Refused, decode_answer, encode
 from engine.errors import InvalidRequest, Overloaded
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +27,7 @@ class SidePool:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, task: Task, source: bytes) -> Prepared:
+    def run(self, task: DecodeTask, source: bytes) -> Prepared:
         """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
         parent_end, child_end = socket.socketpair()
         with parent_end:

@@ -98,8 +98,8 @@ def _answer(task: DecodeTask, source: bytes) -> Prepared | Refused:
 
 
 def _data(task: DecodeTask, source: bytes) -> bytes:
-    if task.fetch is not None:
-        return fetched(source.decode(), task.fetch)
+    if task.is_remote:
+        return fetched(source.decode(), task)
     return source if task.media_type == FRAMES_TYPE else base64.b64decode(source)
 
 

@@ -8,37 +8,25 @@ import struct
 
 import msgspec
 
+from deploy.edge.edge_settings import MediaSettings
 from engine.protocol import MediaKind
 
 FRAMES_TYPE = "video/jpeg"  # frames in base64, with commas between them
 BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
 
 
-class Fetch(msgspec.Struct, frozen=True):
-    """By what rules a URL is fetched: from `hosts`, or from any where one is "*", so many bytes, in so long."""
+class DecodeTask(MediaSettings, frozen=True, kw_only=True):
+    """Decode a source, base64 of a media type or where `is_remote` a URL, and make of it what the encoder gets.
 
-    hosts: tuple[str, ...]
-    most_bytes: int
-    timeout_s: float
-
-
-class DecodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode a source, base64 of a media type or with `fetch` a URL, and make of it what the encoder gets.
-
-    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `pixels`: of an image
-    or of a frame; `frames` of a video are looked at. `seconds` of audio and `video_seconds` at most; `row_samples`: of each row
-    of audio, 0: it is log-mel frames.
+    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `frames` of a video are
+    looked at; `row_samples`: of each row of audio, 0: it is log-mel frames.
     """
 
     kind: MediaKind = "image"
     media_type: str = ""
-    fetch: Fetch | None = None
+    is_remote: bool = False
     budget: int | None = None
-    max_soft_tokens: int = 1120
-    pixels: int = 1 << 25
     frames: int = 32
-    seconds: float = 900.0
-    video_seconds: float = 3600.0
     row_samples: int = 0
 
 
@@ -67,8 +55,7 @@ CPU_S: dict[MediaKind, int] = {"image": 2, "video": 10, "audio": 10}  # that a p
 MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
 BEGUN = b"+"  # a process has the task
 LENGTH = struct.Struct("<I")
-Task = DecodeTask
 
 encode = msgspec.msgpack.Encoder().encode
-decode_task = msgspec.msgpack.Decoder(Task).decode
+decode_task = msgspec.msgpack.Decoder(DecodeTask).decode
 decode_answer = msgspec.msgpack.Decoder(Prepared | Refused).decode

@@ -20,8 +20,8 @@ from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
 from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
-from deploy.edge.response_format import ServedModel, Usage
-from engine.front.generation import Choice, Delta
+from deploy.edge.response_format import OneChoice, ServedModel, Usage
+from engine.front.generation import Delta
 
 _MAX_NEW_TOKENS = 128  # SGLang's default
 _PARAMS_BYTES = 64 << 10
@@ -82,13 +82,12 @@ _REQUEST = BodyReader(GenerateTextRequest, _ABSENT)
 _PARAMS = BodyReader(GenerateParams, COMMON)
 
 
-class GenerateFormat(DataEvents):
+class GenerateFormat(OneChoice, DataEvents):
     """The answer: a stream repeats all of the text in every event, as SGLang does."""
 
     def __init__(self, model: ServedModel, rid: str | None) -> None:  # noqa: ARG002 - it does not say what model it is
+        super().__init__()
         self.id = rid or secrets.token_hex(16)
-        self._choice = Choice()
-        self._text = ""
         self._usage = Usage(0, 0)
 
     def begin(self, usage: Usage) -> bytes:
@@ -99,34 +98,26 @@ class GenerateFormat(DataEvents):
     def events(self, index: int, delta: Delta) -> bytes:
         """The text so far."""
         self.add(index, delta)
-        return data_event({"text": self._text, "meta_info": self._about()})
+        return data_event(self._said())
 
     def end(self, usage: Usage) -> bytes:  # noqa: ARG002 - every event has the counts
         """No more of it."""
         return DONE
 
-    def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
-        """One more."""
-        self._choice.add(delta)
-        self._text += "".join(block.text for block in self._choice.blocks)
-        self._choice.blocks.clear()
-
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""
         self._usage = usage
-        return msgspec.json.encode({"text": self._text, "output_ids": self._choice.tokens, "meta_info": self._about()})
+        return msgspec.json.encode(self._said() | {"output_ids": self.choice.tokens})
 
-    def _about(self) -> dict[str, Any]:
-        counts = {"prompt_tokens": self._usage.prompt, "cached_tokens": self._usage.cached}
-        return {"id": self.id, "finish_reason": self._finish(), "completion_tokens": len(self._choice.tokens)} | counts
-
-    def _finish(self) -> dict[str, Any] | None:
-        match self._choice.finish:
-            case None:
-                return None
-            case "length":
-                return {"type": "length", "length": len(self._choice.tokens)}
-        return {"type": "stop", "matched": self._choice.stop}
+    def _said(self) -> dict[str, Any]:
+        tokens = len(self.choice.tokens)
+        finish: dict[str, Any] | None = None
+        if self.choice.finish == "length":
+            finish = {"type": "length", "length": tokens}
+        elif self.choice.finish is not None:
+            finish = {"type": "stop", "matched": self.choice.stop}
+        counts = {"prompt_tokens": self._usage.prompt, "cached_tokens": self._usage.cached, "completion_tokens": tokens}
+        return {"text": self.choice.content, "meta_info": {"id": self.id, "finish_reason": finish, **counts}}
 
 
 def _read(body: bytes) -> ParsedRequest:

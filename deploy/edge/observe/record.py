@@ -19,7 +19,7 @@ from deploy.edge.http_errors import DeadlineExceeded, code_of
 from deploy.edge.keys.quotas import QuotaGrant
 from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
-from engine.front.client import Clock
+from engine.front.stream import Clock
 
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 
@@ -52,7 +52,7 @@ class RequestRecord:
     max_tokens: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    clocks: list[Clock | None] = field(default_factory=list)
+    clocks: list[Clock] = field(default_factory=list)
     finishes: dict[int, str] = field(default_factory=dict)
     error: Exception | None = None
     gone: bool = False
@@ -83,23 +83,23 @@ class RequestRecord:
         """Tokens of all choices: as the client was sent them, else as many as came."""
         if self.output_tokens is not None or not self.clocks:
             return self.output_tokens
-        return sum(clock.output_tokens for clock in self.clocks if clock is not None)
+        return sum(clock.output_tokens for clock in self.clocks)
 
     @property
     def used_tokens(self) -> int:
         """Of its prompt and its answers; none of a request that the engine never began."""
-        begun = any(clock is not None and clock.scheduled is not None for clock in self.clocks)
+        begun = any(clock.scheduled is not None for clock in self.clocks)
         return (self.prompt_tokens or 0) + (self.tokens or 0) if begun else 0
 
     def first(self, point: str) -> float | None:
         """Seconds from the submission to the first choice's `scheduled` or `first`; None: it has not come."""
-        spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks if clock is not None]
+        spans = [(getattr(clock, point), clock.submitted) for clock in self.clocks]
         return min((moment - submitted for moment, submitted in spans if moment is not None), default=None)
 
     @property
     def prepare_s(self) -> float | None:
         """From the request's head to its submission: its body, its checks, its tokens."""
-        return min((clock.submitted - self.began for clock in self.clocks if clock is not None), default=None)
+        return min((clock.submitted - self.began for clock in self.clocks), default=None)
 
 
 def record_of(scope: Scope) -> RequestRecord:

@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from deploy.edge.edge_settings import TracingSettings
 from deploy.edge.observe.record import RequestRecord
-from engine.front.client import Clock
+from engine.front.stream import Clock
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -79,7 +79,7 @@ class Tracer:
             return None
         inside = set_span_in_context(server, Context())
         for choice, clock in enumerate(record.clocks):
-            for phase in phases_of(clock, record.ended, choice) if clock else ():
+            for phase in phases_of(clock, record.ended, choice):
                 span = self._tracer.start_span(phase.name, inside, attributes=phase.attributes, start_time=wall_ns(phase.begin))
                 span.end(wall_ns(phase.end))
         if record.failed:

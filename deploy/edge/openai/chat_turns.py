@@ -70,7 +70,7 @@ class Message(Struct, frozen=True):
 
 _MESSAGES = ListReader(Message, MESSAGES)
 _TOOLS = ListReader(dict[str, Any], TOOLS)
-_SWITCHES: msgspec.json.Decoder[dict[str, bool]] = msgspec.json.Decoder(dict[str, bool])
+_SWITCHES = msgspec.json.Decoder(dict[str, bool])
 
 
 def read_chat(messages: Raw, tools: Json, switches: Json, *, generation_prompt: bool | None) -> ChatPrompt:

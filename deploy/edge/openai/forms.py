@@ -230,7 +230,7 @@ class TextFormat(_Base):
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         logprobs = encode(self._logprobs(self._choices[index], delta))
-        return self._event(index, b'"text":' + encode(_text_of(delta)), logprobs)
+        return self._event(index, b'"text":' + encode(text_of(delta)), logprobs)
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
         """Control tokens count no characters: the text is without them."""
@@ -299,7 +299,8 @@ def _call(call: ReplyBlock) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
 
-def _text_of(delta: Delta) -> str:
+def text_of(delta: Delta) -> str:
+    """What a delta adds to the answer's text."""
     return "".join(part.text for part in delta.parts if isinstance(part, Content))
 
 

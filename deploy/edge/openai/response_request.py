@@ -83,7 +83,7 @@ class InputItem(Struct, frozen=True):
     name: kt.Name | None = None
     namespace: kt.Name | None = None
     arguments: str | None = None
-    output: Annotated[Raw, kt.shown_as(kt.STRING, kt.array(kt.OBJECT))] | UnsetType = UNSET
+    output: kt.RawTextOrObjects = UNSET
     encrypted_content: str | None = None
 
 

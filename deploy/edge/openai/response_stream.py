@@ -10,7 +10,7 @@ Items are a message for text, reasoning for a thought, function_call for a call.
 import secrets
 import time
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import msgspec
@@ -42,7 +42,7 @@ class ResponseObject(BlockFormat):
         self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request, functions)}
         self._is_sealed = request.includes_encrypted()
         self._namespaced = {function.name: function for function in functions if function.namespace is not None}
-        self._sequence = 0
+        self._sequence = count()
         self._delta = b""
 
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - what it costs is said at the end
@@ -75,9 +75,7 @@ class ResponseObject(BlockFormat):
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
         """More of it."""
-        number = self._sequence
-        self._sequence = self._sequence + 1
-        return self._delta % (number, encode(text))
+        return self._delta % (next(self._sequence), encode(text))
 
     def closed(self, block: ReplyBlock) -> bytes:
         """Its text once more, and the item."""
@@ -92,9 +90,7 @@ class ResponseObject(BlockFormat):
         return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
 
     def _event(self, kind: str, **fields: object) -> bytes:
-        number = self._sequence
-        self._sequence = self._sequence + 1
-        return event(kind, sequence_number=number, **fields)
+        return event(kind, sequence_number=next(self._sequence), **fields)
 
     def _delta_of(self, block: ReplyBlock) -> bytes:
         """The deltas of a block, which differ by their number and text alone."""
@@ -170,15 +166,11 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
         "temperature": request.temperature,
         "top_p": request.top_p,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "tools": [tool for group in groupby(functions, _namespace) for tool in _declared(*group)],
+        "tools": [tool for group in groupby(functions, lambda function: function.namespace) for tool in _declared(*group)],
         "tool_choice": copied(request.tool_choice) or "auto",
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "text": {"format": form or {"type": "text"}},
     }
-
-
-def _namespace(function: OfferedFunction) -> DeclaredTool | None:
-    return function.namespace
 
 
 def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> list[dict[str, Any]]:

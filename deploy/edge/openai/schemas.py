@@ -49,7 +49,7 @@ _BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum
 _SWITCHES = {"type": "object", "additionalProperties": False, "properties": {name: {"type": "boolean"} for name in SWITCHES}}
 _TEXTS = ListReader(str, PROMPTS)
 _WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WORDS // 2)  # two spellings each
-_BIAS: msgspec.json.Decoder[dict[int, float]] = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
+_BIAS = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
 _ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
 
 

@@ -16,9 +16,9 @@ from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Media, Part, Sampling, Text
 from deploy.edge.form_reader import MEDIA_TYPE, read_form
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
-from deploy.edge.response_format import ServedModel, Usage
+from deploy.edge.openai.forms import text_of
+from deploy.edge.response_format import OneChoice, ServedModel, Usage
 from engine.front.generation import Delta
-from engine.front.parts import Content
 
 _ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
 _ASKED = """Transcribe the following speech segment in {language}.
@@ -57,38 +57,32 @@ class TranscriptionRequest(Struct, frozen=True, kw_only=True):
 _FORM = msgspec.json.Decoder(TranscriptionRequest, strict=False)
 
 
-class TranscriptionFormat(DataEvents):
+class TranscriptionFormat(OneChoice, DataEvents):
     """The answer; `plain`: a whole one is nothing but its text."""
 
     def __init__(self, model: ServedModel, *, plain: bool) -> None:  # noqa: ARG002 - it does not say what model it is
+        super().__init__()
         self.id = secrets.token_hex(16)
-        self._text = ""
         self._plain = plain
 
     def events(self, index: int, delta: Delta) -> bytes:
         """What has been added."""
-        before = len(self._text)
         self.add(index, delta)
-        added = self._text[before:]
+        added = text_of(delta)
         return data_event({"type": "transcript.text.delta", "delta": added}) if added else b""
 
     def end(self, usage: Usage) -> bytes:
         """All of it once more."""
-        return data_event({"type": "transcript.text.done", "text": self._text, "usage": _counts(usage)}) + DONE
-
-    def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
-        """One more."""
-        self._text += "".join(part.text for part in delta.parts if isinstance(part, Content))
+        return data_event({"type": "transcript.text.done", **self._said(usage)}) + DONE
 
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""
-        return self._text.encode() if self._plain else msgspec.json.encode({"text": self._text, "usage": _counts(usage)})
+        return self.choice.content.encode() if self._plain else msgspec.json.encode(self._said(usage))
 
-
-def _counts(usage: Usage) -> dict[str, Any]:
-    details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}
-    counts = {"input_tokens": usage.prompt, "output_tokens": usage.completion, "total_tokens": usage.prompt + usage.completion}
-    return {"type": "tokens", **counts, "input_token_details": details}
+    def _said(self, usage: Usage) -> dict[str, Any]:
+        details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}
+        counts = {"input_tokens": usage.prompt, "output_tokens": usage.completion, "total_tokens": usage.prompt + usage.completion}
+        return {"text": self.choice.content, "usage": {"type": "tokens", **counts, "input_token_details": details}}
 
 
 def _read(body: bytes) -> ParsedRequest:

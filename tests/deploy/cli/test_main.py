@@ -10,6 +10,7 @@ import yaml
 
 from deploy import launcher
 from deploy.cli.main import main
+from deploy.settings import Settings
 from engine.errors import EngineDead
 from tests.support.repo_rules import ROOT
 
@@ -93,6 +94,6 @@ def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launcher, "ROUTED_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:  # it accepts, and says nothing
         config = {"http_options": {"host": "127.0.0.1", "port": taken.getsockname()[1]}, "applications": []}
-        launch = launcher.Launch(config, [], lambda line: None, folder=tmp_path)
+        launch = launcher.Launch(config, Settings(model="nano:31b"), lambda line: None, folder=tmp_path)
         with pytest.raises(EngineDead, match="did not answer within"):
             launch._wait_answering()

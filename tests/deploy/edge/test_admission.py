@@ -21,7 +21,7 @@ from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import client_address
 from engine.errors import Overloaded
 from engine.events import RequestFinished
-from engine.front.client import Clock
+from engine.front.stream import Clock
 from tests.conftest import Nano
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.ready_engine import ReadyEngine

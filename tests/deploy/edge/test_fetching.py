@@ -11,7 +11,7 @@ import pytest
 
 from deploy.edge.media import fetching
 from deploy.edge.media.side_pool import SidePool
-from deploy.edge.media.tasks import DecodeTask, Fetch
+from deploy.edge.media.tasks import DecodeTask
 from engine.errors import InvalidRequest
 
 pytestmark = pytest.mark.pure
@@ -81,8 +81,8 @@ def site() -> Iterator[Site]:
         thread.join()
 
 
-def rules(*hosts: str, most_bytes: int = 4096, timeout_s: float = 5.0) -> Fetch:
-    return Fetch(hosts, most_bytes, timeout_s)
+def rules(*hosts: str, most_bytes: int = 4096, timeout_s: float = 5.0) -> DecodeTask:
+    return DecodeTask(is_remote=True, fetch=hosts, fetch_bytes=most_bytes, fetch_timeout_s=timeout_s)
 
 
 def test_a_named_host_is_asked(site: Site) -> None:
@@ -191,11 +191,10 @@ def test_a_side_process_fetches_and_gives_up(site: Site) -> None:
     """The image comes; a server that never ends is left when its time is over, whatever drips in."""
     pool = SidePool()
     try:
-        task = DecodeTask(kind="image", fetch=rules(INSIDE))
-        assert pool.run(task, f"{site.url}/png".encode()).shape == (384, 384, 3)
+        assert pool.run(rules(INSIDE), f"{site.url}/png".encode()).shape == (384, 384, 3)
         began = time.monotonic()
         with pytest.raises(InvalidRequest, match="too much time"):
-            pool.run(DecodeTask(kind="image", fetch=rules(INSIDE, timeout_s=0.5)), f"{site.url}/slow".encode())
+            pool.run(rules(INSIDE, timeout_s=0.5), f"{site.url}/slow".encode())
         assert time.monotonic() - began < 8
     finally:
         pool.close()

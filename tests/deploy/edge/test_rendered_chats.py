@@ -158,7 +158,7 @@ def test_another_rendering_is_seen(checkpoints: list[Checkpoint], monkeypatch: p
             monkeypatch.setattr(template, "_prepared", _without_ids)
         case "the guard stays":
             render = ChatTemplate.render
-            monkeypatch.setattr(ChatTemplate, "render", lambda self, conversation: (render(self, conversation)[0], ""))
+            monkeypatch.setattr(ChatTemplate, "render", lambda self, *said, **switches: (render(self, *said, **switches)[0], ""))
         case _:
             monkeypatch.setattr(template, "_parse_arguments", lambda text, where, cut: {"": text})
     assert len(differing(checkpoints)) > CASES // 10

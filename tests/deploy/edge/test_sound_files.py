@@ -39,6 +39,18 @@ def test_what_loses_nothing_is_the_wav(codec: str, form: str, rate: int) -> None
     assert not np.array_equal(read_audio(sound(samples, codec, form, rate), MOST), expected)
 
 
+@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000])
+def test_resampling_keeps_tones_and_makes_none(rate: int) -> None:
+    """A tone that both rates hold comes out as if taken at 16 kHz, in time and length; one above 8 kHz leaves nothing."""
+    inside = slice(RATE // 10, -RATE // 10)
+    out = read_audio(wav(tone(rate, 1000, 30.0), 32, code=3, rate=rate), MOST)
+    assert len(out) == 30 * RATE
+    assert np.abs(out - tone(RATE, 1000, 30.0))[inside].max() < 1e-3
+    assert np.abs(out - tone(RATE, 1001, 30.0))[inside].max() > 0.1
+    if rate > 2 * 9000:
+        assert np.abs(read_audio(wav(tone(rate, 9000), 32, code=3, rate=rate), MOST))[inside].max() < 1e-3
+
+
 @pytest.mark.parametrize(
     ("codec", "form", "rate"),
     [("libmp3lame", "mp3", 44_100), ("aac", "ipod", 44_100), ("aac", "adts", 44_100), ("libopus", "ogg", 48_000),

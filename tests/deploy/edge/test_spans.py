@@ -26,7 +26,7 @@ from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import ServiceSettings
 from engine.events import Event, FirstToken, RequestFinished, Scheduled
-from engine.front.client import Clock
+from engine.front.stream import Clock
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
 from tests.support.edge.collector import Collector, attributes

@@ -17,9 +17,8 @@ from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.response_stream import ResponseObject
 from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
 from engine.errors import GenerationFailed
-from engine.front.client import Clock
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
-from engine.front.stream import Stream
+from engine.front.stream import Clock, Stream
 from engine.front.text import TextProcessor
 from engine.protocol import FinishReason, Logprobs, MediaItem, Output, SamplingParams
 from tests.conftest import Nano
@@ -40,7 +39,7 @@ class OneStream:
     open = 1
 
     def __init__(self) -> None:
-        self.stream = Stream(1, lambda request, reason: None)
+        self.stream = Stream(1, lambda request, reason: None, Clock(0.0))
 
     def generate(
         self,
@@ -53,9 +52,6 @@ class OneStream:
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
         return self.stream
-
-    def clock(self, request: int) -> Clock | None:
-        return None
 
 
 class Case:

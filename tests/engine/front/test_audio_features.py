@@ -9,7 +9,6 @@ from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import
 from engine.audio_geometry import read_audio
 from engine.front import audio_features as af
 from tests.conftest import Nano
-from tests.support.wav_files import tone
 
 pytestmark = pytest.mark.cpu
 
@@ -73,18 +72,3 @@ def test_long_clips_are_cut_where_they_are_quiet() -> None:
 def test_a_clip_a_little_too_long_leaves_no_crumb() -> None:
     """What is left behind a cut has frames of its own."""
     assert min(len(af.log_mels(clip)) for clip in af.cut_at_silences(np.zeros(af.CLIP_SAMPLES + 1, np.float32))) > 0
-
-
-@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000])
-def test_resampling_keeps_tones_and_makes_none(rate: int) -> None:
-    """A tone that both rates hold comes out as if taken at 16 kHz, in time and length; one above 8 kHz leaves nothing. It goes on
-    over the edges of blocks, and how it is cut into parts changes no bit."""
-    inside = slice(af.RATE // 10, -af.RATE // 10)
-    sound = tone(rate, 1000, 30.0)
-    out = af.resampled([sound], rate)
-    assert len(out) == 30 * af.RATE
-    assert np.abs(out - tone(af.RATE, 1000, 30.0))[inside].max() < 1e-3
-    assert np.abs(out - tone(af.RATE, 1001, 30.0))[inside].max() > 0.1
-    if rate > 2 * 9000:
-        assert np.abs(af.resampled([tone(rate, 9000)], rate))[inside].max() < 1e-3
-    assert np.array_equal(af.resampled(np.split(sound, [7, 7, rate, 15 * rate]), rate), out)

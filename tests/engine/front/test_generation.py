@@ -10,7 +10,7 @@ import pytest
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.generation import Choice, Delta, DeltaReader, Generation, Job
 from engine.front.parts import Content
-from engine.front.stream import Stream
+from engine.front.stream import Clock, Stream
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.protocol import AbortReason, FinishReason, Logprobs, Output, SamplingParams
@@ -100,7 +100,7 @@ class UnfedEngine(FakeEngineClient):
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, **_: Any) -> Stream:
         """A stream that stays empty."""
-        self.streams.append(Stream(len(self.streams), lambda *_: None))
+        self.streams.append(Stream(len(self.streams), lambda *_: None, Clock(0.0)))
         return self.streams[-1]
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front import text as text_module
-from engine.front.template import ChatTemplate, Conversation
+from engine.front.template import ChatTemplate
 from engine.front.text import Detokenizer, TextProcessor
 from tests.nano.nano_tokenizer import BYTE_IDS, SPECIAL_IDS
 from tests.nano.random_models import build
@@ -268,8 +268,8 @@ def test_injection_is_seen_without_the_guard(folder: Path, monkeypatch: pytest.M
 def test_control_tokens_of_any_form_are_guarded() -> None:
     """Also where a checkpoint's control tokens begin with different characters."""
     template, said = ChatTemplate("{{ messages[0].content }}", {}, ["<a>", "[b]", "[c]"]), "x<a>[b] [c]<"
-    options: dict[str, Any] = {"enable_thinking": False, "add_generation_prompt": False, "extra": {}}
-    shown, sentinel = template.render(Conversation([user(said)], None, **options))
+    options: dict[str, Any] = {"enable_thinking": False, "add_generation_prompt": False}
+    shown, sentinel = template.render([user(said)], None, **options)
     assert not any(name in shown for name in ("<a>", "[b]", "[c]"))
     assert shown.replace(sentinel, "") == said
 
@@ -415,7 +415,7 @@ def test_stream_equals_full_decode(text: TextProcessor, reference: Tokenizer, so
     """For any text, cut anywhere, the stream equals the tokenizer's own decode of the whole."""
     ids = reference.encode(source).ids
     whole = reference.decode(ids, skip_special_tokens=skip)
-    assert streamed(text.detokenizer(skip_special_tokens=skip), ids, sizes) == whole
+    assert streamed(Detokenizer(text.pieces, skip_special_tokens=skip), ids, sizes) == whole
 
 
 class Hasty(Detokenizer):
@@ -461,7 +461,7 @@ def by_runs(text: TextProcessor, ids: Sequence[int]) -> str:
 )
 def test_any_ids(text: TextProcessor, reference: Tokenizer, ids: list[int], sizes: list[int]) -> None:
     """Any ids, broken bytes and unknown ids included, stream as they decode whole; if valid, as Hugging Face does."""
-    mine = streamed(text.detokenizer(skip_special_tokens=False), ids, sizes)
+    mine = streamed(Detokenizer(text.pieces, skip_special_tokens=False), ids, sizes)
     assert mine == by_runs(text, ids)
     if "\ufffd" not in mine:
         assert mine == reference.decode([token for token in ids if token >= 0], skip_special_tokens=False)
@@ -471,13 +471,13 @@ def test_any_ids(text: TextProcessor, reference: Tokenizer, ids: list[int], size
 def test_wholly_broken_runs_as_hugging_face(text: TextProcessor, reference: Tokenizer, spelled: bytes) -> None:
     """A byte run with nothing valid in it gives one U+FFFD a byte, as the tokenizers library does."""
     ids = [112, *(BYTE_IDS[f"<0x{byte:02X}>"] for byte in spelled), 112]
-    assert streamed(text.detokenizer(), ids, [1]) == reference.decode(ids)
+    assert streamed(Detokenizer(text.pieces), ids, [1]) == reference.decode(ids)
 
 
 def test_only_unfinished_characters_are_held(text: TextProcessor, reference: Tokenizer) -> None:
     """After each token all whole characters are out, and at most three bytes wait."""
     ids = reference.encode("a🎉漢é" * 20, add_special_tokens=False).ids
-    stream, out = text.detokenizer(), ""
+    stream, out = Detokenizer(text.pieces), ""
     for place, token in enumerate(ids, start=1):
         out += stream.push([token])
         sent = sum(len(text.pieces.bytes_of(token)) for token in ids[:place])

@@ -7,8 +7,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from engine.front.client import Clock
-from engine.front.stream import Stream
+from engine.front.stream import Clock, Stream
 from engine.protocol import FinishReason, MediaItem, Output, SamplingParams
 
 BODY = b'{"model":"nano","stream":true,"max_tokens":%d,"messages":[{"role":"user","content":"Hello"}]}'
@@ -22,7 +21,6 @@ class ReadyEngine:
 
     def __init__(self) -> None:
         self._last = 0
-        self._clocks: dict[int, Clock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def health(self) -> None:
@@ -41,16 +39,11 @@ class ReadyEngine:
         """As EngineClient.generate."""
         self._last += 1
         now = time.monotonic()
-        self._clocks = {self._last: Clock(now, now, now, now, params.max_tokens)}
-        stream = Stream(self._last, lambda *_: None)
+        stream = Stream(self._last, lambda *_: None, Clock(now, now, now, now, params.max_tokens))
         task = asyncio.ensure_future(_feed(stream, params.max_tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return stream
-
-    def clock(self, request: int) -> Clock | None:
-        """As EngineClient.clock."""
-        return self._clocks.get(request)
 
 
 async def _feed(stream: Stream, tokens: int) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead, InvalidRequest
-from engine.front.client import Clock
-from engine.front.stream import Stream
+from engine.front.stream import Clock, Stream
 from engine.protocol import (
     Abort,
     AbortReason,
@@ -143,7 +142,7 @@ class FakeEngineClient:
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
         """As EngineClient.generate."""
-        stream = Stream(len(self.requests) + 1, self.abort)
+        stream = Stream(len(self.requests) + 1, self.abort, Clock(0.0, scheduled=0.0))
         packed = pack_tokens(prompt)
         request = GenerateRequest(
             id=stream.id, prompt=packed, params=params, clip=clip, salt=salt, priority=priority, media=media
@@ -176,10 +175,6 @@ class FakeEngineClient:
         if request in self._open:
             self.aborted.append((request, reason))
             self._open.pop(request)[1].cancel()
-
-    def clock(self, request: int) -> Clock | None:
-        """As EngineClient.clock: nothing is timed here."""
-        return None
 
     def health(self) -> None:
         """As EngineClient.health."""
