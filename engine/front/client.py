@@ -106,11 +106,16 @@ class EngineClient(asyncio.Protocol):
         priority: int = 0,
         media: tuple[MediaItem, ...] = (),
     ) -> Stream:
-        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest."""
+        """Submit a request at once; `clip`, `salt`, `priority` and `media` as in GenerateRequest.
+
+        Raises InvalidRequest only if it cannot be sent as it is.
+        """
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(self._clock()))
-        message = GenerateRequest(
-            id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
+        message = self._frame(
+            GenerateRequest(
+                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
+            )
         )
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
@@ -128,7 +133,7 @@ class EngineClient(asyncio.Protocol):
         if entry is None or entry.aborted is not None:
             return
         entry.aborted, entry.aborted_at = reason, self._clock()
-        self._write(Abort(id=request, reason=reason))
+        self._write(self._frame(Abort(id=request, reason=reason)))
 
     def health(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -148,11 +153,11 @@ class EngineClient(asyncio.Protocol):
 
     def report(self) -> None:
         """Ask for the core's figures; they come as `load` and an EngineLoad event."""
-        self._write(Control(action="report"))
+        self._write(self._frame(Control(action="report")))
 
     def stop(self) -> None:
         """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
-        self._write(Control(action="stop"))
+        self._write(self._frame(Control(action="stop")))
 
     def fail(self, reason: str) -> None:
         """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""
@@ -272,11 +277,24 @@ class EngineClient(asyncio.Protocol):
 
     # -- to the core
 
-    def _write(self, message: FrontMessage) -> None:
-        """What is too large for a message the edge has refused before."""
+    @staticmethod
+    def _frame(message: FrontMessage) -> bytes:
+        try:
+            return frame(encode_message(message))
+        except ValueError as error:
+            raise InvalidRequest(f"the request is too large: {error}") from error
+
+    def _write(self, data: bytes) -> None:
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
-            self._transport.write(frame(encode_message(message)))
+            self._transport.write(data)
+
+
+def _packed(prompt: Sequence[int]) -> bytes:
+    try:
+        return pack_tokens(prompt)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
 
 
 def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:
