@@ -283,6 +283,9 @@ class Runner:
             final = self._padded_forward(sizes, width, uploaded)
         else:
             final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)
+        if later is not None and plan.masked:  # the core may make no masks before its media are read: the ring may be full
+            self._encode(plan, later)
+            later = None
         return Forwarded(plan, data, uploaded, final, start, later)
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ from engine.rank.builder import Rank, build
 from engine.rank.runner import MediaSource, Runner
 from engine.rank.sampler import SpecialRows
 from engine.rank.stages.report_stage import Launched
+from engine.step_masks import encode_masks
 from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
@@ -94,6 +95,18 @@ def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.M
     flag = ROW_ERROR
     with pytest.raises(RuntimeError, match="step 2: another rank's part of an all-reduce did not come in time"):
         run(runner, StepPlan(2, rows=single_rows([0, 2])))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_media_are_read_before_masks_are_waited_for(rank: Rank, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's media are read once it is launched; if it waits for masks, before: the core makes none while the media's ring is
+    full."""
+    made, phases, phase = build(rank, PAGES), list[str](), "forward"
+    monkeypatch.setattr(made, "_encode", lambda plan, media: phases.append(phase))
+    plan = replace(first_plan(), encodes=[(3, 200, 4, 0)], masked=masked)
+    step, phase = made.forward(encode_plan(plan)), "sample"
+    made.sample(step, encode_masks(plan.step, {}, 1) if masked else b"").end()
+    assert phases == ["forward" if masked else "sample"]
 
 
 def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
