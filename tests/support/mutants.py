@@ -169,8 +169,8 @@ _RANK = (
         'share if part == "up" else 0', "0", "engine/rank/test_weights.py",
     ),
     Fault(
-        "last-tenants-pages-stay", "engine/rank/slots.py",
-        "clear(cache.table, slots)", "pass", "engine/rank/test_slots.py",
+        "last-tenants-pages-stay", "kernels/admissions.py",
+        "table[slot] = 0", "pass", "engine/rank/test_slots.py",
     ),
     Fault(
         "last-tenants-prompt-logprobs-stay", "engine/rank/slots.py",
@@ -178,7 +178,7 @@ _RANK = (
     ),
     Fault(
         "min-tokens-counts-the-prompt", "engine/rank/slots.py",
-        "admission.prompt + admission.params.min_tokens", "admission.params.min_tokens",
+        "admission.prompt + params.min_tokens", "params.min_tokens",
         "engine/rank/test_slots.py",
     ),
     Fault(
