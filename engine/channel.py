@@ -17,6 +17,8 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Callable
+from typing import TypeVar
 
 _RECORD = struct.Struct("<IIQ")
 _LINE = 64
@@ -26,6 +28,7 @@ _PAGE = 4096
 RING_BYTES = 8 << 20
 MAX_RECORD = RING_BYTES // 2 - _RECORD.size  # of a ring of that size: the payload of one record
 _SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
+T = TypeVar("T", bytes, memoryview)
 
 
 def checksum(data: bytes | memoryview, start: int = 0) -> int:
@@ -140,6 +143,7 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
+    """One of the readers. What is wrong with a record raises ChannelBroken, and the record stays the next one."""
 
     def __init__(self, memory: memoryview, readers: int, index: int) -> None:
         super().__init__(memory, readers)
@@ -149,16 +153,22 @@ class RingReader(_Ring):
 
     def poll(self) -> tuple[int, bytes] | None:
         """The next (step, payload), or None when nothing new is published."""
+        return self._poll(bytes)
+
+    def poll_into(self, buffer: memoryview) -> bool:
+        """Copy the next payload to `buffer`; False when nothing new is published. A payload of another size breaks the channel."""
+
+        def copied(payload: memoryview) -> memoryview:
+            buffer[: len(payload)] = payload[: len(buffer)]
+            return buffer
+
+        return self._poll(copied) is not None
+
+    def _poll(self, copied: Callable[[memoryview], T]) -> tuple[int, T] | None:
+        """The next step, and its payload as `copied` returns it. All of a record is read again and again, the mark at the ring's
+        end too: on processors that reorder loads (Arm) any word may still be an older one."""
         if self._load(0) == self._read:
             return None
-        step, payload, self._read = self._checked()
-        self._step = step
-        self._store(1 + self._index, self._read)
-        return step, payload
-
-    def _checked(self) -> tuple[int, bytes, int]:
-        """The next step, its payload, and what is read with it. All of it is read again and again, the mark at the ring's end too:
-        on processors that reorder loads (Arm) any word may still be an older one."""
         deadline = time.monotonic() + _REREAD_S
         while True:
             read, at = self._read, self._read % self._capacity
@@ -166,10 +176,12 @@ class RingReader(_Ring):
                 read, at = read + self._capacity - at, 0
             start = self._data + at
             size, expected, step = _RECORD.unpack_from(self._memory, start)
-            payload = bytes(self._memory[start + _RECORD.size : start + _RECORD.size + min(size, self._capacity)])
-            whole = checksum(payload, step & 0xFFFFFFFF) == expected
+            payload = copied(self._memory[start + _RECORD.size : start + _RECORD.size + size])
+            whole = len(payload) == size and checksum(payload, step & 0xFFFFFFFF) == expected
             if whole and step == self._step + 1:
-                return step, payload, read + _RECORD.size + (len(payload) + 7) // 8 * 8
+                self._step, self._read = step, read + _RECORD.size + (size + 7) // 8 * 8
+                self._store(1 + self._index, self._read)
+                return step, payload
             if time.monotonic() > deadline:
-                wrong = f"step {step} read" if whole else "a record with a bad checksum"
+                wrong = f"step {step} read" if whole else "a record with a bad size or checksum"
                 raise ChannelBroken(f"{wrong} after step {self._step}")

@@ -1,22 +1,22 @@
 """Media items that a step encodes: core -> ranks, in a ring of their own, behind their plan and in the order of its `encodes`.
 
-A plan's items are one message, which may be longer than a record, and than the ring: ranks read on while the core writes.
+    message = msgpack of the items without their data, then records of up to RECORD_BYTES with the data of each in order
 
-    message = a record of the length u64, and records of up to MAX_RECORD bytes: msgpack of the items
+A plan's message may be longer than the ring: ranks read on while the core writes. Data are copied twice: into the ring, and from
+there to where a rank uploads them from.
 """
 
-import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from engine.channel import MAX_RECORD, RingReader, RingWriter, Waiter
-from engine.protocol import MediaItem
+from engine.channel import RingReader, RingWriter, Waiter
+from engine.protocol import MediaItem, encode_message
 
 MEDIA_BYTES = 64 << 20  # of the ring: what two steps usually encode
-_LENGTH = struct.Struct("<Q")
+RECORD_BYTES = 1 << 20  # of data: what a rank reads between two looks for a plan
 _decode = msgspec.msgpack.Decoder(tuple[MediaItem, ...]).decode
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class MediaWriter:
@@ -27,32 +27,49 @@ class MediaWriter:
 
     def write(self, items: Sequence[MediaItem]) -> None:
         """Send a plan's items. Waits while a rank is a whole ring behind."""
-        data = memoryview(_encode(items))
-        self._write(_LENGTH.pack(len(data)))
-        for first in range(0, len(data), MAX_RECORD):
-            self._write(data[first : first + MAX_RECORD])
-
-    def _write(self, record: bytes | memoryview) -> None:
-        self._records += 1
-        self._ring.write(self._records, record)
+        headers = encode_message([msgspec.structs.replace(item, data=b"") for item in items])
+        for record in (memoryview(headers), *_records(item.data for item in items)):
+            self._records += 1
+            self._ring.write(self._records, record)
 
 
 class MediaReader:
-    """A rank's end."""
+    """A rank's end: a plan's items, and then their data, before the next plan's. The replica bounds its waits (`step_timeout_s`).
 
-    def __init__(self, ring: RingReader) -> None:
-        self._ring = ring
+    left: memory of records that are not read yet
+    """
 
-    def read(self, waiter: Waiter) -> tuple[MediaItem, ...]:
-        """The next plan's items; waits for them. The replica bounds the wait (`step_timeout_s`)."""
-        left, parts = _LENGTH.unpack(self._record(waiter))[0], list[bytes]()
-        while left:
-            parts.append(self._record(waiter))
-            left -= len(parts[-1])
-        return _decode(parts[0] if len(parts) == 1 else b"".join(parts))
+    def __init__(self, ring: RingReader, waiter: Waiter) -> None:
+        self._ring, self._waiter = ring, waiter
+        self.left = deque[memoryview]()
 
-    def _record(self, waiter: Waiter) -> bytes:
+    def items(self) -> tuple[MediaItem, ...]:
+        """The next plan's items without their data; waits for them."""
         while (record := self._ring.poll()) is None:
-            waiter.wait()
-        waiter.reset()
-        return record[1]
+            self._waiter.wait()
+        self._waiter.reset()
+        return _decode(record[1])
+
+    def read_into(self, buffers: Iterable[memoryview]) -> None:
+        """Have the data of these items read into memory of their sizes, by `advance` and `finish`."""
+        self.left.extend(_records(buffers))
+
+    def advance(self) -> bool:
+        """Read a record of data; False: none has come, or all are read."""
+        if not self.left or not self._ring.poll_into(self.left[0]):
+            return False
+        self.left.popleft()
+        return True
+
+    def finish(self) -> None:
+        """Read the data that are left; waits for them."""
+        while self.left:
+            if not self.advance():
+                self._waiter.wait()
+
+
+def _records(items: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """Data of items, cut into records."""
+    for data in items:
+        for first in range(0, len(data), RECORD_BYTES):
+            yield memoryview(data)[first : first + RECORD_BYTES]

@@ -12,7 +12,7 @@ memory for the copy out.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.geometry import Geometry, vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
-from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaItem, MediaKind
+from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaKind
 from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend
 from engine.rank.batch import ForwardBatch
 from engine.rank.graphs import StageGraphs
@@ -45,8 +45,7 @@ from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleSt
 from engine.rank.step import BESIDE, CHUNKS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
-
-MediaSource = Callable[[], Sequence[MediaItem]]  # waits for a plan's items
+from engine.step_media import MediaReader
 
 
 def warm_rows(most: int) -> tuple[int, ...]:
@@ -57,14 +56,14 @@ def warm_rows(most: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Forwarded:
     """A step whose forward was launched, for `Runner.sample`. uploaded: the plan on the device; start: its start event; media:
-    gives items that are still to be encoded, None if there are none."""
+    of items whose encode is still to begin, None if it has begun."""
 
     plan: PlanView
     data: bytes
     uploaded: Tensor
     final: FinalRows
     start: torch.cuda.Event | None
-    media: MediaSource | None
+    media: MediaReader | None
 
 
 class Runner:
@@ -247,18 +246,18 @@ class Runner:
         """The rows that `decodes` decode rows are padded to."""
         return self._inputs.bucket(decodes)
 
-    def launch(self, data: bytes, masks: bytes = b"", media: MediaSource = tuple) -> Launched:
+    def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
         """Start the step of the plan `data`, with `masks` if it has masked rows, and the encodes of `media` that it names. At most
         two may be launched and not finished."""
         return self.sample(self.forward(data, media), masks)
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Launch a piece of what encoders have begun; False: there is none."""
+        """Read a record of media, or launch a piece of what encoders have begun; False: there is none."""
         return self.encode_stage is not None and self.encode_stage.advance()
 
     @torch.inference_mode()
-    def forward(self, data: bytes, media: MediaSource = tuple) -> Forwarded:
+    def forward(self, data: bytes, media: MediaReader | None = None) -> Forwarded:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
         if self.pages is not None:
@@ -267,10 +266,10 @@ class Runner:
         self.slots.admit(plan.admissions)
         if self.encode_stage is not None:
             self.encode_stage.admit(plan.admissions)
-        later = media if len(plan.encodes) else None
-        if later is not None and reaches_encodes(plan):
-            self._encode(plan, later)
-            later = None
+        assert media or not len(plan.encodes), "a plan encodes media, and there are none"
+        if reaches_encodes(plan):
+            self._encode(plan, media)
+            media = None
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
@@ -283,10 +282,10 @@ class Runner:
             final = self._padded_forward(sizes, width, uploaded)
         else:
             final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)
-        if later is not None and plan.masked:  # the core may make no masks before its media are read: the ring may be full
-            self._encode(plan, later)
-            later = None
-        return Forwarded(plan, data, uploaded, final, start, later)
+        if plan.masked:  # the core may make no masks before its media are read: the ring may be full
+            self._encode(plan, media)
+            media = None
+        return Forwarded(plan, data, uploaded, final, start, media)
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
@@ -315,8 +314,7 @@ class Runner:
         if self.report_stage.debug_hash:
             self.slots.check()
         launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start)
-        if step.media is not None:
-            self._encode(plan, step.media)
+        self._encode(plan, step.media)
         return launched
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
@@ -329,9 +327,10 @@ class Runner:
                 results.append(out.popleft().end())
         return results + [launched.end() for launched in out]
 
-    def _encode(self, plan: PlanView, media: MediaSource) -> None:
-        assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
-        self.encode_stage.encode(plan.encodes[:, 0].tolist(), media())
+    def _encode(self, plan: PlanView, media: MediaReader | None) -> None:
+        if media and len(plan.encodes):
+            assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
+            self.encode_stage.encode(plan.encodes[:, 0].tolist(), media)
 
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)

@@ -4,7 +4,8 @@
            Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
     loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
            one, poll its end and the plan ring together, or the device would idle after every second step
-    media  come behind a plan that encodes them, are read once its step is launched, and their encoders run a piece at each turn
+    media  come behind a plan that encodes them. Once its step is launched their data are read, a record at each turn, and then
+           their encoders run, a piece at each turn
     masks  of a plan with masked rows launch the forward at once, and the sampling when the step's masks come. The core makes them
            from the step before: until they come nothing else is launched, but results are published
 
@@ -15,7 +16,6 @@ told of the exception and ends the group.
 import gc
 import time
 from collections import deque
-from functools import partial
 
 import torch
 
@@ -90,10 +90,9 @@ class Worker:
         self._lifeline = lifeline
         self._plans = RingReader(map_shared(args.plan), args.tp, args.index)
         self._masks = RingReader(map_shared(args.masks), args.tp, args.index)
-        media = MediaReader(RingReader(map_shared(args.media), args.tp, args.index))
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
-        self._read_media = partial(media.read, self._waiter)
+        self._media = MediaReader(RingReader(map_shared(args.media), args.tp, args.index), self._waiter)
         self._launched: deque[tuple[int, Launched, int]] = deque()
         self._forwarded: tuple[int, Forwarded, int] | None = None  # a step that waits for its masks
         self._last = 0
@@ -112,7 +111,7 @@ class Worker:
                 moved = False
             if self._runner.advance() or moved:
                 self._waiter.reset()
-            elif len(self._launched) == DEPTH or (self._launched and not running):
+            elif (len(self._launched) == DEPTH or (self._launched and not running)) and not self._media.left:
                 self._finish()
             elif not finished:
                 self._waiter.wait()
@@ -134,9 +133,9 @@ class Worker:
         self._last = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
         if header.masked:
-            self._forwarded = (step, self._runner.forward(data, self._read_media), started)
+            self._forwarded = (step, self._runner.forward(data, self._media), started)
         else:
-            self._launched.append((step, self._runner.launch(data, media=self._read_media), started))
+            self._launched.append((step, self._runner.launch(data, media=self._media), started))
         return True
 
     def _sample(self) -> bool:

@@ -13,6 +13,7 @@ from engine.rank.parallel import Single
 from engine.rank.stages.encode_stage import EncodeStage
 from tests.bench.encoders import encoder
 from tests.nano.nano_shapes import SHAPES
+from tests.support.engine.ranks import media_of
 from tests.support.judge.pictures import Prompt, pictures
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +42,8 @@ def test_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch, fault: bool) -> No
         with torch.cuda.stream(stage._stream):
             torch.cuda._sleep(SLEEP)
         began = time.monotonic()
-        stage.encode([number], [item])
-        assert (stage.advance(), stage.advance()) == (True, False)  # the second piece waits for the device to end the first
+        stage.encode([number], media_of([item]))
+        assert [stage.advance() for _ in range(3)] == [True, True, False]  # its data; a piece; the next waits until that has ended
         (expected + 1).cpu()
         assert (time.monotonic() - began < 0.1, stage.ended) == (True, number), time.monotonic() - began
         soft = stage.soft_tokens([Chunk(number, 0, item.length, 0)])

@@ -458,7 +458,25 @@ _LEAVES = (
     ),
     Fault(
         "torn-record-is-read", "engine/channel.py",
-        "whole = checksum(payload, step & 0xFFFFFFFF) == expected", "whole = True", "engine/test_channel.py",
+        "whole = len(payload) == size and checksum(payload, step & 0xFFFFFFFF) == expected", "whole = len(payload) == size",
+        "engine/test_channel.py",
+    ),
+    Fault(
+        "part-of-a-record-is-read", "engine/channel.py",
+        "whole = len(payload) == size and checksum(", "whole = checksum(", "engine/test_channel.py",
+    ),
+    Fault(
+        "media-wait-for-a-step", "engine/rank/worker.py",
+        " and not self._media.left", "", "engine/rank/test_overlap.py",
+    ),
+    Fault(
+        "media-are-not-waited-for", "engine/rank/stages/encode_stage.py",
+        "            self._media.finish()", "            pass", "engine/rank/test_encode_stage.py",
+    ),
+    Fault(
+        "steps-wait-for-media", "engine/rank/stages/encode_stage.py",
+        "            return self._media.advance()", "            return self._media.finish() is None",
+        "engine/rank/test_encode_stage.py",
     ),
     Fault(
         "frames-run-into-each-other", "engine/protocol.py",

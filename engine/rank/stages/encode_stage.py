@@ -1,6 +1,6 @@
 """Pictures, video and audio become rows in the place of embeddings, before the forward that reads them.
 
-    items of a plan --encoders--> rows, of all items in one batch --> held by slot until a chunk has passed the item's end
+    data of a plan's items --encoders--> rows, of all in one batch --> held by slot until a chunk has passed the item's end
                                   cache: rows by digest               each rank encodes a share of them, and gets all rows
 
     encoders' stream   | layer | layer | ... | layer |           a piece is launched between steps, once the one before it has ended
@@ -12,7 +12,7 @@ event. The core plans such a step once the encoders have ended, or where no othe
 Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ from engine.rank.parallel import Parallel
 from engine.rank.step_clock import Stopwatch, mark
 from engine.rank.upload import uploaded
 from engine.rank_status import EncoderFigures
+from engine.step_media import MediaReader
 
 _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audio": "clips"}
 
@@ -50,7 +51,7 @@ class EncodedItem:
 @dataclass(frozen=True)
 class EncodeShare:
     """What a rank encodes of a plan's items of a kind. keys: of all items, and how many rows each has; inputs: those of this rank,
-    on the host; counts: rows by rank, one number if every rank makes all; parts: what it has made so far."""
+    on the host, once they are read; counts: rows by rank, one number if every rank makes all; parts: what it has made so far."""
 
     encoder: MediaEncoder
     keys: Sequence[tuple[Key, int]]
@@ -72,7 +73,7 @@ class EncodeStage:
         cached: int = ENCODER_CACHE_BYTES,
     ) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
-        self._held: dict[int, list[EncodedItem]] = {}
+        self._held = defaultdict[int, list[EncodedItem]](list)
         self._cache = OutputCache(device, cached, host)
         self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -82,6 +83,7 @@ class EncodeStage:
         self._items: list[EncodedItem] = []  # without rows yet
         self._outputs: dict[Key, Tensor] = {}
         self._shares: list[EncodeShare] = []
+        self._media: MediaReader | None = None
         self._pieces: Iterator[None] | None = None  # not launched yet
         self._end: torch.cuda.Event | None = None  # of the last piece that was launched
 
@@ -109,24 +111,31 @@ class EncodeStage:
         for admission in admissions:
             self._held.pop(admission.slot, None)
 
-    def encode(self, slots: Sequence[int], items: Sequence[MediaItem]) -> None:
-        """Begin with a plan's items, of these slots, those in the cache apart; `advance` launches their encoders."""
+    def encode(self, slots: Sequence[int], media: MediaReader) -> None:
+        """Begin with the next plan's items, of these slots; `advance` reads their data, and launches encoders of those that are
+        not in the cache."""
         self._gather()
+        self._media, items = media, media.items()
         asked = {_key(item): item for item in items}
+        data = {_key(item): self._memory(item) for item in items}
+        media.read_into(data[_key(item)].flatten().view(torch.uint8).numpy().data for item in items)
         self._outputs = {key: rows for key in asked if (rows := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
-        self._shares = [self._share(encoder, items) for encoder, items in of_kinds if items]
+        self._shares = [self._share(encoder, items, data) for encoder, items in of_kinds if items]
         self._items = [EncodedItem(_positions(item), _key(item), item.end) for item in items]
         for slot, item in zip(slots, self._items, strict=True):
-            self._held.setdefault(slot, []).append(item)
-        self._pieces = self._launches() if self._shares else None
+            self._held[slot].append(item)
+        self._pieces = self._launches()
         self._end = None
         self._plans += 1
         self._count(items, new)
 
     def advance(self) -> bool:
-        """Launch the next piece of what was begun, if the device has ended the last one; returns whether it did."""
+        """Read a record of data; once all are read, launch the next piece of what was begun if the device has ended the last one.
+        Returns whether it did."""
+        if self._media and self._media.left:
+            return self._media.advance()
         if self._pieces is None or (self._end is not None and not self._end.query()):
             return False
         self._launch(self._pieces)
@@ -148,7 +157,10 @@ class EncodeStage:
                 share.parts.append((yield from pieces))
 
     def _gather(self) -> None:
-        """Have the rows of the last plan's items on the steps' stream: behind encoders, from all ranks, in the cache."""
+        """Have the rows of the last plan's items on the steps' stream: behind encoders, from all ranks, in the cache. Waits for
+        data that are not read yet."""
+        if self._media:
+            self._media.finish()
         while self._pieces is not None:
             self._launch(self._pieces)
         if self._end is not None:
@@ -170,11 +182,11 @@ class EncodeStage:
 
     def holds(self, slots: Iterable[int]) -> bool:
         """Whether any of the slots has an item whose end no chunk has reached."""
-        return any(self._held.get(slot) for slot in slots)
+        return any(self._held[slot] for slot in slots)
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """The chunks' rows of a batch that items take; None: none do. Items that end in a chunk are dropped."""
-        reached = [(chunk, item) for chunk in chunks for item in self._held.get(chunk.slot, ()) if item.positions[0] < chunk.end]
+        reached = [(chunk, item) for chunk in chunks for item in self._held[chunk.slot] if item.positions[0] < chunk.end]
         if any(item.rows is None for _, item in reached):
             self._gather()
         places, rows = [], []
@@ -184,15 +196,19 @@ class EncodeStage:
             assert item.rows is not None
             rows.append(item.rows[first:last])
         for chunk in chunks:
-            if chunk.slot in self._held:
-                self._held[chunk.slot] = [item for item in self._held[chunk.slot] if item.end > chunk.end]
+            self._held[chunk.slot] = [item for item in self._held[chunk.slot] if item.end > chunk.end]
         if not places:
             return None
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
 
-    def _share(self, encoder: MediaEncoder, items: Sequence[MediaItem]) -> EncodeShare:
+    def _memory(self, item: MediaItem) -> Tensor:
+        """For what the encoder gets, on the host; pinned for a GPU."""
+        dtype = torch.float32 if item.kind == "audio" else torch.uint8
+        return torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
+
+    def _share(self, encoder: MediaEncoder, items: Sequence[MediaItem], data: Mapping[Key, Tensor]) -> EncodeShare:
         """Several inputs are shared out: runs of about as many rows. A single one is encoded by all."""
-        inputs = [one for item in items for one in encoder.inputs(_data(item))]
+        inputs = [one for item in items for one in encoder.inputs(data[_key(item)])]
         rows = [encoder.rows(one) for one in inputs]
         ranks = min(self._parallel.size, len(inputs))
         owners = [(2 * end - count) * ranks // (2 * sum(rows)) for end, count in zip(accumulate(rows), rows, strict=True)]
@@ -219,27 +235,20 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
     """Runs of inputs that give at most ENCODER_ROWS rows, or of one."""
     batch: list[Tensor] = []
     rows = 0
-    if not inputs:
-        return
     for one in inputs:
         if batch and rows + encoder.rows(one) > ENCODER_ROWS:
             yield batch
             batch, rows = [], 0
         batch.append(one)
         rows += encoder.rows(one)
-    yield batch
+    if batch:
+        yield batch
 
 
 def reaches_encodes(plan: PlanView) -> bool:
     """Whether a chunk of the plan has positions of an item that it encodes."""
     ends = dict(plan.chunks[:, [0, 2]].tolist())
     return any(first < ends.get(slot, 0) for slot, first in plan.encodes[:, :2].tolist())
-
-
-def _data(item: MediaItem) -> Tensor:
-    """What the encoder gets, on the host."""
-    data = np.frombuffer(item.data, np.float32 if item.kind == "audio" else np.uint8)
-    return torch.from_numpy(data.reshape(item.shape).copy())
 
 
 def _positions(item: MediaItem) -> np.ndarray:

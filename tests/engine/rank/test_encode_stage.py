@@ -3,6 +3,7 @@
 import hashlib
 import random
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import cast
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import step_media
 from engine.plan import Admission, StepPlan, encode_plan, read_plan
 from engine.protocol import MediaItem, MediaKind, SamplingParams
 from engine.rank import output_cache
@@ -20,6 +22,7 @@ from engine.rank.stages import encode_stage
 from engine.rank.stages.encode_stage import EncodeStage, reaches_encodes
 from engine.rank_status import EncoderFigures
 from tests.support.engine.plans import PrefillChunk
+from tests.support.engine.ranks import media_of
 from tests.support.engine.threads import ThreadParallel, run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -65,7 +68,7 @@ def stage_of(cached: int = 1 << 20, parallel: Parallel = Single(), host: int = 0
 def encode(stage: EncodeStage, items: Sequence[MediaItem], slots: Sequence[int] = (), admitted: Sequence[int] = ()) -> None:
     """To the end, as a plan does whose chunks follow at once."""
     stage.admit([Admission(slot, 1, [5] * 3, 3, SamplingParams(max_tokens=1)) for slot in admitted])
-    stage.encode(slots or [0] * len(items), items)
+    stage.encode(slots or [0] * len(items), media_of(items))
     stage._gather()
 
 
@@ -79,7 +82,7 @@ def test_text_before_an_item_does_not_wait_for_its_encoder() -> None:
     """A chunk that ends where an item begins launches nothing; one that ends a row later has the encoder run to its end."""
     for end, calls in ((4, []), (5, [1])):
         stage, seen = stage_of()
-        stage.encode([0], [picture(4, 9)])
+        stage.encode([0], media_of([picture(4, 9)]))
         assert len(rows(stage, Chunk(0, 0, end, 0))) == end - 4
         assert seen == calls
         assert len(rows(stage, Chunk(0, end, 12, 0))) == 10 - end
@@ -126,6 +129,64 @@ def test_ranks_share_pictures(count: int) -> None:
     encoded = [calls for _, calls in found]
     assert encoded == [1] * 3 if count == 1 else sum(encoded) == count
     assert max(encoded) <= max(1, -(-count // 2))
+
+
+def test_data_are_read_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of them at a time. Encodes have not ended before, also of what is in the cache; a chunk without their rows is
+    computed meanwhile, and one that has some reads the rest."""
+    monkeypatch.setattr(step_media, "RECORD_BYTES", 10_000)
+    items = [picture(4, 9), picture(20, 8)]  # of 41 472 bytes
+    stage, calls = stage_of()
+    for reaches in (False, True):
+        media = media_of(items, items)
+        for plan in range(2):
+            stage.admit([Admission(0, 1, [5] * 3, 3, SamplingParams(max_tokens=1))])
+            stage.encode([0, 0], media)
+            ended = stage.ended
+            assert len(media.left) == 10
+            assert all((stage.advance(), stage.ended, len(media.left)) == (True, ended, 9 - read) for read in range(4))
+            assert rows(stage, Chunk(0, 0, 4, 0)) == []
+            assert (len(media.left), stage.ended) == (6, ended)
+            if not reaches:
+                while stage.advance():
+                    assert (stage.ended > ended) == (not media.left and stage._pieces is None)
+            assert [values[0] for _, values in rows(stage, Chunk(0, 4, 30, 0))] == [9.0] * 6 + [8.0] * 6
+            assert (list(media.left), stage.ended) == ([], ended + 1), plan
+    assert calls == [2]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_ranks_that_have_read_different_parts_agree(monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """Three ranks, each of which has read and launched as much as chance wants when the next plan comes or rows are read, have the
+    rows of all pictures (planted fault: one reads the rest to other memory)."""
+    monkeypatch.setattr(step_media, "RECORD_BYTES", 5_000)
+    rng = random.Random(1)
+    steps = [[picture(20 * at, rng.randint(1, 8), 2, 2 + rng.randint(0, 1)) for at in range(rng.randint(1, 3))] for _ in range(20)]
+    read_now = [rng.random() < 0.5 for _ in steps]
+
+    def on_thread(parallel: ThreadParallel) -> list[object]:
+        stage, media, own = stage_of(200, parallel)[0], media_of(*steps), random.Random(parallel.rank)
+        finish = media.finish
+
+        def elsewhere() -> None:
+            media.left = deque(memoryview(bytearray(len(record))) for record in media.left)
+            finish()
+
+        if fault and parallel.rank == 1:
+            monkeypatch.setattr(media, "finish", elsewhere)
+        seen: list[object] = []
+        for items, now in zip(steps, read_now, strict=True):
+            stage.admit([Admission(0, 1, [5] * 3, 3, SamplingParams(max_tokens=1))])
+            stage.encode([0] * len(items), media)
+            for _ in range(own.randint(0, 40)):
+                stage.advance()
+            if now:
+                seen.append(rows(stage, Chunk(0, 0, 200, 0)))
+        return seen
+
+    shown = [items for items, now in zip(steps, read_now, strict=True) if now]
+    right = [[(item.first + row, (item.data[0], 96.0, row)) for item in items for row in range(item.length)] for items in shown]
+    assert (run_ranks(3, on_thread) == [right] * 3) == (not fault)
 
 
 def test_rows_follow_chunks() -> None:

@@ -16,17 +16,19 @@ from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
-from engine.plan import StepPlan, encode_rows, read_plan
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
+from engine.protocol import GenerateRequest, MediaItem, SamplingParams, pack_tokens
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
 from engine.rank_status import StatusBlock
+from engine.step_media import RECORD_BYTES, MediaReader
 from tests.support.engine.core_loop import running
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
 GROUPS = (KVGroup(0, "full", (0,), 1, 64, None),)
 STEP_S = 0.02
+RECORDS = 8  # of a picture
 TOKENS = 60
 
 
@@ -82,8 +84,10 @@ class Wires:
 
 
 @contextmanager
-def wires() -> Iterator[Wires]:
-    rings = [create_shared(name, ring_bytes(1, 1 << 16)) for name in ("plan", "masks", "media", "result")]
+def wires(media: int = 1 << 16) -> Iterator[Wires]:
+    """media: bytes of data in that ring."""
+    sizes = {"plan": 1 << 16, "masks": 1 << 16, "media": media, "result": 1 << 16}
+    rings = [create_shared(name, ring_bytes(1, size)) for name, size in sizes.items()]
     by_name = dict(zip(("plan", "masks", "media", "result"), rings, strict=True))
     args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, **by_name)
     yield Wires(args, StatusBlock(memoryview(bytearray(StatusBlock.size(2)))))
@@ -133,6 +137,74 @@ def test_a_loop_that_drains_is_seen() -> None:
     idle = serve(Draining)  # type: ignore[arg-type]
     print(f"idle {1e6 * sum(idle) / len(idle):.0f} us a step, {sum(gap > 0 for gap in idle)} of {len(idle)} steps late")
     assert sum(gap > 0 for gap in idle) >= 0.4 * len(idle)
+
+
+@dataclass
+class Reading(SlowDevice):
+    """Reads media as an encode stage does. read: records that were read when each step was launched; read_at: when the last was."""
+
+    data: bytearray = field(default_factory=lambda: bytearray(RECORDS * RECORD_BYTES))
+    read: list[int] = field(default_factory=list)
+    records: int = 0
+    read_at: float = 0.0
+    media: MediaReader | None = None
+    blocking: bool = False
+
+    def advance(self) -> bool:
+        if self.media is None or not self.media.left:
+            return False
+        if self.blocking:
+            left = len(self.media.left)
+            self.media.finish()
+            self.records += left
+            return True
+        moved = self.media.advance()
+        self.records += moved
+        self.read_at = time.monotonic()
+        return moved
+
+    def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> "SlowStep":
+        self.read.append(self.records)
+        if len(read_plan(data).encodes):
+            assert media is not None
+            (item,) = media.items()
+            assert len(self.data) == item.shape[0]
+            self.media = media
+            media.read_into([memoryview(self.data)])
+        return super().launch(data, masks)
+
+
+PICTURE = MediaItem(0, 4, bytes(32), shape=(RECORDS * RECORD_BYTES,), data=bytes(range(256)) * (RECORDS * RECORD_BYTES // 256))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_step_is_launched_while_media_are_read(blocking: bool) -> None:
+    """The next plan, which is there already, is launched after a record (planted fault: after all of them)."""
+    with wires(media=2 * len(PICTURE.data)) as ends:
+        core, device = RingExecutor(ends.args), Reading(blocking=blocking)
+        core.submit(StepPlan(1, encodes=[(0, 0, 4, 0)], media=[PICTURE]))
+        core.submit(StepPlan(2))
+        core.submit(StepPlan(3, stop=True))
+        Worker(device, ends).run()  # type: ignore[arg-type]
+    assert (bytes(device.data), device.records) == (PICTURE.data, RECORDS)
+    assert device.read == [0, RECORDS if blocking else 1]
+
+
+def test_media_that_come_late_are_read_before_steps_end() -> None:
+    """With two steps launched a rank goes on reading while the core still writes: the last record long before the first step ends
+    (the ring has room for half of the data)."""
+    with wires(media=RECORDS // 2 * RECORD_BYTES) as ends:
+        core, device = RingExecutor(ends.args), Reading()
+        ranks = threading.Thread(target=Worker(device, ends).run)  # type: ignore[arg-type]
+        for step in (1, 2):
+            core._plans.write(step, encode_plan(StepPlan(step, encodes=[(0, 0, 4, 0)] * (step == 1))))
+        ranks.start()
+        core._media.write([PICTURE])
+        core._plans.write(3, encode_plan(StepPlan(3, stop=True)))
+        ranks.join(10)
+        assert not ranks.is_alive()
+    assert (bytes(device.data), device.records) == (PICTURE.data, RECORDS)
+    assert device.read_at < device.free_at - STEP_S
 
 
 def test_steps_before_a_stop_are_finished() -> None:

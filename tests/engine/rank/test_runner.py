@@ -16,16 +16,17 @@ from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_heade
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build
-from engine.rank.runner import MediaSource, Runner
+from engine.rank.runner import Runner
 from engine.rank.sampler import SpecialRows
 from engine.rank.stages.report_stage import Launched
 from engine.step_masks import encode_masks
+from engine.step_media import MediaReader
 from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
 from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_of
-from tests.support.engine.ranks import finish, run, single
+from tests.support.engine.ranks import finish, media_of, run, single
 
 pytestmark = pytest.mark.cpu
 
@@ -99,12 +100,12 @@ def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_media_are_read_before_masks_are_waited_for(rank: Rank, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's media are read once it is launched; if it waits for masks, before: the core makes none while the media's ring is
-    full."""
+    """A step's encodes begin, and its media are read, once it is launched; if it waits for masks, before: the core makes none while
+    the media's ring is full."""
     made, phases, phase = build(rank, PAGES), list[str](), "forward"
-    monkeypatch.setattr(made, "_encode", lambda plan, media: phases.append(phase))
+    monkeypatch.setattr(made, "_encode", lambda plan, media: phases.extend([phase] * (media is not None)))
     plan = replace(first_plan(), encodes=[(3, 200, 4, 0)], masked=masked)
-    step, phase = made.forward(encode_plan(plan)), "sample"
+    step, phase = made.forward(encode_plan(plan), media_of()), "sample"
     made.sample(step, encode_masks(plan.step, {}, 1) if masked else b"").end()
     assert phases == ["forward" if masked else "sample"]
 
@@ -294,7 +295,7 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         """One K or V value off by a little, where slot 2's first page lies."""
         launch = made.launch
 
-        def launched(data: bytes, masks: bytes = b"", media: MediaSource = tuple) -> Launched:
+        def launched(data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
             if read_header(data).step == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
             return launch(data, masks, media)

@@ -19,16 +19,17 @@ import msgspec
 import torch
 
 from cluster.children import environment
-from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
+from engine.channel import RingReader, RingWriter, Waiter, capacity_for, create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, BootMessage, BootSocket, Configure, Failed, Loaded, Ready
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
+from engine.protocol import MediaItem
 from engine.rank.builder import Rank, load_rank
 from engine.rank.parallel import Single
 from engine.rank.runner import Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank_status import RankStatus, StatusBlock
-from engine.step_media import MEDIA_BYTES, MediaWriter
+from engine.step_media import MEDIA_BYTES, MediaReader, MediaWriter
 from kernels.allreduce import shared_bytes
 from tests.support import forked
 
@@ -212,9 +213,19 @@ def single(config: EngineConfig) -> Rank:
     return load_rank(config, Single(), torch.device(config.device))
 
 
+def media_of(*plans: Sequence[MediaItem]) -> MediaReader:
+    """A rank's end of a ring that these plans' items are in."""
+    size = sum(len(item.data) for items in plans for item in items)
+    memory = memoryview(bytearray(ring_bytes(1, capacity_for((1 << 16) + size))))
+    writer = MediaWriter(RingWriter(memory, 1))
+    for items in plans:
+        writer.write(items)
+    return MediaReader(RingReader(memory, 1, 0), Waiter())
+
+
 def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
-    launched = runner.launch(encode_plan(plan), masks, lambda: plan.media)
+    launched = runner.launch(encode_plan(plan), masks, media_of(plan.media))
     while runner.advance():
         pass
     return finish(launched)
