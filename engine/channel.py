@@ -57,7 +57,7 @@ def create_shared(name: str, size: int) -> int:
 
 def map_shared(fd: int) -> memoryview:
     """The whole of `fd`, mapped shared and writable. The descriptor may be closed afterwards."""
-    return memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+    return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
 def ring_bytes(readers: int, capacity: int = RING_BYTES) -> int:
