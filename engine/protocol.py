@@ -367,7 +367,7 @@ class FrameReader:
             end = start + _LENGTH.size + size
             if len(self._buffer) < end:
                 break
-            messages.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            messages.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))
             start = end
         del self._buffer[:start]
         return messages
