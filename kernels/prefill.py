@@ -24,12 +24,13 @@ from kernels.launch import Configured, check_contiguous, configured, enabled, la
 from kernels.numerics import LOG2E, cast, dot, softmax_step
 from kernels.splitkv import page_of
 
+_VALUES = 256  # columns of V that a CTA sums: registers hold the sums of 128 rows, which read K and V from the L2 cache once
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
 
-def tile_tokens(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Queries of one sequence that a tile holds: times heads of a KV head 128 rows of a matrix product, 64 at head dim 512."""
-    return max(1, (128 if head_dim <= 256 else 64) // (heads // kv_heads))
+def tile_tokens(heads: int, kv_heads: int) -> int:
+    """Queries of one sequence that a tile holds: times heads of a KV head 128 rows of a matrix product."""
+    return max(1, 128 // (heads // kv_heads))
 
 
 def extend_attention(
@@ -63,7 +64,7 @@ def extend_attention(
     check_contiguous(q, pool, table, tiles, out)
     kv_heads, page, d = pool.shape[2:]
     kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, tokens, q.element_size(), shared_memory(q))
-    launch(kernel, (tiles.shape[0], kv_heads, parts), q, pool, table, tiles, out, table.shape[1], last_seen)
+    launch(kernel, (tiles.shape[0], kv_heads * cdiv(d, _VALUES), parts), q, pool, table, tiles, out, table.shape[1], last_seen)
 
 
 def paged_prefill(
@@ -127,25 +128,27 @@ def _configured(
     heads: int, kv_heads: int, d: int, page: int, window: int | None, tokens: int | None, itemsize: int, shared: int
 ) -> tuple[Configured, int]:
     """The kernel for tiles of up to `tokens` queries, and in how many parts it takes them."""
-    group, tokens = heads // kv_heads, tokens or tile_tokens(heads, kv_heads, d)
-    rows, keys = _cut(tokens * group, d, itemsize, shared)
+    group, tokens = heads // kv_heads, tokens or tile_tokens(heads, kv_heads)
+    values = min(d, _VALUES)
+    rows, keys = _cut(tokens * group, d, values, itemsize, shared)
     held = max(1, rows // group)
     kernel = configured(
-        _extend, HEADS=heads, KV_HEADS=kv_heads, D=d, WINDOW=window or 0, PAGE=page,
+        _extend, HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page,
         TOKENS=held, ROWS=max(rows, next_power_of_2(group)), KEYS=keys, warps=8 if rows >= 64 else 4, stages=2,
     )  # fmt: skip
     return kernel, cdiv(tokens, held)
 
 
-def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:
+def _cut(rows: int, d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
     """Rows of a CTA and keys a turn, for tiles of `rows` rows: what shared memory holds; fp32, for tests, takes the least."""
-    rows = min(max(16, next_power_of_2(rows)), 128 if d <= 256 else 64)
-    keys = 64 if d <= 256 else 32
     if itemsize == 4:
         return 16, 16
-    while keys > 16 and 2 * d * 4 * keys > shared * 3 // 4:
+    rows = min(max(16, next_power_of_2(rows)), 128)
+    keys = 64 if d <= 256 else 32
+    turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
+    while keys > 16 and keys * turn > shared * 3 // 4:
         keys //= 2
-    while rows > 16 and 2 * d * (rows + 4 * keys) > shared:
+    while rows > 16 and 2 * d * rows + keys * turn > shared:
         rows //= 2
     return rows, keys
 
@@ -153,26 +156,27 @@ def _cut(rows: int, d: int, itemsize: int, shared: int) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["width"])
 def _extend(
     q, pool, table, tiles, out, width, last_seen,
-    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr, ROWS: constexpr,
-    KEYS: constexpr, PDL: constexpr,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, VALUES: constexpr, WINDOW: constexpr, PAGE: constexpr, TOKENS: constexpr,
+    ROWS: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: TOKENS queries of a tile, times the heads of one KV head.
+    """A CTA: TOKENS queries of a tile, times the heads of one KV head; VALUES of V's columns.
 
     Keys in three runs: the window's edge, where some query does not see all, what all see, the diagonal.
     """
     trigger(PDL)
     GROUP: constexpr = HEADS // KV_HEADS
-    tile, head = tl.program_id(0), tl.program_id(1)
-    dims, token = tl.arange(0, D), tl.arange(0, ROWS) // GROUP
+    tile, head = tl.program_id(0), tl.program_id(1) // (D // VALUES)
+    dims, columns = tl.arange(0, D), tl.program_id(1) % (D // VALUES) * VALUES + tl.arange(0, VALUES)
+    token = tl.arange(0, ROWS) // GROUP
     wait(PDL)
     done = tl.program_id(2) * TOKENS
     slot, row = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1) + done
     start, count = tl.load(tiles + 4 * tile + 2) + done, tl.minimum(tl.load(tiles + 4 * tile + 3) - done, TOKENS)
     if count <= 0:
         return
-    offset = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D + dims[None, :]
+    offset = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D
     live = (token < count)[:, None]
-    queries = tl.load(q + offset, live, other=0.0)
+    queries = tl.load(q + offset + dims[None, :], live, other=0.0)
     positions = start + token
     end = start + count
     oldest = 0
@@ -192,18 +196,18 @@ def _extend(
     side = pool + head * PAGE * D
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, D], tl.float32)
-    state, seen = (top, total, sums), (positions, newest, oldest, end)
+    sums = tl.zeros([ROWS, VALUES], tl.float32)
+    state, seen = (top, total, sums), (columns, positions, newest, oldest, end)
     state = _walk(queries, side, ids, width, first, left, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     state = _walk(queries, side, ids, width, left, right, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
     state = _walk(queries, side, ids, width, right, end, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     top, total, sums = state
-    tl.store(out + offset, cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
+    tl.store(out + offset + columns[None, :], cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
 
 
 @triton.jit
 def _walk(
-    q, side, ids, width, first, last, positions, newest, oldest, end, top, total, sums,
+    q, side, ids, width, first, last, columns, positions, newest, oldest, end, top, total, sums,
     KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, MASKED: constexpr,
 ):  # fmt: skip
     """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them.
@@ -214,16 +218,18 @@ def _walk(
         keys = key + tl.arange(0, KEYS)
         if KEYS <= PAGE:
             start = side + pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + key % PAGE * D  # one address a turn, and fixed offsets
-            offset = start + (tl.arange(0, KEYS)[:, None] * D + dims[None, :])
+            offset = start + tl.arange(0, KEYS)[:, None] * D
         else:
-            offset = side + (pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + keys % PAGE * D)[:, None] + dims[None, :]
+            offset = side + (pages.to(tl.int64) * (2 * KV_HEADS * PAGE * D) + keys % PAGE * D)[:, None]
+        value = offset + KV_HEADS * PAGE * D + columns[None, :]
+        offset += dims[None, :]
         if MASKED:
             held = ((keys >= oldest) & (keys < end))[:, None]
             k = tl.load(offset, held, other=0.0)
-            v = tl.load(offset + KV_HEADS * PAGE * D, held, other=0.0)
+            v = tl.load(value, held, other=0.0)
         else:
             k = tl.load(offset)
-            v = tl.load(offset + KV_HEADS * PAGE * D)
+            v = tl.load(value)
         pages = page_of(ids, key + KEYS, width, KEYS, PAGE)  # one turn ahead
         scores = dot(q, tl.trans(k)) * LOG2E
         if MASKED:

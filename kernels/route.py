@@ -1,7 +1,6 @@
 """The router: every expert's score for each token, and the choice of the best.
 
-    z      = rms_norm(h) * scale * n^(-1/2)                no weight in the norm; fp32 from here on
-    logits = z proj^T
+    logits = rms_norm(h) (proj * scale * n^(-1/2))^T       no weight in the norm; all in fp32
     x      = rms_norm(h; norm)                             what the experts will read, in h's dtype: the norms share one variance
     p = softmax(logits) over all experts;  (e_k, w_k) = top_k(p);  w_k = w_k / sum(w) * per_expert_scale[e_k]
 
@@ -22,34 +21,43 @@ from kernels.numerics import add_product, cast
 
 _ROWS = 8  # rows of one CTA at most: it reads its experts' weights once for them
 _MANY = 128  # rows above which the scores are products of tiles
-_TILE = (32, 64, 128, 4, 3)  # rows, experts, inner dimension of a turn, warps, stages
+_TILES = {_MANY: (32, 64, 128, 4, 3), 4096: (64, 64, 64, 4, 3)}  # by rows: rows, experts, inner dimension of a turn, warps, stages
 
 
-def router_logits(h: Tensor, proj: Tensor, scale: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """h [T, n], proj fp32 [experts, n], scale fp32 [n], norm [n] -> (logits fp32 [T, experts], x [T, n])."""
+def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
+    """proj fp32 [experts, n], scale fp32 [n] -> bf16 [3, experts, n]: what multiplies a normed row, cut into parts that add up to
+    every bit of fp32. A product of bf16 by bf16 is exact in fp32."""
+    left, parts = proj * scale * proj.shape[1] ** -0.5, []
+    for _ in range(3):
+        parts.append(left.bfloat16())
+        left = left - parts[-1]
+    return torch.stack(parts)
+
+
+def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """h [T, n], `router_parts` [3, experts, n], norm [n] -> (logits fp32 [T, experts], x [T, n])."""
     if not enabled(h):
-        z = rms_norm(h, None, eps, torch.float32) * scale * h.shape[1] ** -0.5
-        return z @ proj.t(), rms_norm(h, norm, eps)
-    (rows, n), experts = h.shape, proj.shape[0]
-    check_contiguous(h, proj)
+        return rms_norm(h, None, eps, torch.float32) @ parts.float().sum(0).t(), rms_norm(h, norm, eps)
+    (rows, n), experts = h.shape, parts.shape[1]
+    check_contiguous(h, parts)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=h.device)
     x = torch.empty_like(h)
     if rows > _MANY:
-        held, width, turn, warps, stages = _TILE
-        groups, parts = cdiv(rows, held), cdiv(experts, width)
+        held, width, turn, warps, stages = _TILES[4096 if rows > 4096 else _MANY]
+        groups, shares = cdiv(rows, held), cdiv(experts, width)
         launch(
-            _many_logits, (groups * parts + rows,),
-            h, proj, scale, norm, logits, x, rows, eps, n**-0.5,
-            N=n, EXPERTS=experts, PARTS=parts, ROWS=held, WIDTH=width, TURN=turn, BLOCK=next_power_of_2(n),
+            _many_logits, (groups * shares + rows,),
+            h, parts, norm, logits, x, rows, eps,
+            N=n, EXPERTS=experts, SHARES=shares, ROWS=held, WIDTH=width, TURN=turn, BLOCK=next_power_of_2(n),
             warps=warps, stages=stages,
         )  # fmt: skip
         return logits, x
     width = 2 if rows <= _ROWS else 4  # experts of a CTA
-    parts, each = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
+    shares, each = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
     launch(
-        _logits, (parts + each, cdiv(rows, each)),
-        h, proj, scale, norm, logits, x, rows, eps, n**-0.5,
-        N=n, EXPERTS=experts, PARTS=parts, ROWS=each, WIDTH=width, BLOCK=next_power_of_2(n), warps=8,
+        _logits, (shares + each, cdiv(rows, each)),
+        h, parts, norm, logits, x, rows, eps,
+        N=n, EXPERTS=experts, SHARES=shares, ROWS=each, WIDTH=width, BLOCK=next_power_of_2(n), warps=8,
     )  # fmt: skip
     return logits, x
 
@@ -87,18 +95,20 @@ def _norm_row(h, factor, x, row, T, eps, N: constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _logits(
-    h, proj, scale, norm, logits, x, T, eps, root,
-    N: constexpr, EXPERTS: constexpr, PARTS: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
+    h, parts, norm, logits, x, T, eps,
+    N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The first PARTS CTAs of a group of ROWS rows have WIDTH experts each, the other ROWS a row's x."""
+    """The first SHARES CTAs of a group of ROWS rows have WIDTH experts each, the other ROWS a row's x."""
     trigger(PDL)
-    part, first = tl.program_id(0), tl.program_id(1) * ROWS
+    share, first = tl.program_id(0), tl.program_id(1) * ROWS
     lane = tl.arange(0, BLOCK)
     live = lane < N
-    if part < PARTS:
-        expert = part * WIDTH + tl.arange(0, WIDTH)
-        weight = tl.load(proj + tl.minimum(expert, EXPERTS - 1)[:, None] * N + lane[None, :], live[None, :], 0.0)
-        weight *= (tl.load(scale + lane, live, 0.0) * root)[None, :]
+    if share < SHARES:
+        expert = share * WIDTH + tl.arange(0, WIDTH)
+        weight = tl.zeros([WIDTH, BLOCK], tl.float32)
+        for part in tl.static_range(3):
+            row = part * EXPERTS + tl.minimum(expert, EXPERTS - 1)
+            weight += tl.load(parts + row[:, None] * N + lane[None, :], live[None, :], 0.0).to(tl.float32)
         wait(PDL)
         for i in tl.static_range(ROWS):
             row = (first + i).to(tl.int64)
@@ -108,20 +118,20 @@ def _logits(
     else:
         factor = tl.load(norm + lane, live, 0.0).to(tl.float32)
         wait(PDL)
-        _norm_row(h, factor, x, first + part - PARTS, T, eps, N)
+        _norm_row(h, factor, x, first + share - SHARES, T, eps, N)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _many_logits(
-    h, proj, scale, norm, logits, x, T, eps, root,
-    N: constexpr, EXPERTS: constexpr, PARTS: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
+    h, parts, norm, logits, x, T, eps,
+    N: constexpr, EXPERTS: constexpr, SHARES: constexpr, ROWS: constexpr, WIDTH: constexpr, TURN: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
     """The first CTAs have the scores of ROWS rows by WIDTH experts each, the others a row's x.
 
-    bf16 rows are exact operands; weights are cut into three bf16 parts, which hold all of an fp32's bits."""
+    bf16 rows are exact operands, and so are the weights' parts."""
     trigger(PDL)
-    tiles = (T + ROWS - 1) // ROWS * PARTS
+    tiles = (T + ROWS - 1) // ROWS * SHARES
     program = tl.program_id(0)
     if program >= tiles:
         lane = tl.arange(0, BLOCK)
@@ -129,29 +139,24 @@ def _many_logits(
         wait(PDL)
         _norm_row(h, factor, x, program - tiles, T, eps, N)
         return
-    row = program // PARTS * ROWS + tl.arange(0, ROWS)
-    expert = program % PARTS * WIDTH + tl.arange(0, WIDTH)
+    row = program // SHARES * ROWS + tl.arange(0, ROWS)
+    expert = program % SHARES * WIDTH + tl.arange(0, WIDTH)
     lane = tl.arange(0, TURN)
     live = (row < T)[:, None]
     rows = h + row.to(tl.int64)[:, None] * N + lane[None, :]
-    weights = proj + tl.minimum(expert, EXPERTS - 1)[:, None] * N + lane[None, :]
+    weights = parts + tl.minimum(expert, EXPERTS - 1)[:, None] * N + lane[None, :]
     total = tl.zeros([WIDTH, ROWS], tl.float32)
     squares = tl.zeros([ROWS, TURN], tl.float32)
     wait(PDL)
     for k in range(0, N, TURN):
         inside = k + lane < N
         values = tl.load(rows + k, live & inside[None, :], 0.0)
-        weight = tl.load(weights + k, inside[None, :], 0.0) * (tl.load(scale + k + lane, inside, 0.0) * root)[None, :]
         squares += values.to(tl.float32) * values.to(tl.float32)
-        if values.dtype == tl.float32:
-            total = add_product(values, weight, total, True)
-        else:
-            turn = tl.zeros([WIDTH, ROWS], tl.float32)  # apart: an MMA cuts what it adds to a large sum off
-            for _ in tl.static_range(3):
-                part = weight.to(values.dtype)
-                turn = add_product(values, part, turn, True)
-                weight -= part.to(tl.float32)
-            total += turn
+        turn = tl.zeros([WIDTH, ROWS], tl.float32)  # apart: an MMA cuts what it adds to a large sum off
+        for part in tl.static_range(3):
+            weight = tl.load(weights + part * EXPERTS * N + k, inside[None, :], 0.0)
+            turn = add_product(values, weight.to(values.dtype), turn, True)
+        total += turn
     factor = tl.rsqrt(tl.sum(squares, 1) / N + eps)
     out = logits + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     tl.store(out, total.T * factor[:, None], live & (expert < EXPERTS)[None, :])

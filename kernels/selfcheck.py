@@ -38,7 +38,7 @@ from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.qkv import qkv_post
 from kernels.ragged_attention import ragged_attention
-from kernels.route import route, router_logits
+from kernels.route import route, router_logits, router_parts
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows, new_violations
@@ -242,7 +242,7 @@ def _extend(draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int |
     """A fresh chunk, one behind a prefix, with an image or without, and padding; rows that no tile names are left."""
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
     chunks = draw.ints(0, 2, 0, 33, 1, 40, 83, 20, 1, 35, -5, 5).view(3, 4)
-    tiles = extend_tiles(chunks, tile_tokens(heads, kv_heads, d), 60)
+    tiles = extend_tiles(chunks, tile_tokens(heads, kv_heads), 60)
     last_seen = draw.ints(*[0] * 3, *[32] * 32, *[-1] * 5, *range(83, 90), *[99] * 10, 100, 101, 102) if image else None
     q, table = draw.floats(60, heads, d, scale=d**-0.25), 1 + draw.rising(2, 8)
     extend_attention(q, pool, table, tiles, window, out, last_seen=last_seen)
@@ -363,7 +363,7 @@ def _table_check(draw: RandomInputs) -> Outputs:
 def _router(draw: RandomInputs) -> Outputs:
     n, count = 72, 12
     proj, scale = draw.floats(count, n, dtype=torch.float32), draw.floats(n, dtype=torch.float32)
-    few, many = (router_logits(draw.floats(rows, n), proj, scale, draw.floats(n), _EPS) for rows in (3, 140))
+    few, many = (router_logits(draw.floats(rows, n), router_parts(proj, scale), draw.floats(n), _EPS) for rows in (3, 140))
     chosen = route(draw.floats(3, count, dtype=torch.float32), draw.floats(count, dtype=torch.float32), 3)
     return *few, *many, *chosen
 

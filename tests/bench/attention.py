@@ -260,7 +260,7 @@ def extend_rows(bench: Bench, layer: Layer, chunks: int, length: int) -> Iterato
     pool = torch.randn(chunks * pages + 1, 2, layer.kv_heads, PAGE, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
     table = (torch.randperm(chunks * pages, device=device).to(torch.int32) + 1).view(chunks, pages)
     q = torch.randn(chunks * length, layer.heads, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
-    tokens = tile_tokens(layer.heads, layer.kv_heads, layer.d)
+    tokens = tile_tokens(layer.heads, layer.kv_heads)
     whole = torch.tensor([(slot, slot * length, 0, length) for slot in range(chunks)], dtype=torch.int32, device=device)
     listed, out = extend_tiles(whole, tokens, chunks * length), torch.empty_like(q)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.experts import experts
-from kernels.route import route, router_logits
+from kernels.route import route, router_logits, router_parts
 from tests.bench.timing import READ_RATE, Case, Made, precompile_all, try_case
 from tests.nano.model_shapes import PUBLIC
 
@@ -82,7 +82,7 @@ class RouterCase(Case):
 
     @property
     def bytes(self) -> int:
-        return 4 * SHAPE.experts * SHAPE.hidden + 4 * self.rows * SHAPE.hidden
+        return 6 * SHAPE.experts * SHAPE.hidden + 4 * self.rows * SHAPE.hidden
 
     @property
     def predicted_us(self) -> float:
@@ -92,12 +92,13 @@ class RouterCase(Case):
         n, copies = SHAPE.hidden, 64
         h = torch.empty(self.rows, n, dtype=torch.bfloat16, device=device).normal_()
         proj = torch.empty(copies, SHAPE.experts, n, device=device).normal_(std=1.0)
-        scale, norm = torch.ones(n, device=device), torch.ones(n, dtype=torch.bfloat16, device=device)
+        parts = torch.stack([router_parts(each, torch.ones(n, device=device)) for each in proj])
+        norm = torch.ones(n, dtype=torch.bfloat16, device=device)
         ones = torch.ones(SHAPE.experts, device=device)
         last: list[Tensor] = []
 
         def launch(i: int) -> None:
-            logits, _ = router_logits(h, proj[i % copies], scale, norm, EPS)
+            logits, _ = router_logits(h, parts[i % copies], norm, EPS)
             last[:] = [logits, *route(logits, ones, SHAPE.top_k)]
 
         def error() -> float:

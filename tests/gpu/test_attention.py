@@ -188,7 +188,7 @@ def test_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
     qkv_post(qkv, pool, table, slot_of.cuda(), position_of.cuda(), cos_sin, *norms, EPS, q)
     out = torch.full_like(q, torch.nan)
     listed = torch.tensor(chunks, dtype=torch.int32, device="cuda")
-    tiles = extend_tiles(listed, tile_tokens(heads, kv_heads, d), sum(chunk[3] for chunk in chunks))
+    tiles = extend_tiles(listed, tile_tokens(heads, kv_heads), sum(chunk[3] for chunk in chunks))
     extend_attention(q, pool, table, tiles, window, out)
     for slot, row, start, count in chunks:
         want = paged_prefill(q[row : row + count], pool, table[slot], start, window)

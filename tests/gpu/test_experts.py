@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.experts import experts
-from kernels.route import route, router_logits
+from kernels.route import route, router_logits, router_parts
 from tests.nano.model_shapes import PUBLIC
 
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ def test_router(rows: int) -> None:
     n = SHAPE.hidden
     h = (3 * torch.randn(rows, n, device=DEVICE)).bfloat16()
     proj, scale, each = (torch.randn(*shape, device=DEVICE) for shape in ((SHAPE.experts, n), (n,), (SHAPE.experts,)))
-    logits, _ = router_logits(h, proj, scale, torch.ones(n, dtype=torch.bfloat16, device=DEVICE), 1e-6)
+    logits, _ = router_logits(h, router_parts(proj, scale), torch.ones(n, dtype=torch.bfloat16, device=DEVICE), 1e-6)
     z = h.double() / (h.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * scale * n**-0.5
     want = z @ proj.double().t()
     assert (logits - want).abs().max() < 1e-5
@@ -102,12 +102,13 @@ def test_in_a_graph(tensors: tuple[Tensor, Tensor], rows: int) -> None:
     it = layer(tensors, rows)
     torch.manual_seed(1)
     proj, ones = torch.randn(SHAPE.experts, SHAPE.hidden, device=DEVICE), torch.ones(SHAPE.hidden, device=DEVICE)
+    parts = router_parts(proj, ones)
     h, out = torch.empty_like(it.x), torch.empty(rows, 2 * SHAPE.hidden, dtype=torch.bfloat16, device=DEVICE)
 
     def chain(idle: bool) -> None:
         h.copy_(it.x)
         for _ in range(20):
-            logits, x = router_logits(h, proj, ones, ones.bfloat16(), 1e-6)
+            logits, x = router_logits(h, parts, ones.bfloat16(), 1e-6)
             weights, chosen = route(logits, ones[: SHAPE.experts], SHAPE.top_k)
             out.copy_(experts(x, weights, chosen, it.gate_up, it.down, h))
             h.copy_(functional.rms_norm((out[:, : SHAPE.hidden] + out[:, SHAPE.hidden :]), (SHAPE.hidden,)))

@@ -62,14 +62,14 @@ CONSTANT = {
     "_gemm": {"weight", "pointers"},
     "_allreduce_norm": {"post", "next_norm", "scalar", "pointers"},
     "_allreduce_norm_sharded": {"post", "next_norm", "scalar", "pointers"},
-    "_logits": {"proj", "scale", "norm"},
+    "_logits": {"parts", "norm"},
     "_rotary": {"frequencies"},
     "decode_kernel": {"q_norm", "k_norm"},
     "_post": {"q_norm", "k_norm"},
 }
 PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "table", "_extend": "table"}
 # Bytes a thread, of sine and of what loops do not touch.
-SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16}
+SPILLED = {"_rotary": 32, "_extend": 168, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -205,7 +205,7 @@ def experts_nodes(target: Target) -> Iterator[Node]:
     with record(target) as nodes:
         for rows, m in ((1, 704), (ROWS, 176), (100, 704), (512, 704), (2048, 176), (2048, 704)):
             fp32 = partial(meta, dtype=torch.float32)
-            logits, x = router_logits(meta(rows, n), fp32(count, n), fp32(n), meta(n), 1e-6)
+            logits, x = router_logits(meta(rows, n), meta(3, count, n), meta(n), 1e-6)
             weights, chosen = route(logits, fp32(count), top_k)
             experts(x, weights, chosen, meta(count, 2 * m, n), meta(count, n, m), meta(rows, n))
     yield from {(node.kernel, repr(node.constexprs)): node for node in nodes}.values()

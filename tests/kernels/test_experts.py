@@ -10,7 +10,7 @@ from torch.nn import functional
 import kernels.experts
 from kernels.experts import experts
 from kernels.norm import rms_norm
-from kernels.route import route, router_logits
+from kernels.route import route, router_logits, router_parts
 from tests.support import interpreter
 from tests.support.launches import record
 
@@ -102,7 +102,7 @@ def test_route() -> None:
 def test_router_logits() -> None:
     """The raw residual, normed without a weight, times scale and 1 / sqrt(n), in fp64; and the experts' input beside it."""
     h, proj, scale, norm, _ = scored(5, torch.float32)
-    logits, x = router_logits(h, proj, scale, norm, EPS)
+    logits, x = router_logits(h, router_parts(proj, scale), norm, EPS)
     z = h.double() / (h.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * scale * 80**-0.5
     assert (logits - z @ proj.double().t()).abs().max() < TOLERANCE
     assert (logits - (z / scale) @ proj.double().t()).abs().max() > 100 * TOLERANCE
@@ -125,7 +125,7 @@ def interpreted_router(tokens: int, dtype: torch.dtype) -> None:
     """Logits are the reference's to fp32's last digits and x its bits but for a last one; without the scale they are not."""
     h, proj, scale, norm, _ = scored(tokens, dtype)
     with record() as nodes:
-        logits, x = router_logits(h, proj, scale, norm, EPS)
+        logits, x = router_logits(h, router_parts(proj, scale), norm, EPS)
     assert [node.kernel for node in nodes] == ["_logits" if tokens <= 128 else "_many_logits"]
     z = rms_norm(h.float(), None, EPS) * scale * 80**-0.5
     assert (logits - z @ proj.t()).abs().max() < TOLERANCE

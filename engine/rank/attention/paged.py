@@ -60,7 +60,7 @@ class PagedExtend:
 
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         self._cache, self._settings = cache, settings
-        self._tokens = tile_tokens(settings.heads, cache.group.kv_heads, cache.group.head_dim)
+        self._tokens = tile_tokens(settings.heads, cache.group.kv_heads)
 
     def prepare(self, block: RowBlock) -> ExtendPlan:
         """The tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`). Without

@@ -7,6 +7,7 @@ several ranks. Weights are made empty; `engine.rank.load` fills them.
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from engine.rank.models.module import Module, empty
 from engine.rank.parallel import Parallel
 from engine.rank.weight import Weight
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
-from kernels.route import route, router_logits
+from kernels.route import route, router_logits, router_parts
 
 
 class Shard(Module):
@@ -136,9 +137,17 @@ class Router(Module):
         self.scale = shard.parameter(hidden, dtype=torch.float32)
         self.per_expert_scale = shard.parameter(moe.experts, dtype=torch.float32)
 
+    @cached_property
+    def _parts(self) -> Tensor:
+        """Made by the first forward, which is before the KV cache is sized. Kernels read weights before they wait for others."""
+        parts = router_parts(self.proj, self.scale)
+        if parts.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return parts
+
     def forward(self, h: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, hidden], the raw residual -> (weights fp32, experts int32), [T, top_k] each, and h normed by `norm`."""
-        logits, x = router_logits(h, self.proj, self.scale, norm, self._eps)
+        logits, x = router_logits(h, self._parts, norm, self._eps)
         return *route(logits, self.per_expert_scale, self._top_k), x
 
 
