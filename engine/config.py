@@ -107,7 +107,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     mtp: Annotated[Mtp, Meta(description="drafts")] = Mtp()
     graphs: Annotated[
         bool,
-        Meta(description="on a GPU, decode steps and those with up to 512 prompt tokens are captured as CUDA graphs and replayed"),
+        Meta(
+            description="on a GPU, decode steps and those with up to 512 prompt tokens (2048 on E2B and E4B) are captured as CUDA "
+            "graphs and replayed"
+        ),
     ] = True
     debug_pages: Annotated[
         PageChecks,

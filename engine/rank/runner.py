@@ -42,7 +42,7 @@ from engine.rank.stages.encode_stage import EncodeStage, reaches_encodes
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleStage, StepTokens, captured_sampler
-from engine.rank.step import BESIDE, CHUNKS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
+from engine.rank.step import BESIDE, CHUNKS, MORE_PROMPT_ROWS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
 from engine.rank.step_clock import mark
 from engine.step_masks import decode_masks
 from engine.step_media import MediaReader
@@ -107,8 +107,10 @@ class Runner:
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
+        shared = not all(layer.owns_kv for layer in geometry.layers)
+        prompt_rows = PROMPT_ROWS + (MORE_PROMPT_ROWS if shared else ())
         if encoders and not geometry.bidirectional:
-            self.forward_stage.allow_soft(PROMPT_ROWS[-1])
+            self.forward_stage.allow_soft(prompt_rows[-1])
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
@@ -116,7 +118,7 @@ class Runner:
         rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, self.encode_stage, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
-        self._prompt_rows = [rows for rows in PROMPT_ROWS if rows <= config.prefill_budget]
+        self._prompt_rows = [rows for rows in prompt_rows if rows <= config.prefill_budget]
         own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
         self._pads_chunks = on_gpu and own
         self.capturable = on_gpu and config.graphs

@@ -24,6 +24,7 @@ from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
 
 PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)  # that chunks' rows are padded to on a GPU, up to the budget
+MORE_PROMPT_ROWS = (1024, 2048)  # where layers share K and V: most layers see few rows then, and the host is slower than the device
 BESIDE = (0, 8, 32, 128)  # decode rows beside them, up to the largest bucket, which is another
 CHUNKS = 16  # of a padded step, at most
 LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))

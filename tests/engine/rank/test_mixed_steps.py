@@ -149,9 +149,10 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
 
 
 def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
-    """Chunks of images, chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has."""
-    made = build(single(config_of(nano("31b"), 1, prefill_budget=512)), PAGES)
-    made._pads_chunks = True
+    """Chunks of images, chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers
+    share K and V there are larger ones."""
+    made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=2048)), PAGES) for member in ("31b", "e2b"))
+    made._pads_chunks = sharing._pads_chunks = True
 
     def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> MixedSizes | None:
         plan = StepPlan(1, chunks=list(chunks), spans=spans or [], rows=single_rows(range(rows)))
@@ -162,6 +163,8 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     assert padded(chunk, rows=1) == (32, CHUNKS, 4, 4)
     assert padded((0, 0, 512, 512, 0, 0)) == (512, CHUNKS, 0, 4)
     assert padded((0, 0, 513, 513, 0, 0)) is None
+    large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 513, 513, 0, 0)])))
+    assert sharing._padded(large) == (1024, CHUNKS, 0, 4)
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
     made.slots.prompts[0] = PromptScoring(1, 0, 9, 0)
