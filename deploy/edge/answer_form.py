@@ -89,12 +89,11 @@ def _response_format(value: Any, key: str) -> str | None:
 
 
 def _structured_outputs(value: Any, key: str) -> str | None:
-    """vLLM's: one form, and options, of which those that would change the answer are refused."""
+    """vLLM's: one form, and options, of which the one that would change the answer is refused."""
     if not isinstance(value, dict):
         raise InvalidRequest(f"{key}: must be an object")
-    for option in ("disable_additional_properties", "whitespace_pattern"):
-        if value.get(option):
-            raise InvalidRequest(f"{key}.{option} is not supported here", code="unsupported_parameter")
+    if value.get("whitespace_pattern"):
+        raise InvalidRequest(f"{key}.whitespace_pattern is not supported here", code="unsupported_parameter")
     forms = {name: form for name, form in value.items() if name in _FORMS and form is not None and form is not False}
     if len(forms) > 1:
         raise InvalidRequest(f"{key}: only one of {', '.join(forms)}")

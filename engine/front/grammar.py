@@ -22,6 +22,11 @@ from engine.front.reply import Markers
 from engine.front.string_schema import lark_regex
 
 MAX_SCHEMA_BYTES = 64 << 10
+_OTHERS = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties"))
+_COMBINED = frozenset(("allOf", "not", "if", "dependentSchemas"))
+_BRANCHES = frozenset(("anyOf", "oneOf", "$ref"))
+_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_VALUES = frozenset(("const", "enum", "default", "examples"))
 _MAX_CHOICES = 1024
 _MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
 _HEAD = '%llguidance {"no_forcing": true}\n'
@@ -42,8 +47,42 @@ def json_answer(schema: Mapping[str, Any] | None = None) -> str:
     return f"answer: {_json(schema)}"
 
 
+def closed(schema: Any) -> Any:
+    """The schema, whose objects have no more than their `properties` where it does not say what others may be, as in calls: a model
+    that may write any key writes keys without end. One that combines schemas for the same object stays as it is."""
+    try:
+        return _closed(schema)
+    except _Combination:
+        return schema
+
+
+class _Combination(Exception):
+    """A schema says something of an object that another one describes, too."""
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    properties = schema.get("properties")
+    if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
+        raise _Combination
+    kept = {key: value if key in _VALUES else _closed_member(key, value) for key, value in schema.items()}
+    required = schema.get("required")
+    named = set(map(str, required)) if isinstance(required, list) else set[str]()
+    if isinstance(properties, Mapping) and not schema.keys() & _OTHERS and properties.keys() >= named:
+        kept["additionalProperties"] = False
+    return kept
+
+
+def _closed_member(key: str, value: Any) -> Any:
+    named = key in _BY_NAME and isinstance(value, Mapping)
+    return {name: _closed(one) for name, one in value.items()} if named else _closed(value)
+
+
 def _json(schema: Mapping[str, Any] | None) -> str:
-    kept: Mapping[str, Any] = {"type": "object"} if schema is None else schema
+    kept: Mapping[str, Any] = {"type": "object"} if schema is None else closed(schema)
     text = json.dumps(dict(kept) | {"x-guidance": {"whitespace_flexible": False}})
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")

@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import GenerationFailed, InvalidRequest
 from engine.front.call_grammar import CallGrammar
-from engine.front.grammar import Thought, calls_answer, choice_answer, grammar, json_answer, lark_answer, regex_answer
+from engine.front.grammar import Thought, calls_answer, choice_answer, closed, grammar, json_answer, lark_answer, regex_answer
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from engine.matcher import Matcher, Vocabulary
@@ -79,6 +79,50 @@ def test_json_keeps_its_schema(walker: Walker, thought: Thought) -> None:
         assert "\n" not in choice.content
         thoughts += walker.markers.begin_thought in choice.tokens
     assert thoughts in {Thought.none: (0,), Thought.forced: (CASES // 2,)}.get(thought, range(1, CASES // 2))
+
+
+A_OR_B = {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        (A_OR_B, A_OR_B | {"additionalProperties": False}),
+        ({"items": A_OR_B}, {"items": A_OR_B | {"additionalProperties": False}}),
+        ({"$defs": {"properties": A_OR_B}}, {"$defs": {"properties": A_OR_B | {"additionalProperties": False}}}),
+        ({"anyOf": [{"type": "null"}, A_OR_B]}, {"anyOf": [{"type": "null"}, A_OR_B | {"additionalProperties": False}]}),
+        *(
+            (schema, schema)
+            for schema in (
+                {"type": "object"},
+                A_OR_B | {"additionalProperties": True},
+                A_OR_B | {"patternProperties": {"^x": True}},
+                A_OR_B | {"required": ["a", "c"]},
+                A_OR_B | {"anyOf": [{"required": ["b"]}, {"properties": {"c": True}}]},
+                {"allOf": [A_OR_B, {"properties": {"c": True}}]},
+                {"const": A_OR_B},
+            )
+        ),
+    ],
+)
+def test_objects_are_closed(schema: dict[str, Any], kept: dict[str, Any]) -> None:
+    """An object has only the properties that its schema names, unless it says something of others or of the object elsewhere."""
+    assert closed(schema) == kept
+
+
+def test_an_answer_has_no_key_of_its_own(walker: Walker) -> None:
+    """Where a schema says nothing of other keys, answers have none; where it allows any, some answers have."""
+    keys = [
+        {key for seed in range(CASES // 2) for key in json.loads(said(walker, seed, A_OR_B | extra).content)}
+        for extra in ({"type": "object"}, {"type": "object", "additionalProperties": {"type": "null"}})
+    ]
+    assert keys[0] == {"a", "b"}
+    assert keys[1] - keys[0]
+
+
+def said(walker: Walker, seed: int, schema: dict[str, Any]) -> Any:
+    """A random answer by a schema."""
+    return walker.said(grammar(walker.markers, json_answer(schema), Thought.none), random.Random(seed))
 
 
 def test_any_object_is_an_object(walker: Walker) -> None:
