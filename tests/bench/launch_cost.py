@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.geometry import kv_groups
-from engine.rank.attention import attention_backend
+from engine.rank.attention import attention_backend, paged
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
@@ -84,6 +84,7 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
 
 def take_kernels() -> None:
     """Wrappers launch for tensors of the CPU what they would for a GPU's; the library's products are left out."""
+    assert hasattr(paged, "processors")  # imported: names are set in it, too
     linear._linear_reference = lambda x, weight, out: out
     set_everywhere("enabled", lambda x, module="": True)
     set_everywhere("processors", lambda device: 132)
