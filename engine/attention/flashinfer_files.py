@@ -40,8 +40,8 @@ def _cubins(package: Path, version: str) -> str | None:
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
     listed = (folder / kernels / "checksums.txt").read_text(encoding="utf-8").count(".cubin")
-    found = sum(entry.name.endswith(".cubin") for entry in os.scandir(folder / kernels))
-    return str(folder) if 0 < listed <= found else None
+    on_disk = sum(entry.name.endswith(".cubin") for entry in os.scandir(folder / kernels))
+    return str(folder) if 0 < listed <= on_disk else None
 
 
 def _cubin_folder(version: str) -> Path:
@@ -85,5 +85,5 @@ def installed(distribution: str) -> str | None:
 
 def _folder(package: str) -> Path | None:
     """Where a package lies, without importing it."""
-    found = importlib.util.find_spec(package)
-    return Path(found.origin).parent if found is not None and found.origin else None
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None

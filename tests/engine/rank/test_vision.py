@@ -74,9 +74,9 @@ def test_rows_are_transformers(both: Both, member: str, monkeypatch: pytest.Monk
     right = torch.cat([theirs(oracle, picture, 20) for picture in batch])
     print(f"{member}: {error(model(batch), right):.1e}")
     assert error(model(batch), right) < TOLERANCE
-    swapped = {args: vision.places(*args)[::-1].copy() for args in ((*size, cell) for size in SIZES for cell in (1, CELL))}
+    swapped = {args: vision.patch_positions(*args)[::-1].copy() for args in ((*size, cell) for size in SIZES for cell in (1, CELL))}
     with monkeypatch.context() as patch:
-        patch.setattr(vision, "places", lambda *args: swapped[args])
+        patch.setattr(vision, "patch_positions", lambda *args: swapped[args])
         assert error(model(batch), right) > FAULT
     if isinstance(model, Tower):
         with monkeypatch.context() as patch:
