@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 from engine.protocol import DraftPosition
 
@@ -33,24 +32,6 @@ SURE = 24.0  # rows that have had a draft at a position, remembered ones, below 
 GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
 LOSS = 0.2 * 32  # in steps, at which the number in force gives way
 NOISE = 0.01  # what another number must gain to count
-
-
-class DecodeStep(NamedTuple):
-    """A step that has ended: the index of its rows in `sizes` when its drafts were chosen, the share of them that may draft, its
-    drafts, its prompt tokens, how long it took."""
-
-    size: int
-    drafting: float
-    drafts: int
-    prompt_tokens: int
-    ms: float
-
-
-class DraftChoice(NamedTuple):
-    """Drafts of a step of so many rows, an index in `sizes`."""
-
-    drafts: int
-    size: int
 
 
 @dataclass
@@ -152,9 +133,9 @@ class Drafting:
         """Since boot."""
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
-    def choose(self, rows: int) -> DraftChoice:
-        """Of the next step, of `rows` decode rows. Rows that were more a few steps ago count as many still: the number does not
-        change from step to step where two sizes meet."""
+    def choose(self, rows: int) -> tuple[int, int]:
+        """Chooses the next step's drafts, by its decode rows; (drafts, index in `sizes` of the rows that they are chosen for). Rows
+        that were more a few steps ago count as many still: the number does not change from step to step where two sizes meet."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0
@@ -162,21 +143,21 @@ class Drafting:
                 self._size, self._fewer = size, 0
             known = self._known(self._size)
             self.drafts = (known.trial.option if known.trial else known.chosen).drafts
-        return DraftChoice(self.drafts, self._size)
+        return self.drafts, self._size
 
-    def took(self, step: DecodeStep) -> None:
-        """A step with decode rows has ended."""
+    def took(self, size: int, drafting: float, drafts: int, prompt_tokens: int, ms: float) -> None:
+        """Notes a step with decode rows that took `ms`. `size`: as `choose` gave it; `drafting`: share of its rows that may draft."""
         if len(self._options) == 1:
             return
         self._step += 1
-        known = self._known(step.size)
-        known.drafting += (step.drafting - known.drafting) / SMOOTH
-        prompt_ms = self._prompts.of((id(known), step.drafts), step.prompt_tokens, step.ms)
+        known = self._known(size)
+        known.drafting += (drafting - known.drafting) / SMOOTH
+        prompt_ms = self._prompts.of((id(known), drafts), prompt_tokens, ms)
         known.steps += 1
         known.prompt_ms += (prompt_ms - known.prompt_ms) / min(known.steps, MIXED)
-        known.prompts += (bool(step.prompt_tokens) - known.prompts) / min(known.steps, MIXED)
-        self._credit_ms += TRIALS_SHARE * step.ms
-        self._note_time(known, step.drafts, bool(step.prompt_tokens), max(step.ms - prompt_ms, 0.1 * step.ms))
+        known.prompts += (bool(prompt_tokens) - known.prompts) / min(known.steps, MIXED)
+        self._credit_ms += TRIALS_SHARE * ms
+        self._note_time(known, drafts, bool(prompt_tokens), max(ms - prompt_ms, 0.1 * ms))
         if self._step % EVERY == 0:
             self._remember()
         if known.steps % EVERY == 0:

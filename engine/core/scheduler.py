@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.drafting import DecodeStep, Drafting
+from engine.core.drafting import Drafting
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, InFlightStep, Results
 from engine.core.sequence import Sequence
@@ -114,7 +114,7 @@ class Scheduler:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = PlanDraft(plan, changes, InFlightStep(plan.step), encoder_rows=self.config.encoder_rows)
+        draft = PlanDraft(plan, changes, InFlightStep(plan), encoder_rows=self.config.encoder_rows)
         self._admissions.new_plan(plan, changes)
         encoding = self._encoded < self._encodes
         if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
@@ -137,7 +137,6 @@ class Scheduler:
             self._budget.encodes()
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
-        draft.in_flight.drafts, draft.in_flight.masked = plan.drafts, plan.masked
         draft.in_flight.encoder_waits = len(self._encoder_waits)
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
@@ -161,7 +160,7 @@ class Scheduler:
         if rows := len(step.rows):
             self._budget.decoded(took_ms)
             drafting = min(1.0, step.drafting / rows)
-            self._drafting.took(DecodeStep(step.size, drafting, step.drafts, step.prefill_tokens, took_ms))
+            self._drafting.took(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
@@ -217,7 +216,8 @@ class Scheduler:
             elif high < sequence.limit - 1 and not sequence.waits:
                 if not (sequence.number or self._admissions.again(sequence)):
                     continue
-                width = 1 if single else _width(sequence, draft)
+                may_draft = not single and sequence.may_draft
+                width = 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high) if may_draft else 1
                 end = high + width
                 if end > sequence.held:
                     if not self._hold_row(sequence, width, draft.changes):
@@ -311,7 +311,6 @@ class Scheduler:
         sequence.high = end
         draft.budget = max(0, draft.budget - size)
         draft.scored -= size if sequence.reports_prompt else 0
-        draft.in_flight.prefill_tokens += size
         index = draft.chunks.setdefault(sequence.slot, len(rows))
         if index < len(rows):
             start = plan.chunks[index][1]
@@ -331,7 +330,7 @@ class Scheduler:
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
         """What is left of the `planned` shares goes to running prefills."""
-        if draft.in_flight.prefill_tokens >= planned:
+        if draft.plan.prompt_tokens >= planned:
             return
         prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
         prompts = [_prompt(sequence) for sequence in prefills]
@@ -354,13 +353,6 @@ class Scheduler:
                 return False
             self.requests.preempt(youngest)
         return True
-
-
-def _width(sequence: Sequence, draft: PlanDraft) -> int:
-    """Positions of its next row: none behind its limit."""
-    if not sequence.may_draft:
-        return 1
-    return 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high)
 
 
 def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
