@@ -69,16 +69,16 @@ class Admissions:
         """A plan is begun, which gets the admissions, and its page changes."""
         self._plan, self._changes, self._size = plan, changes, 0
 
-    def again(self, sequence: Sequence) -> bool:
+    def readmit(self, sequence: Sequence) -> bool:
         """Admit a sequence that has stepped back, with its slot and pages; False if the plan has no room for it beside others."""
         if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.runs)):
             return False
-        self._requests.admit_again(sequence)
-        self._allocator.name_again(sequence, self._changes)
-        self._name(sequence)
+        self._requests.readmit(sequence)
+        self._allocator.append_again(sequence, self._changes)
+        self._add_to_plan(sequence)
         return True
 
-    def _name(self, sequence: Sequence) -> None:
+    def _add_to_plan(self, sequence: Sequence) -> None:
         tokens, prompt = array("i", sequence.tokens), sequence.prompt
         admission = Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=sequence.low)
         self._plan.admissions.append(admission)
@@ -143,9 +143,9 @@ class Admissions:
         first = not sequence.started
         self._requests.admit(sequence)
         self._allocator.attach(sequence, hit, self._changes)
-        self._name(sequence)
-        if first and not sequence.scores:
-            self._requests.counters.queried_tokens += len(sequence.tokens)
-            self._requests.counters.hit_tokens += sequence.cached
+        self._add_to_plan(sequence)
         if first:
             sequence.first_cached = sequence.cached
+            if not sequence.scores:
+                self._requests.counters.queried_tokens += len(sequence.tokens)
+                self._requests.counters.hit_tokens += sequence.cached

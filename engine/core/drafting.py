@@ -146,7 +146,7 @@ class Drafting:
         return self.drafts, self._size
 
     def took(self, size: int, drafting: float, drafts: int, prompt_tokens: int, ms: float) -> None:
-        """Notes a step with decode rows that took `ms`. `size`: as `choose` gave it; `drafting`: share of its rows that may draft."""
+        """Notes a step with decode rows that took `ms`. `size`: as `choose` gave it; `drafting`: share of rows that may draft."""
         if len(self._options) == 1:
             return
         self._step += 1

@@ -107,7 +107,7 @@ class PrefixCache:
     evicted_pages   evicted since boot
     """
 
-    def __init__(self, full: PagePool, sliding: PagePool | None, share: float = 1.0) -> None:
+    def __init__(self, full: PagePool, sliding: PagePool | None, share: float) -> None:
         self.evicted_pages = 0
         self._full = full
         self._sliding = sliding

@@ -141,7 +141,7 @@ class Scheduler:
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         if draft.media:
-            _name_spans(draft)
+            _add_spans(draft)
         self._changes = Changes()
         self._step += 1
         self._results.expect(draft.in_flight)
@@ -214,7 +214,7 @@ class Scheduler:
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
-                if not (sequence.number or self._admissions.again(sequence)):
+                if not (sequence.number or self._admissions.readmit(sequence)):
                     continue
                 may_draft = not single and sequence.may_draft
                 width = 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high) if may_draft else 1
@@ -371,7 +371,7 @@ def _chunks(draft: PlanDraft) -> list[Prompt]:
     return [Prompt(end - start, start) for _, start, end, *_ in draft.plan.chunks]
 
 
-def _name_spans(draft: PlanDraft) -> None:
+def _add_spans(draft: PlanDraft) -> None:
     """Give each chunk the spans in it."""
     plan = draft.plan
     for index, (sequence, *_) in enumerate(draft.in_flight.chunks):
