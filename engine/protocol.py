@@ -150,7 +150,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     @property
     def tokens(self) -> "array[int]":
         """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
-        return unpack_tokens(self.prompt)
+        return array("i", self.prompt)
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -332,14 +332,7 @@ decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
     """Token ids as they cross sockets and rings: int32, little-endian. Raises OverflowError or TypeError when one is no int32."""
-    return (tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)).tobytes()
-
-
-def unpack_tokens(data: bytes) -> "array[int]":
-    """The inverse of `pack_tokens`; raises ValueError when the bytes are not whole int32 numbers."""
-    tokens = array("i")
-    tokens.frombytes(data)
-    return tokens
+    return array("i", tokens).tobytes()
 
 
 def frame(message: bytes) -> bytes:
