@@ -137,13 +137,10 @@ def eager_batch(
     """A batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows after the chunks decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
     first = chunk_rows(chunks)
-    pages = []
-    for group in cache:
-        pages.append(torch.zeros((len(ids) - first, group.read_width), dtype=torch.int32, device=ids.device))
-        group.gather(slots[first:], positions[first:], pages[-1])
+    pages = cache.gather(slots[first:], positions[first:])
     rope = {}
     for key, frequency in frequencies.items():
         rope[key] = torch.empty((len(ids), 2 * len(frequency)), dtype=torch.float32, device=ids.device)
         rotary_table(positions, frequency, rope[key])
     chunk_list = listed(chunks, ids.device)
-    return ForwardBatch(ids, positions, slots, rope, tuple(pages), logit_rows, chunks, prompts=first, chunk_list=chunk_list)
+    return ForwardBatch(ids, positions, slots, rope, pages, logit_rows, chunks, prompts=first, chunk_list=chunk_list)

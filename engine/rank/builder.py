@@ -70,7 +70,7 @@ def load_rank(
     config: EngineConfig,
     parallel: Parallel,
     device: torch.device,
-    architecture: Architecture[Model] = GEMMA4,
+    architecture: Architecture = GEMMA4,
     *,
     checked: bool = True,
 ) -> Rank:

@@ -67,3 +67,11 @@ class KVCache:
     def of(self, layer: Layer) -> GroupCache:
         """The group that holds what `layer` reads: its own K and V, or its producer's."""
         return self._of[layer.kv_source]
+
+    def gather(self, slots: Tensor, positions: Tensor, width: int = 1) -> tuple[Tensor, ...]:
+        """As `GroupCache.gather` for `width` rows of each sequence, of each group in new memory."""
+        count, device = len(slots) // width, slots.device
+        pages = tuple(torch.zeros((count, group.read_width), dtype=torch.int32, device=device) for group in self.groups)
+        for group, page_ids in zip(self.groups, pages, strict=True):
+            group.gather(slots, positions, page_ids)
+        return pages

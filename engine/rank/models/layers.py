@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from engine.geometry import Geometry, Layer, Moe, check_tp, shard_vocab, vocab_share
+from engine.geometry import Geometry, Moe, check_tp, shard_vocab, vocab_share
 from engine.rank.models.module import Module, empty
 from engine.rank.parallel import Parallel
 from engine.rank.weight import Weight
@@ -35,12 +35,6 @@ class Shard(Module):
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """What no format packs, by default in the model's dtype."""
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)
-
-
-class AttentionModule(Module):
-    """A layer's, which reads K and V."""
-
-    layer: Layer
 
 
 class NormWeights(Module):
@@ -163,10 +157,3 @@ class Experts(Module):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, beside: Tensor) -> Tensor:
         """x and beside [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: beside, this rank's part of the experts."""
         return self.gate_up.experts(x, weights, chosen, self.down, beside)
-
-
-def reduce_together(parallel: Parallel, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Partial sums [T, n_i] added over ranks in one collective, each kept apart."""
-    if parallel.size == 1:
-        return parts
-    return parallel.all_reduce(torch.cat(parts, dim=-1)).split([part.shape[-1] for part in parts], dim=-1)

@@ -9,7 +9,8 @@ from engine.plan import StepPlan, single_rows
 from engine.rank.builder import Rank
 from engine.rank.builder import build as build_runner
 from engine.rank.kv import KVCache
-from engine.rank.models.layers import AttentionModule, Experts, VocabTable
+from engine.rank.models.gemma4 import Attention
+from engine.rank.models.layers import Experts, VocabTable
 from engine.rank.runner import Runner
 from engine.rank.synthetic_plans import SyntheticPlans
 from tests.support.launches import compilations
@@ -54,7 +55,7 @@ class BareRank(Rank):
                 size = batch * module.head.nbytes // module.head.shape[0]
             elif id(module) in experts and (moe := self.geometry.moe):
                 size = int(size * (1 - (1 - moe.top_k / moe.experts) ** batch))
-            elif isinstance(module, AttentionModule):
+            elif isinstance(module, Attention):
                 group, pool = self.cache.of(module.layer).group, self.cache.of(module.layer).pool
                 size = batch * 2 * group.kv_heads * group.head_dim * min(context, group.window or context) * pool.element_size()
             yield name, 0 if id(module) in tables else size
