@@ -69,7 +69,7 @@ def check_attention(
     mismatched: dict[tuple[RowKind, int], str] = {}
     for kind, entry in used.items():
         parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
-        wrong = parts_check.mismatches([kind], geometry, groups, settings, parts)
+        wrong = parts_check.mismatches(kind, geometry, groups, settings, parts)
         mismatched |= {(kind, mismatch.group.index): f"is {mismatch}" for mismatch in wrong}
     failed = agreed(parallel, names, mismatched, device)
     sentences = [

@@ -137,8 +137,9 @@ def _arguments(
     assert tables.shape[1] * group.page % ROW_TOKENS == 0, (tables.shape, group.page)
     assert 1 <= rows.max_len <= tables.shape[1] * group.page, (rows.max_len, tables.shape, group.page)
     assert count * query.shape[1] <= len(scratch.counters), (count, query.shape, scratch.counters.shape)
+    window_left = -1 if group.window is None else group.window - 1  # keys to the left of the query's own; -1: all
     values = (
-        query, pool, scratch.workspace, tables, lengths, group.k_scale, group.v_scale, window_left(group), out,
+        query, pool, scratch.workspace, tables, lengths, group.k_scale, group.v_scale, window_left, out,
         "HND", False, scratch.counters,
     )  # fmt: skip
     return dict(zip(_ARGUMENTS, values, strict=True))
@@ -153,11 +154,6 @@ def call_decode(
     arguments = _arguments(scratch, query, pool, rows, group, out)
     assert len(query) == len(rows.tables) * q_len, (query.shape, rows.tables.shape, q_len)
     flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels, q_len_per_req=q_len)
-
-
-def window_left(group: KVGroup) -> int:
-    """FlashInfer's window: keys to the left of the query's own; -1: all."""
-    return -1 if group.window is None else group.window - 1
 
 
 class TrtllmDecode:
