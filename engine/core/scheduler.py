@@ -156,11 +156,11 @@ class Scheduler:
             return
         self.requests.counters.encoder_wait_s += step.encoder_waits * took_ms / 1e3
         if step.expected is not None:
-            self._budget.took(step.expected, took_ms)
+            self._budget.record(step.expected, took_ms)
         if rows := len(step.rows):
             self._budget.decoded(took_ms)
             drafting = min(1.0, step.drafting / rows)
-            self._drafting.took(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
+            self._drafting.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
@@ -296,7 +296,7 @@ class Scheduler:
             return size
         sequence.waits.add("encoder")
         self._encoder_waits.append(sequence)
-        return 0 if beside and sequence.close(awaited) else max(0, awaited.first - sequence.high)
+        return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.high)
 
     def _end_encoder_waits(self) -> None:
         """Let all that wait for encoders go on; a rank waits for those that run."""

@@ -116,11 +116,11 @@ class Sequence:
 
     @property
     def before_item(self) -> bool:
-        """Its next position is one of an item that is still to be encoded, or `close` to it, and that alone it may wait for."""
+        """Its next position is one of an item that is still to be encoded, or `is_near` it, and that alone it may wait for."""
         may_wait = self.ready > 0 or "encoder" in self.waits
-        return may_wait and any(self.high < item.end and self.close(item) for item in self.media[self.encoded :])
+        return may_wait and any(self.high < item.end and self.is_near(item) for item in self.media[self.encoded :])
 
-    def close(self, item: MediaItem) -> bool:
+    def is_near(self, item: MediaItem) -> bool:
         """The text before the item is no longer than it: a step for that alone is not worth it."""
         return item.first - self.high <= item.length
 

@@ -232,7 +232,7 @@ class StepBudget:
         return shares(prompts, order, most, self._estimate(decodes, chunks), self._may_take_ms(decodes))
 
     def planned(self, chunks: list[Prompt], decodes: DecodeRows) -> Expected | None:
-        """The shared step got these chunks. With a target: what to pass to `took`."""
+        """The shared step got these chunks. With a target: what to pass to `record`."""
         if not self._has_target(decodes):
             return None
         time = self._estimate(decodes, chunks)
@@ -242,7 +242,7 @@ class StepBudget:
             self._passed_ms += expected.step_ms - time.decode_ms
         return expected
 
-    def took(self, expected: Expected, milliseconds: float) -> None:
+    def record(self, expected: Expected, milliseconds: float) -> None:
         """A planned step has ended, `milliseconds` after the one before it."""
         milliseconds = min(milliseconds, MOST_SLOWED * expected.step_ms)
         self._slowed *= 1 + (milliseconds / expected.step_ms - 1) / REMEMBERED

@@ -112,7 +112,7 @@ def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> 
             for most, right in verified:
                 if most:
                     drafting.verified(most, right)
-            drafting.took(*ended)
+            drafting.record(*ended)
     return served
 
 
