@@ -195,7 +195,8 @@ class Scheduler:
         draft.drafts, draft.in_flight.size = self._drafting.choose(len(decoding))
         draft.budget = self._budget.prompt_tokens(len(decoding) * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
-        prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
+        cached = [sequence.cached_when_queued for sequence in waiting]  # probably, when they are admitted
+        prompts += [Prompt(len(sequence.tokens) - count, count) for sequence, count in zip(waiting, cached, strict=True)]
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
 
     def _release(self, changes: Changes) -> None:

@@ -152,11 +152,6 @@ class Sequence:
         """Positions that may come from the prefix cache: one token at least, and all whose logprobs are wanted, are computed."""
         return self.scored if self.scores else len(self.tokens) - 1
 
-    @property
-    def uncached(self) -> int:
-        """While it waits: tokens that it will probably have to compute."""
-        return len(self.tokens) - self.cached_when_queued
-
     def admit(self, slot: int, number: int, groups: int) -> None:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number

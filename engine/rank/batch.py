@@ -34,12 +34,6 @@ class Chunk:
         return self.end - self.start
 
 
-def listed(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
-    """Chunks as `kernels.chunks` lists them."""
-    rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
-    return uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), device)
-
-
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
     """Batch rows of `chunks`, which are in row order: the first row after them."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
@@ -142,5 +136,6 @@ def eager_batch(
     for key, frequency in frequencies.items():
         rope[key] = torch.empty((len(ids), 2 * len(frequency)), dtype=torch.float32, device=ids.device)
         rotary_table(positions, frequency, rope[key])
-    chunk_list = listed(chunks, ids.device)
+    rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
+    chunk_list = uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), ids.device)
     return ForwardBatch(ids, positions, slots, rope, pages, logit_rows, chunks, prompts=first, chunk_list=chunk_list)

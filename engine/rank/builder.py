@@ -101,7 +101,9 @@ def load_rank(
     drafter = _drafter(config, geometry, parallel, dtype, device, source)
     encoders = _encoders(config, source, dtype, device, progress=first)
     width = geometry.hidden * (2 if geometry.moe else 1)
-    rows = inbox_rows(config, AllReduceInbox.bytes(parallel.size, 1, width, dtype))
+    sequences = buckets(config.max_seqs)[-1]
+    most = max(sequences, INBOX_BYTES // AllReduceInbox.bytes(parallel.size, 1, width, dtype))  # drafts as far as bytes go
+    rows = min(sequences * config.widest, most)
     inboxes = parallel.inboxes(rows, width, dtype)
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
@@ -150,12 +152,6 @@ def _fill(
         dummy(model, tensors, weights=weights)
     else:
         allocate(model, tensors, weights)
-
-
-def inbox_rows(config: EngineConfig, row_bytes: int) -> int:
-    """Rows that the group's inboxes have room for: of all sequences, and of their drafts as far as INBOX_BYTES go."""
-    sequences = buckets(config.max_seqs)[-1]
-    return min(sequences * config.widest, max(sequences, INBOX_BYTES // row_bytes))
 
 
 def kv_bytes(rank: Rank) -> int:

@@ -6,7 +6,6 @@
                                       page 0: the null page; every entry of a table is valid in its own pool
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,8 +38,7 @@ class GroupCache:
         self.group = group
         shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
         self.pool = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
-        unit = ROW_TOKENS // group.page
-        width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
+        width = -(-max_len // ROW_TOKENS) * (ROW_TOKENS // group.page)
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
         self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
         self._layers = {layer: self.pool[index] for index, layer in enumerate(group.layers)}

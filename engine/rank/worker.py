@@ -104,12 +104,12 @@ class Worker:
         while running or self._launched:
             finished = self._finish_done()
             if self._forwarded is not None:
-                moved = self._sample()
+                progressed = self._sample()
             elif running and len(self._launched) < DEPTH and (record := self._plans.poll()) is not None:
-                moved, running = True, self._launch(*record)
+                progressed, running = True, self._launch(*record)
             else:
-                moved = False
-            if self._runner.advance() or moved:
+                progressed = False
+            if self._runner.advance() or progressed:
                 self._waiter.reset()
             elif (len(self._launched) == DEPTH or (self._launched and not running)) and not self._media.left:
                 self._finish()

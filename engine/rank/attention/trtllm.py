@@ -56,7 +56,6 @@ CONTEXT_ARGUMENTS = (*_ARGUMENTS, "max_q_len", "max_kv_len", "batch_size", "cum_
 class FlashInfer:
     """FlashInfer's two entry points, and which of its kernels serve this GPU."""
 
-    version: str
     kernels: Kernels
     decode: Callable[..., Any]
     context: Callable[..., Any]
@@ -82,7 +81,7 @@ def load_for(kernels: Kernels, *, download: bool = False) -> FlashInfer:
         if missing:
             lacks = f"FlashInfer {flashinfer.__version__}: {call.__name__} has no {', '.join(sorted(missing))}"
             raise ConfigError(f"attention: {TRTLLM_MHA.name}: {lacks}")
-    return FlashInfer(flashinfer.__version__, kernels, decode, context)
+    return FlashInfer(kernels, decode, context)
 
 
 class TrtllmScratch:
