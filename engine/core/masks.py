@@ -51,20 +51,15 @@ class ThoughtLimit:
         <|channel> thought \\n  So  the  sum  is  <channel|>
                    label         1   2    3    4   the token that must come with a budget of 4
 
-    `length`: tokens of its prompt, which do not count.
+    `length`: tokens of its prompt, which do not count. `end`: the id that ends a thought.
     """
 
     def __init__(self, budget: ThoughtBudget, length: int) -> None:
-        self._budget = budget
+        self._budget, self.end = budget, budget.end
         self._ends = {budget.end, budget.begin_call}
         self._left = budget.tokens
         self._label = budget.open_label  # tokens of the label that are still to come; None: no thought is open
         self._length = length
-
-    @property
-    def end(self) -> int:
-        """The id that ends a thought."""
-        return self._budget.end
 
     @property
     def ends_at(self) -> int | None:

@@ -76,7 +76,6 @@ class PlanDraft:
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     encoder_rows: int = 0  # positions of media items that it may still encode
-    media: bool = False  # a chunk of it has spans
     decode_rows: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
 
@@ -140,8 +139,7 @@ class Scheduler:
         draft.in_flight.encoder_waits = len(self._encoder_waits)
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
-        if draft.media:
-            _add_spans(draft)
+        _add_spans(draft)
         self._changes = Changes()
         self._step += 1
         self._results.expect(draft.in_flight)
@@ -275,7 +273,7 @@ class Scheduler:
         so the first in order, whomever it has preempted, waits for no encodes but those that run, and its own. With a target for
         steps one item at a time, while steps keep to it.
         """
-        draft.media, beside, awaited = True, draft.decode_rows.rows > 0, None
+        beside, awaited = draft.decode_rows.rows > 0, None
         before = takewhile(lambda other: other is not sequence, self.requests.running)
         busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)

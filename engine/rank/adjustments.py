@@ -122,8 +122,7 @@ class Adjustments:
 
     def of(self, slots: np.ndarray, step: int) -> list[bool]:
         """Whether each of these slots' rows is adjusted in `step`."""
-        adjusted: list[bool] = ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
-        return adjusted
+        return ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
 
     def _put(self, table: Tensor, slots: Sequence[int], rows: np.ndarray) -> None:
         table[self._uploaded(np.array(slots, np.int64))] = self._uploaded(rows)

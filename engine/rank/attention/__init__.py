@@ -70,5 +70,4 @@ def attention_backend(
 
 def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool, for_check: bool = False) -> AttentionParts:
     """Those of the backend's module, as `AttentionParts` says."""
-    parts: AttentionParts = import_module(entry.parts).parts(settings, download=download, for_check=for_check)
-    return parts
+    return import_module(entry.parts).parts(settings, download=download, for_check=for_check)

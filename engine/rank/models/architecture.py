@@ -95,8 +95,7 @@ class MediaEncoder(Shard, ABC):
             try:
                 next(pieces)
             except StopIteration as end:
-                rows: Tensor = end.value
-                return rows
+                return end.value
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,7 @@ class Attention(Module):
         group = step.cache.of(self.layer)
         out = x.new_empty(x.shape[0], self.o.shape[1])
         step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
-        part: Tensor | InboxPart = self.o(out, step.allreduce_norm)
-        return part
+        return self.o(out, step.allreduce_norm)
 
 
 class Block(Module):

@@ -46,8 +46,7 @@ class NormWeights(Module):
             setattr(self, name, shard.parameter(shard.geometry.hidden))
 
     def __getitem__(self, name: str) -> Tensor:
-        weight: Tensor = vars(self)[name]
-        return weight
+        return vars(self)[name]
 
 
 class AllReduceNorm:
@@ -117,8 +116,7 @@ class Mlp(Module):
         self.gate_up, self.down = shard.matrix(2 * share, hidden), shard.matrix(hidden, share)
 
     def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
-        part: Tensor | InboxPart = self.down(self.gate_up.geglu(x), allreduce_norm)
-        return part
+        return self.down(self.gate_up.geglu(x), allreduce_norm)
 
 
 class Router(Module):

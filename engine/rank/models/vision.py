@@ -148,8 +148,7 @@ class Tower(VisionEncoder):
         """What a layer's input is normed by; None behind the last."""
         if layer == len(self.blocks):
             return None
-        weight: Tensor = self.blocks[layer].norms["pre_attention"]  # type: ignore[union-attr, operator, index]
-        return weight
+        return self.blocks[layer].norms["pre_attention"]  # type: ignore[union-attr, operator, index]
 
     def _rows(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Rows]:
         """int64 [T] of each patch, x and y, and what layers need. sizes: rows and columns of patches of each picture."""

@@ -85,19 +85,15 @@ class Launched:
     clock: StepClock
     encodes: EncodeStage | None
 
-    @property
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self.copy.done
-
     def result(self) -> bytes:
         """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
         PageViolation: a page table was wrong (`debug_pages`)."""
         host = self.copy.wait()
         if self.pages is not None:
             self.pages.verify(self.step, host["violations"])
+        encoded = 0 if self.encodes is None else self.encodes.ended
         if self.rows is None:
-            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {}, encoded=self._encoded)
+            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {}, encoded=encoded)
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
@@ -112,11 +108,7 @@ class Launched:
         if "drafts" in host:
             table = np.concatenate([table, host["drafts"]], axis=1)
         prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
-        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, self._encoded)
-
-    @property
-    def _encoded(self) -> int:
-        return 0 if self.encodes is None else self.encodes.ended
+        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, encoded)
 
     def fold(self) -> None:
         """Fold this step into the rank's state hash."""
