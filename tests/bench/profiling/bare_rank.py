@@ -12,7 +12,7 @@ from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Attention
 from engine.rank.models.layers import Experts, VocabTable
 from engine.rank.runner import Runner
-from engine.rank.synthetic_plans import SyntheticPlans
+from engine.rank.synthetic_plans import admission_plan
 from tests.support.launches import compilations
 
 READ_RATE = 4.56e12  # bytes a second, the best seen on an H200
@@ -36,8 +36,9 @@ class BareRank(Rank):
 
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
-        plans, slots = SyntheticPlans(self.cache, self.geometry.vocab), list(range(batch))
-        return replace(plans.admit(step, slots, context, context - 1, context + steps + _SPARE), rows=single_rows(slots))
+        slots, end = list(range(batch)), context + steps + _SPARE
+        plan = admission_plan(self.cache, self.geometry.vocab, slots, context, context - 1, end, step)
+        return replace(plan, rows=single_rows(slots))
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
         """Every plan, two out at a time: results, and seconds."""
