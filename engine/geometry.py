@@ -99,8 +99,8 @@ class Geometry:
     placeholders: tuple[int, ...]
     dtype: str
     prefix: str
-    tied: bool = True
-    bidirectional: bool = False
+    tied: bool
+    bidirectional: bool
 
     @property
     def embedding_scale(self) -> float:

@@ -214,7 +214,7 @@ class StepResult:
 
     step: int
     table: np.ndarray
-    logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
+    logprobs: Mapping[int, Sequence[Logprobs]]
     prompts: Sequence[PromptRow] = ()
     encoded: int = 0
 

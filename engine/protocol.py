@@ -190,10 +190,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     def entries(self) -> list[tuple[int, Logprobs]]:
         """Rank and logprobs of each token."""
-        count, entries = self.alternatives, []
-        for chosen, rank, *top in struct.iter_unpack(f"<fi{count}i{count}f", self.words):
-            entries.append((rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))))
-        return entries
+        count = self.alternatives
+        rows = struct.iter_unpack(f"<fi{count}i{count}f", self.words)
+        return [(rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))) for chosen, rank, *top in rows]
 
     def after(self, position: int) -> "PromptLogprobs":
         """The same without tokens up to `position`."""

@@ -100,7 +100,7 @@ class Requests:
             return None
         self.counters.received += 1
         root, precedence = root_key(request.salt), (request.priority, self.counters.received)
-        sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root=root, media=request.media)
+        sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root, request.media)
         if not self.allocator.bidirectional:
             sequence.spans.clear()
         self._by_id[request.id] = sequence

@@ -71,11 +71,11 @@ class PlanDraft:
     plan: StepPlan
     changes: Changes
     in_flight: InFlightStep
+    encoder_rows: int  # positions of media items that it may still encode
     rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
-    encoder_rows: int = 0  # positions of media items that it may still encode
     decode_rows: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
 
@@ -113,7 +113,7 @@ class Scheduler:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = PlanDraft(plan, changes, InFlightStep(plan), encoder_rows=self.config.encoder_rows)
+        draft = PlanDraft(plan, changes, InFlightStep(plan), self.config.encoder_rows)
         self._admissions.new_plan(plan, changes)
         encoding = self._encoded < self._encodes
         if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):

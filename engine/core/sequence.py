@@ -57,14 +57,14 @@ class Sequence:
     limit: int
     params: SamplingParams
     precedence: tuple[int, int]
+    root: bytes
+    media: tuple[MediaItem, ...]
     scored: int = 0
     masked: bool = False
     waits: set[Wait] = field(default_factory=set)
     number: int = 0
     slot: int = -1
     target: int = 0
-    root: bytes = b""
-    media: tuple[MediaItem, ...] = ()
     keys: list[bytes] = field(default_factory=list)
     encoded: int = 0
     cached: int = 0

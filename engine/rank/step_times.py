@@ -29,12 +29,6 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts.
     """
     probe = _Probe(runner, vocab)
-    times = _measured(probe, config)
-    probe.clear()
-    return times
-
-
-def _measured(probe: "_Probe", config: EngineConfig) -> StepTimes:
     most = min(config.prefill_budget, config.max_len - 1)
     short, long = (min(context, config.max_len - 3 - SERIES * REPEATS) for context in CONTEXTS)
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
@@ -44,6 +38,7 @@ def _measured(probe: "_Probe", config: EngineConfig) -> StepTimes:
     context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
     read_ms, attend_ms = _context_costs(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
     tile = TILE if config.device == "cuda" else 1
+    probe.clear()
     return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile)
 
 
