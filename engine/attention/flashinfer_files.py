@@ -26,7 +26,7 @@ class FlashInferFiles:
 
 
 def flashinfer_files() -> FlashInferFiles:
-    """What this node has."""
+    """Looks for FlashInfer on this node."""
     version = installed("flashinfer-python")
     package = _folder("flashinfer")
     if version is None or package is None:
@@ -76,7 +76,7 @@ def _launcher(version: str) -> Launcher | None:
 
 
 def installed(distribution: str) -> str | None:
-    """Its version."""
+    """The version of a distribution that is installed; None: it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -26,10 +26,10 @@ class AdmissionBudget:
         self._running = 0
         self._promised = [0] * len(allocator.pools)
         for sequence in running:
-            self.admitted(sequence)
+            self.reserve(sequence)
 
-    def admitted(self, sequence: Sequence) -> None:
-        """One more runs."""
+    def reserve(self, sequence: Sequence) -> None:
+        """Counts a running sequence, and reserves the pages that its prompt still needs."""
         self._running += 1
         if sequence.high < sequence.target:
             for index, pool in enumerate(self._allocator.pools):
@@ -66,7 +66,7 @@ class Admissions:
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
     def new_plan(self, plan: StepPlan, changes: Changes) -> None:
-        """A plan is begun, which gets the admissions, and its page changes."""
+        """Begins a plan, which gets the admissions, and its page changes."""
         self._plan, self._changes, self._size = plan, changes, 0
 
     def readmit(self, sequence: Sequence) -> bool:
@@ -115,7 +115,7 @@ class Admissions:
             if not self._fits_plan(sequence, len(hit.full) + len(hit.tail)):
                 return
             self._admit(sequence, hit)
-            room.admitted(sequence)
+            room.reserve(sequence)
             for other in passed:
                 other.overtaken += 1
             begin(sequence)

@@ -99,7 +99,7 @@ class RowStats:
     steps: int = 0
 
     def ms(self, option: Option) -> float:
-        """Of the option's steps on average, at today's share of prompts. A kind that is not measured relates to the other as at the
+        """Mean ms of the option's steps, at today's share of prompts. A kind that is not measured relates to the other as at the
         number in force."""
         ratio = self.chosen.ms[1] / self.chosen.ms[0] if all(self.chosen.ms) else 1.0
         alone = option.ms[0] or option.ms[1] / ratio
@@ -124,13 +124,13 @@ class Drafting:
         self._credit_ms = 0.0  # that trials may lose
 
     def verified(self, drafts: int, right: int) -> None:
-        """A row had so many drafts, the first `right` of which were right."""
+        """Counts a row that had so many drafts, of which the first `right` were right."""
         self._verified[drafts] += 1
         self._right[right] += 1
 
     @property
     def positions(self) -> list[DraftPosition]:
-        """Since boot."""
+        """Counts, since boot, the drafts at each position that were verified, and accepted with all before them."""
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
     def choose(self, rows: int) -> tuple[int, int]:

@@ -191,7 +191,7 @@ class StepLog:
         self._preemptions = self._hit_tokens = 0  # at the last report
 
     def planned(self, plan: StepPlan, now: float) -> None:
-        """A plan went out."""
+        """Counts a plan that went out."""
         prefill, decode = plan.prompt_tokens, len(plan.decodes)
         name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
         self._steps[name].append((prefill, decode))

@@ -72,7 +72,7 @@ class ThoughtLimit:
         return self.ends_at == self._length
 
     def read(self, tokens: Iterable[int]) -> None:
-        """These were committed."""
+        """Counts tokens that were committed."""
         for token in tokens:
             self._length += 1
             if self._label is None:
@@ -205,13 +205,13 @@ class MaskedRow:
 
     @property
     def masks(self) -> np.ndarray:
-        """As in `engine.step_masks`."""
+        """The row's masks, as `engine.step_masks` has them."""
         masks = present(self.state.masks)[: self.width]
         return masks if len(masks) == self.width else np.concatenate([masks, np.zeros_like(masks[:1])])
 
 
 def present(value: T | None) -> T:
-    """The value, which is there."""
+    """Asserts that the value is there."""
     assert value is not None
     return value
 

@@ -80,7 +80,7 @@ class Segment:
         return self.start + len(self.keys)
 
     def path(self) -> "Iterator[Segment]":
-        """Itself and those above it, without the root."""
+        """Yields the segment and those above it, without the root."""
         segment: Segment | None = self
         while segment is not None and segment.parent is not None:
             yield segment

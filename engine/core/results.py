@@ -59,7 +59,7 @@ class Results:
         return len(self._in_flight)
 
     def expect(self, step: InFlightStep) -> None:
-        """A plan was sent."""
+        """Notes a plan that was sent."""
         self._in_flight.append(step)
 
     def commit(self, result: StepResult) -> InFlightStep:

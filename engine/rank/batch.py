@@ -102,7 +102,7 @@ class ForwardBatch:
 
     @property
     def rows(self) -> int:
-        """T."""
+        """How many rows there are, T."""
         return self.ids.shape[0]
 
     @cached_property

@@ -82,7 +82,7 @@ class Single:
         return x[None]
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """None."""
+        """Makes none: there are no other ranks."""
 
 
 class Distributed:

@@ -45,7 +45,7 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
 
 
 def boot(lifeline: Lifeline) -> Runner:
-    """The handshake, up to Ready."""
+    """Takes part in the handshake, up to Ready."""
     started = time.monotonic()
     config = lifeline.configure()
     rank = load(config, lifeline.args)

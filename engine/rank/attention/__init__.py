@@ -30,7 +30,7 @@ class AttentionConfig:
 
     @classmethod
     def of(cls, config: EngineConfig, failed_checks: FailedChecks = ()) -> "AttentionConfig":
-        """What the settings ask for."""
+        """Takes the backends that the settings ask for."""
         return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
 
 

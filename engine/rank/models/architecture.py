@@ -65,7 +65,7 @@ class MediaEncoder(Shard, ABC):
 
     @property
     def width(self) -> int:
-        """Of its rows."""
+        """Width of its rows."""
         return self.out.shape[0]
 
     @abstractmethod

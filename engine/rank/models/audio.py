@@ -38,7 +38,7 @@ class Before:
 
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
-        """Of clips of so many rows, one behind the other."""
+        """Makes the table for clips of so many rows, one behind the other."""
         first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]).repeat_interleave(torch.tensor(lengths))
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
         none = rows < first[:, None]

@@ -29,7 +29,7 @@ class Shard(Module):
         self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
 
     def matrix(self, *shape: int) -> Weight:
-        """One of its matrices."""
+        """Makes one of its matrices, empty."""
         return Weight(shape, self.dtype, self.device)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -59,7 +59,7 @@ class VisionEncoder(MediaEncoder):
 
     @abstractmethod
     def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
-        """[cells, hidden]."""
+        """Encodes pictures, launched a layer at a time -> [cells, hidden]."""
 
 
 class VisionBlock(Module):
@@ -168,11 +168,11 @@ class Affine(Module):
         self.weight, self.bias = shard.parameter(*shape), shard.parameter(shape[0])
 
     def norm(self, x: Tensor) -> Tensor:
-        """LayerNorm."""
+        """Applies LayerNorm."""
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product."""
+        """Multiplies by the weight, and adds the bias."""
         return functional.linear(x, self.weight, self.bias)
 
 

@@ -40,7 +40,7 @@ class CopyOut:
         return self.end is None or self.end.query()
 
     def wait(self) -> dict[str, np.ndarray]:
-        """The tensors on the host."""
+        """Waits for the copies; the tensors on the host."""
         if self.end is not None:
             self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
@@ -115,7 +115,7 @@ class Launched:
         self.state.fold(self.step, self.copy.wait())
 
     def end(self) -> bytes:
-        """`result`, then `fold`."""
+        """Calls `result`, then `fold`."""
         result = self.result()
         self.fold()
         return result
