@@ -8,7 +8,7 @@ from engine.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The file's object."""
+    """Reads the file's object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

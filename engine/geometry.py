@@ -99,8 +99,8 @@ class Geometry:
     placeholders: tuple[int, ...]
     dtype: str
     prefix: str
-    tied: bool = True
-    bidirectional: bool = False
+    tied: bool
+    bidirectional: bool
 
     @property
     def embedding_scale(self) -> float:
@@ -189,11 +189,10 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType =
         owners = [layer for layer in geometry.layers if layer.kind == kind and layer.owns_kv]
         if not owners:
             continue
-        heads = len(shard_kv_heads(geometry.heads, owners[0].kv_heads, tp, 0))
-        window = geometry.window if kind == "sliding" else None
-        indices, both_ways = tuple(layer.index for layer in owners), geometry.bidirectional and kind == "sliding"
-        form = heads, owners[0].head_dim, window, page, dtype
-        groups.append(KVGroup(len(groups), kind, indices, *form, bidirectional=both_ways))
+        first, sliding, indices = owners[0], kind == "sliding", tuple(layer.index for layer in owners)
+        heads = len(shard_kv_heads(geometry.heads, first.kv_heads, tp, 0))
+        form = heads, first.head_dim, geometry.window if sliding else None, page, dtype
+        groups.append(KVGroup(len(groups), kind, indices, *form, bidirectional=sliding and geometry.bidirectional))
     return tuple(groups)
 
 

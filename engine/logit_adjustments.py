@@ -30,7 +30,7 @@ class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     @property
     def penalties(self) -> tuple[float, float, float]:
-        """Of repetition, presence, frequency."""
+        """The penalties of repetition, presence and frequency."""
         return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
     @property

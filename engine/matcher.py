@@ -86,12 +86,12 @@ class Vocabulary:
         be made; many by several threads."""
         ends = list(accumulate(1 + len(drafted) for drafted in drafts))
         bits = np.split(np.zeros((ends[-1], mask_words(self.size)), np.int32), ends[:-1])
-        parts = max(1, min(_MASK_THREADS, len(matchers), ends[-1] // _MASKS_A_THREAD))
-        every = [(matchers[first::parts], drafts[first::parts], bits[first::parts]) for first in range(parts)]
-        others = [self._threads.submit(_fill, *part) for part in every[1:]]
-        bits[::parts] = _fill(*every[0])
-        for first, other in enumerate(others, 1):
-            bits[first::parts] = other.result()
+        step = max(1, min(_MASK_THREADS, len(matchers), ends[-1] // _MASKS_A_THREAD))
+        parts = [(matchers[first::step], drafts[first::step], bits[first::step]) for first in range(step)]
+        futures = [self._threads.submit(_fill, *part) for part in parts[1:]]
+        bits[::step] = _fill(*parts[0])
+        for first, future in enumerate(futures, 1):
+            bits[first::step] = future.result()
         return bits
 
 
@@ -100,8 +100,8 @@ def _fill(matchers: Sequence["Matcher"], drafts: Sequence[Sequence[int]], masks:
     for matcher, bits in zip(matchers, masks, strict=True):
         matcher.fill(bits[0])
     until = time.thread_time() + _AHEAD_S
-    every = zip(matchers, drafts, masks, strict=True)
-    return [bits[: 1 + matcher.fill_ahead(drafted, bits, until)] if drafted else bits for matcher, drafted, bits in every]
+    rows = zip(matchers, drafts, masks, strict=True)
+    return [bits[: 1 + matcher.fill_ahead(drafted, bits, until)] if drafted else bits for matcher, drafted, bits in rows]
 
 
 class Matcher:
@@ -156,7 +156,7 @@ class Matcher:
         if not bits.any():
             raise GenerationFailed("no token of this model can go on as the grammar wants")
 
-    def fresh(self, *, frees: bool = False) -> "Matcher":
+    def fresh(self, *, frees: bool) -> "Matcher":
         """Another at the beginning of the same grammar, which this one must not have left."""
         return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 

@@ -10,7 +10,8 @@ MediaGeometry = VisionGeometry | AudioGeometry
 
 
 def read_media(folder: Path, *, language_model_only: bool = False) -> dict[MediaKind, MediaGeometry]:
-    """Of the checkpoint in `folder`; none for the text model alone. CheckpointError names the key that is wrong."""
+    """Reads the encoders of the checkpoint in `folder`, by kind; none for the text model alone. CheckpointError names the key that
+    is wrong."""
     encoders: dict[MediaKind, MediaGeometry | None] = {}
     if not language_model_only:
         encoders = {"image": (vision := read_vision(folder)), "video": vision, "audio": read_audio(folder)}

@@ -96,7 +96,7 @@ class Need:
     slots: int
     max_len: int
     prefill_budget: int
-    cache: bool = False
+    cache: bool
 
 
 def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int) -> tuple[int, ...]:

@@ -214,7 +214,7 @@ class StepResult:
 
     step: int
     table: np.ndarray
-    logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
+    logprobs: Mapping[int, Sequence[Logprobs]]
     prompts: Sequence[PromptRow] = ()
     encoded: int = 0
 
@@ -237,7 +237,7 @@ def single_rows(slots: Iterable[int]) -> "array[int]":
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Bytes of `plan`; `read_plan` reads them."""
-    flags = (FLAG_STOP if plan.stop else 0) | (FLAG_MASKED if plan.masked else 0)
+    flags = FLAG_STOP * plan.stop | FLAG_MASKED * plan.masked
     sections = [_packed(getattr(plan, name)) for name in SECTIONS]
     counts = [len(section) // size for section, size in zip(sections, _ROW_BYTES, strict=True)]
     admissions = _encode(list(map(_packed_admission, plan.admissions))) if plan.admissions else b""
@@ -246,9 +246,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def _packed(section: Section) -> bytes:
-    if isinstance(section, array):
-        return section.tobytes()
-    return _ints([*chain.from_iterable(section)]) if section else b""
+    return (section if isinstance(section, array) else array("i", chain.from_iterable(section))).tobytes()
 
 
 def largest_plan(
@@ -305,10 +303,6 @@ def read_plan(data: bytes) -> PlanView:
     return PlanView(step, stop, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions)
 
 
-def _ints(values: list[int] | tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(values)}i", *values)
-
-
 def _sent(params: SamplingParams) -> SamplingParams:
     """What ranks read of it: its masks are made in the core."""
     return msgspec.structs.replace(params, max_tokens=0, grammar=None, thought=None)
@@ -332,7 +326,7 @@ def encode_rows(
 ) -> bytes:
     """Bytes of a result; the arguments are as in StepResult. With logprobs of some rows, each token of any row has an entry."""
     assert table.dtype == np.int32, table.dtype
-    flags = RESULT_HAS_LOGPROBS if logprobs else 0
+    flags = RESULT_HAS_LOGPROBS * bool(logprobs)
     header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, flags, len(prompts), encoded)
     counts = table[:, 2].tolist() if logprobs else []
     lists = [_encode_logprobs(entry) for row, count in enumerate(counts) for entry in logprobs.get(row, [None] * count)]

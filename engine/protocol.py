@@ -150,7 +150,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     @property
     def tokens(self) -> "array[int]":
         """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
-        return unpack_tokens(self.prompt)
+        return array("i", self.prompt)
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -190,10 +190,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     def entries(self) -> list[tuple[int, Logprobs]]:
         """Rank and logprobs of each token."""
-        count, entries = self.alternatives, []
-        for chosen, rank, *top in struct.iter_unpack(f"<fi{count}i{count}f", self.words):
-            entries.append((rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))))
-        return entries
+        count = self.alternatives
+        rows = struct.iter_unpack(f"<fi{count}i{count}f", self.words)
+        return [(rank, Logprobs(chosen, list(zip(top[:count], top[count:], strict=True)))) for chosen, rank, *top in rows]
 
     def after(self, position: int) -> "PromptLogprobs":
         """The same without tokens up to `position`."""
@@ -332,14 +331,7 @@ decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
     """Token ids as they cross sockets and rings: int32, little-endian. Raises OverflowError or TypeError when one is no int32."""
-    return (tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)).tobytes()
-
-
-def unpack_tokens(data: bytes) -> "array[int]":
-    """The inverse of `pack_tokens`; raises ValueError when the bytes are not whole int32 numbers."""
-    tokens = array("i")
-    tokens.frombytes(data)
-    return tokens
+    return array("i", tokens).tobytes()
 
 
 def frame(message: bytes) -> bytes:

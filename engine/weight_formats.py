@@ -52,10 +52,10 @@ FORMATS = {"plain": PLAIN}
 
 def weight_format(folder: Path, asked: str = "auto") -> WeightFormat:
     """The format of that name, or the one that reads the folder's checkpoint. CheckpointError where it does not, or none does."""
-    found = quantisation(folder)
+    scheme = quantisation(folder)
     for name, weights in FORMATS.items():
-        if asked in ("auto", name) and weights.quantisation == found:
+        if asked in ("auto", name) and weights.quantisation == scheme:
             return weights
-    kind = f"quantised ({found})" if found else "not quantised"
+    kind = f"quantised ({scheme})" if scheme else "not quantised"
     loaded = "bf16, fp16 and fp32 weights" if asked in ("auto", "plain") else f"{asked} weights"
     raise CheckpointError(f"{folder}: this checkpoint is {kind}; Quartet loads {loaded}")

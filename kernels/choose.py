@@ -62,8 +62,8 @@ def parts_of(vocabulary: int, rows: int, processors: int, programs: int = PROGRA
 
     programs: of all rows, a processor. One reads its part block behind block and waits for each; several side by side fill the wait
     (`python -m tests.bench.sampling`)."""
-    wanted = max(1, min(programs * processors // rows, vocabulary // _PART, 64))
-    return 1 << (wanted.bit_length() - 1)
+    parts = max(1, min(programs * processors // rows, vocabulary // _PART, 64))
+    return 1 << (parts.bit_length() - 1)
 
 
 def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> Tensor:

@@ -76,8 +76,8 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     """
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
-        wanted = min(4 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
-        return cdiv(pages, cdiv(pages, wanted))
+        splits = min(4 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
+        return cdiv(pages, cdiv(pages, splits))
 
     def turns(splits: int, held: int) -> float:
         adding = splits / 2 if 2 * heads * splits > processors else 0.0

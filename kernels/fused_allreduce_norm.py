@@ -238,15 +238,15 @@ def _post(total, post, residual, scalar, scale, N: constexpr, eps, dtype: conste
 @triton.jit
 def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
     """Pointers to the inboxes of SIZE ranks. They are constant: a kernel reads them before its wait."""
-    found: tl.tuple = ()
+    inboxes: tl.tuple = ()
     for peer in tl.static_range(SIZE):
-        found += (tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(dtype)),)
-    return found
+        inboxes += (tl.multiple_of(tl.load(pointers + peer), 16).to(tl.pointer_type(dtype)),)
+    return inboxes
 
 
 @triton.jit
 def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
-    """Write bits to elements `at + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
+    """Write bits to elements `offset + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
     sent = filled(bits, EMPTY)
     for peer in tl.static_range(SIZE):
         tl.store(inboxes[peer] + offset + lane, sent, live)
@@ -282,10 +282,10 @@ def polled(polls, deadline, errors):
 @triton.jit
 def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
     """COUNT parts of a row as they are now, in words."""
-    found: tl.tuple = ()
+    parts: tl.tuple = ()
     for rank in tl.static_range(COUNT):
-        found += (tl.load(inbox + offset + rank * STRIDE + lane, live, 0, volatile=True),)
-    return found
+        parts += (tl.load(inbox + offset + rank * STRIDE + lane, live, 0, volatile=True),)
+    return parts
 
 
 @triton.jit

@@ -62,7 +62,7 @@ class RandomInputs:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
     def floats(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal ones."""
+        """Draws normal numbers."""
         return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
 
     def pool(self, pages: int, kv_heads: int, d: int) -> Tensor:
@@ -77,7 +77,7 @@ class RandomInputs:
         return torch.arange(math.prod(shape), dtype=torch.int32, device=self.device).view(shape)
 
     def filled(self, value: int, *shape: int) -> Tensor:
-        """int32."""
+        """An int32 tensor of one value."""
         return torch.full(shape, value, dtype=torch.int32, device=self.device)
 
 

@@ -16,6 +16,6 @@ class Finding:
     advice: str = ""
 
 
-def checked(name: str, good: bool, found: str, advice: str, bad: State = "warn") -> Finding:
+def checked(name: str, good: bool, detail: str, advice: str, bad: State = "warn") -> Finding:
     """`ok` with nothing to do, or `bad` with the advice."""
-    return Finding(name, "ok", found) if good else Finding(name, bad, found, advice)
+    return Finding(name, "ok", detail) if good else Finding(name, bad, detail, advice)

@@ -142,8 +142,8 @@ def links(indices: list[int]) -> Finding:
     if unreadable:
         return Finding("nvlink", "fail", f"no peer access between {unreadable}", "symmetric memory needs it: choose others")
     all_linked = f"all {len(pairs)} pairs are linked: symmetric memory can carry the sums"
-    found = f"no NVLink between {unlinked}" if unlinked else all_linked
-    return checked("nvlink", not unlinked, found, "sums go over PCIe: correct, and slow")
+    detail = f"no NVLink between {unlinked}" if unlinked else all_linked
+    return checked("nvlink", not unlinked, detail, "sums go over PCIe: correct, and slow")
 
 
 def machine() -> Iterator[Finding]:

@@ -47,7 +47,7 @@ class PackageState(NamedTuple):
 
     name: str
     usable: bool
-    found: str
+    detail: str
     advice: str
 
 

@@ -26,7 +26,7 @@ class FlashInferFiles:
 
 
 def flashinfer_files() -> FlashInferFiles:
-    """What this node has."""
+    """Looks for FlashInfer on this node."""
     version = installed("flashinfer-python")
     package = _folder("flashinfer")
     if version is None or package is None:
@@ -40,8 +40,8 @@ def _cubins(package: Path, version: str) -> str | None:
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
     listed = (folder / kernels / "checksums.txt").read_text(encoding="utf-8").count(".cubin")
-    found = sum(entry.name.endswith(".cubin") for entry in os.scandir(folder / kernels))
-    return str(folder) if 0 < listed <= found else None
+    on_disk = sum(entry.name.endswith(".cubin") for entry in os.scandir(folder / kernels))
+    return str(folder) if 0 < listed <= on_disk else None
 
 
 def _cubin_folder(version: str) -> Path:
@@ -76,7 +76,7 @@ def _launcher(version: str) -> Launcher | None:
 
 
 def installed(distribution: str) -> str | None:
-    """Its version."""
+    """The version of a distribution that is installed; None: it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -85,5 +85,5 @@ def installed(distribution: str) -> str | None:
 
 def _folder(package: str) -> Path | None:
     """Where a package lies, without importing it."""
-    found = importlib.util.find_spec(package)
-    return Path(found.origin).parent if found is not None and found.origin else None
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None

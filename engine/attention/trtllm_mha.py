@@ -64,8 +64,8 @@ def _package(platform: Platform) -> PackageState | None:
     kernels = f"kernels in {files.cubins}" if files.cubins else "no kernels of trtllm-gen on disk"
     launcher = {"prebuilt": "launchers from flashinfer-jit-cache", "nvcc": "launchers built by nvcc"}.get(files.launcher or "")
     usable = files.launcher is not None and (files.cubins is not None or platform.architecture[0] != _SM100)
-    found = f"{files.version}: {kernels}, {launcher or 'no way to build launchers'}"
-    return PackageState("flashinfer", usable, found, f"in the image: {CUBIN_DOWNLOAD_COMMAND}")
+    detail = f"{files.version}: {kernels}, {launcher or 'no way to build launchers'}"
+    return PackageState("flashinfer", usable, detail, f"in the image: {CUBIN_DOWNLOAD_COMMAND}")
 
 
 TRTLLM_MHA = BackendEntry("trtllm_mha", "cuda", "engine.rank.attention.trtllm", _obstacles, _reason, _package)

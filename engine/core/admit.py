@@ -26,10 +26,10 @@ class AdmissionBudget:
         self._running = 0
         self._promised = [0] * len(allocator.pools)
         for sequence in running:
-            self.admitted(sequence)
+            self.reserve(sequence)
 
-    def admitted(self, sequence: Sequence) -> None:
-        """One more runs."""
+    def reserve(self, sequence: Sequence) -> None:
+        """Counts a running sequence, and reserves the pages that its prompt still needs."""
         self._running += 1
         if sequence.high < sequence.target:
             for index, pool in enumerate(self._allocator.pools):
@@ -66,19 +66,19 @@ class Admissions:
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
     def new_plan(self, plan: StepPlan, changes: Changes) -> None:
-        """A plan is begun, which gets the admissions, and its page changes."""
+        """Begins a plan, which gets the admissions, and its page changes."""
         self._plan, self._changes, self._size = plan, changes, 0
 
-    def again(self, sequence: Sequence) -> bool:
+    def readmit(self, sequence: Sequence) -> bool:
         """Admit a sequence that has stepped back, with its slot and pages; False if the plan has no room for it beside others."""
         if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.runs)):
             return False
-        self._requests.admit_again(sequence)
-        self._allocator.name_again(sequence, self._changes)
-        self._name(sequence)
+        self._requests.readmit(sequence)
+        self._allocator.append_again(sequence, self._changes)
+        self._add_to_plan(sequence)
         return True
 
-    def _name(self, sequence: Sequence) -> None:
+    def _add_to_plan(self, sequence: Sequence) -> None:
         tokens, prompt = array("i", sequence.tokens), sequence.prompt
         admission = Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=sequence.low)
         self._plan.admissions.append(admission)
@@ -115,7 +115,7 @@ class Admissions:
             if not self._fits_plan(sequence, len(hit.full) + len(hit.tail)):
                 return
             self._admit(sequence, hit)
-            room.admitted(sequence)
+            room.reserve(sequence)
             for other in passed:
                 other.overtaken += 1
             begin(sequence)
@@ -143,9 +143,9 @@ class Admissions:
         first = not sequence.started
         self._requests.admit(sequence)
         self._allocator.attach(sequence, hit, self._changes)
-        self._name(sequence)
-        if first and not sequence.scores:
-            self._requests.counters.queried_tokens += len(sequence.tokens)
-            self._requests.counters.hit_tokens += sequence.cached
+        self._add_to_plan(sequence)
         if first:
             sequence.first_cached = sequence.cached
+            if not sequence.scores:
+                self._requests.counters.queried_tokens += len(sequence.tokens)
+                self._requests.counters.hit_tokens += sequence.cached

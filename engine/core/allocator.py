@@ -31,7 +31,7 @@ class Allocator:
     """`pages` counts each group's pages with its null page; `share`: how much of each pool the prefix cache may keep idle; None:
     there is no cache."""
 
-    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], share: float | None = None) -> None:
+    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], share: float | None) -> None:
         self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
         self.page = groups[0].page
         *sliding, self._full = self.pools
@@ -44,9 +44,8 @@ class Allocator:
 
     def holds_span(self, length: int) -> bool:
         """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
-        chunk = (length - 2) // self.page + 2
-        windows = [(pool.total, pool.group.window) for pool in self.pools if pool.group.window is not None]
-        return all(chunk - (1 - window) // self.page <= total for total, window in windows)
+        chunk, groups = (length - 2) // self.page + 2, [(pool.total, pool.group.window) for pool in self.pools]
+        return all(window is None or chunk - (1 - window) // self.page <= total for total, window in groups)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
@@ -73,8 +72,8 @@ class Allocator:
         group, slot = pool.group.index, sequence.slot
         changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(slot), range(first, first + len(pages)), pages)))
 
-    def name_again(self, sequence: Sequence, changes: Changes) -> None:
-        """Tell the ranks all pages of a sequence, as if they were new."""
+    def append_again(self, sequence: Sequence, changes: Changes) -> None:
+        """Append all pages of a sequence to the ranks' tables, as if they were new."""
         for pool, run in zip(self.pools, sequence.runs, strict=True):
             self._append(pool, sequence, run.first, run.pages, changes)
 
@@ -93,7 +92,7 @@ class Allocator:
         sequence.held = min(run.end * pool.group.page for pool, run in zip(self.pools, sequence.runs, strict=True))
         sequence.release_at = min(map(_release_at, self.pools, sequence.runs))
 
-    def give_all(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+    def give_all(self, sequence: Sequence, *, poisoned: bool) -> None:
         """Give back every page of a sequence that leaves its slot. `poisoned`: its values were not finite.
 
         Results of its rows in flight are dropped, so what they write beyond `low` is not known to be finite either.
@@ -110,13 +109,9 @@ class Allocator:
 
     # -- prefixes
 
-    def look_up(self, sequence: Sequence) -> None:
-        """Note how much of a queued sequence is cached. This makes its page keys: made at admission, several long prompts would
-        hold up one step."""
-        sequence.cached_when_queued = self.find(sequence).count * self.page
-
     def find(self, sequence: Sequence) -> Hit:
-        """The cached prefix that a waiting sequence may use; looked up again when it may have changed."""
+        """The cached prefix that a waiting sequence may use; looked up again when it may have changed. The first look makes its
+        page keys: it comes when the sequence is queued, for at admission several long prompts would hold up one step."""
         if self.cache is None:
             return NO_HIT
         if sequence.hit is None or sequence.hit.version != self.cache.version:
@@ -127,10 +122,10 @@ class Allocator:
     def _find(self, sequence: Sequence, pages: int) -> Hit:
         """The longest cached prefix of at most so many pages that ends within no span."""
         assert self.cache is not None
-        hit = self.cache.find(self._keys(sequence, self._whole(sequence, pages)))
-        return hit if self._whole(sequence, hit.count) == hit.count else self._find(sequence, hit.count)
+        hit = self.cache.find(self._keys(sequence, self._uncut_pages(sequence, pages)))
+        return hit if self._uncut_pages(sequence, hit.count) == hit.count else self._find(sequence, hit.count)
 
-    def _whole(self, sequence: Sequence, pages: int) -> int:
+    def _uncut_pages(self, sequence: Sequence, pages: int) -> int:
         """The most of its first pages, at most so many, that end within no span."""
         while sequence.spans and (end := sequence.last_end(pages * self.page)) < pages * self.page:
             pages = end // self.page
@@ -148,7 +143,7 @@ class Allocator:
             self._append(pool, sequence, hit.count - len(pages), pages, changes)
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
         points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
-        points = {self._whole(sequence, point) for point in points}
+        points = {self._uncut_pages(sequence, point) for point in points}
         sequence.cache_points = sorted(point for point in points if point > hit.count)
         self._note_bounds(sequence)
 
@@ -159,7 +154,7 @@ class Allocator:
         one system prompt, cost one prefill.
         """
         for other in () if self.cache is None else prefills:
-            shared = self._whole(sequence, min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page))
+            shared = self._uncut_pages(sequence, min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page))
             if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
                 if shared not in other.cache_points:
                     bisect.insort(other.cache_points, shared)
@@ -175,7 +170,7 @@ class Allocator:
     def cache_computed(self, sequence: Sequence) -> None:
         """Cache what a sequence that leaves its slot has computed."""
         pages = sequence.low // self.page
-        if self.cache is not None and self._whole(sequence, pages) == pages:
+        if self.cache is not None and self._uncut_pages(sequence, pages) == pages:
             self._insert(sequence, pages)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:

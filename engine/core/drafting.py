@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 from engine.protocol import DraftPosition
 
@@ -33,24 +32,6 @@ SURE = 24.0  # rows that have had a draft at a position, remembered ones, below 
 GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
 LOSS = 0.2 * 32  # in steps, at which the number in force gives way
 NOISE = 0.01  # what another number must gain to count
-
-
-class DecodeStep(NamedTuple):
-    """A step that has ended: the index of its rows in `sizes` when its drafts were chosen, the share of them that may draft, its
-    drafts, its prompt tokens, how long it took."""
-
-    size: int
-    drafting: float
-    drafts: int
-    prompt_tokens: int
-    ms: float
-
-
-class DraftChoice(NamedTuple):
-    """Drafts of a step of so many rows, an index in `sizes`."""
-
-    drafts: int
-    size: int
 
 
 @dataclass
@@ -99,8 +80,8 @@ class Trial:
 
 
 @dataclass
-class RowCount:
-    """What is known of steps of so many rows.
+class RowStats:
+    """Statistics of the steps of one number of rows.
 
     chosen    of the options, the one in force;    loss  what it has lost against a better one, in steps
     trial     the option that is tried now
@@ -118,7 +99,7 @@ class RowCount:
     steps: int = 0
 
     def ms(self, option: Option) -> float:
-        """Of the option's steps on average, at today's share of prompts. A kind that is not measured relates to the other as at the
+        """Mean ms of the option's steps, at today's share of prompts. A kind that is not measured relates to the other as at the
         number in force."""
         ratio = self.chosen.ms[1] / self.chosen.ms[0] if all(self.chosen.ms) else 1.0
         alone = option.ms[0] or option.ms[1] / ratio
@@ -130,7 +111,7 @@ class Drafting:
 
     def __init__(self, options: Sequence[int], sizes: Sequence[int]) -> None:
         self._options, self._sizes = tuple(options), sizes
-        self._by_rows: dict[int, RowCount] = {}
+        self._by_rows: dict[int, RowStats] = {}
         self.drafts = self._options[len(self._options) // 2]  # of the last step
         self.switches = dict.fromkeys(("trial", "better", "off", "on") if len(self._options) > 1 else (), 0)  # by cause
         most = self._options[-1] + 1
@@ -143,128 +124,128 @@ class Drafting:
         self._credit_ms = 0.0  # that trials may lose
 
     def verified(self, drafts: int, right: int) -> None:
-        """A row had so many drafts, the first `right` of which were right."""
+        """Counts a row that had so many drafts, of which the first `right` were right."""
         self._verified[drafts] += 1
         self._right[right] += 1
 
     @property
     def positions(self) -> list[DraftPosition]:
-        """Since boot."""
+        """Counts, since boot, the drafts at each position that were verified, and accepted with all before them."""
         return list(map(DraftPosition, range(len(self._right)), _at_least(self._verified), _at_least(self._right)))
 
-    def choose(self, rows: int) -> DraftChoice:
-        """Of the next step, of `rows` decode rows. Rows that were more a few steps ago count as many still: the number does not
-        change from step to step where two sizes meet."""
+    def choose(self, rows: int) -> tuple[int, int]:
+        """Chooses the next step's drafts, by its decode rows; (drafts, index in `sizes` of the rows that they are chosen for). Rows
+        that were more a few steps ago count as many still: the number does not change from step to step where two sizes meet."""
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0
             if size > self._size or self._fewer > EVERY:
                 self._size, self._fewer = size, 0
-            known = self._known(self._size)
-            self.drafts = (known.trial.option if known.trial else known.chosen).drafts
-        return DraftChoice(self.drafts, self._size)
+            stats = self._stats(self._size)
+            self.drafts = (stats.trial.option if stats.trial else stats.chosen).drafts
+        return self.drafts, self._size
 
-    def took(self, step: DecodeStep) -> None:
-        """A step with decode rows has ended."""
+    def record(self, size: int, drafting: float, drafts: int, prompt_tokens: int, ms: float) -> None:
+        """Records a step with decode rows that took `ms`. `size`: as `choose` gave it; `drafting`: share of rows that may draft."""
         if len(self._options) == 1:
             return
         self._step += 1
-        known = self._known(step.size)
-        known.drafting += (step.drafting - known.drafting) / SMOOTH
-        prompt_ms = self._prompts.of((id(known), step.drafts), step.prompt_tokens, step.ms)
-        known.steps += 1
-        known.prompt_ms += (prompt_ms - known.prompt_ms) / min(known.steps, MIXED)
-        known.prompts += (bool(step.prompt_tokens) - known.prompts) / min(known.steps, MIXED)
-        self._credit_ms += TRIALS_SHARE * step.ms
-        self._note_time(known, step.drafts, bool(step.prompt_tokens), max(step.ms - prompt_ms, 0.1 * step.ms))
+        stats = self._stats(size)
+        stats.drafting += (drafting - stats.drafting) / SMOOTH
+        prompt_ms = self._prompts.of((id(stats), drafts), prompt_tokens, ms)
+        stats.steps += 1
+        stats.prompt_ms += (prompt_ms - stats.prompt_ms) / min(stats.steps, MIXED)
+        stats.prompts += (bool(prompt_tokens) - stats.prompts) / min(stats.steps, MIXED)
+        self._credit_ms += TRIALS_SHARE * ms
+        self._note_time(stats, drafts, bool(prompt_tokens), max(ms - prompt_ms, 0.1 * ms))
         if self._step % EVERY == 0:
             self._remember()
-        if known.steps % EVERY == 0:
-            self._look(known)
+        if stats.steps % EVERY == 0:
+            self._look(stats)
 
-    def _known(self, size: int) -> RowCount:
+    def _stats(self, size: int) -> RowStats:
         """Of steps of so many rows. At first the number in force is that of the nearest rows."""
         if size not in self._by_rows:
             options = [Option(drafts) for drafts in self._options]
             nearest = min(self._by_rows, key=lambda other: abs(other - size), default=None)
             drafts = self.drafts if nearest is None else self._by_rows[nearest].chosen.drafts
             chosen = options[self._options.index(drafts)]
-            self._by_rows[size] = RowCount(options, chosen, self._trial(chosen))
+            self._by_rows[size] = RowStats(options, chosen, self._trial(chosen))
         return self._by_rows[size]
 
     def _trial(self, option: Option) -> Trial:
         return Trial(option, sum(self._verified[option.drafts :]))
 
-    def _note_time(self, known: RowCount, drafts: int, kind: bool, ms: float) -> None:
+    def _note_time(self, stats: RowStats, drafts: int, kind: bool, ms: float) -> None:
         """A step took `ms`, without what its prompt tokens added."""
-        chosen, trial = known.chosen, known.trial
+        chosen, trial = stats.chosen, stats.trial
         if trial is not None and drafts == trial.option.drafts:
             trial.ms[kind].append(ms)
             counts = list(map(len, trial.ms))
             few = drafts not in (0, chosen.drafts) and sum(self._verified[drafts:]) - trial.verified < SURE
-            if sum(counts) >= (LONGEST_TRIAL if few or not _in_all(known, [count > 1 for count in counts]) else TRIAL):
-                self._end_trial(known, trial)
+            if sum(counts) >= (LONGEST_TRIAL if few or not _in_all(stats, [count > 1 for count in counts]) else TRIAL):
+                self._end_trial(stats, trial)
         elif drafts == chosen.drafts and chosen.ms[kind]:
             chosen.step = self._step
             change = (min(ms, 1.5 * chosen.ms[kind]) - chosen.ms[kind]) / SMOOTH  # a single pause is no trend
-            for option in known.options:
+            for option in stats.options:
                 option.ms[kind] = max(option.ms[kind] + change, 0.1 * option.ms[kind]) if option.ms[kind] else 0.0
 
-    def _end_trial(self, known: RowCount, trial: Trial) -> None:
+    def _end_trial(self, stats: RowStats, trial: Trial) -> None:
         """The middle of its times is the option's; what it lost is taken from the credit."""
         self._remember()
         option, steps = trial.option, sum(map(len, trial.ms))
         for kind, times in enumerate(trial.ms):
             option.ms[kind] = sorted(times)[(len(times) - 1) // 2] if times else option.ms[kind]
-        option.step, ms = self._step, known.ms(option)
-        if option is known.chosen:
+        option.step, ms = self._step, stats.ms(option)
+        if option is stats.chosen:
             self._credit_ms += START * ms
-        lost = 1 - self._gain(known, option, ms)
-        self._credit_ms -= max(0.0, lost) * (ms + known.prompt_ms) * steps
-        known.trial = None
+        lost = 1 - self._gain(stats, option, ms)
+        self._credit_ms -= max(0.0, lost) * (ms + stats.prompt_ms) * steps
+        stats.trial = None
 
-    def _look(self, known: RowCount) -> None:
+    def _look(self, stats: RowStats) -> None:
         """Give way to a better number, or begin a trial."""
-        chosen = known.chosen
-        if known.trial is not None:
+        chosen = stats.chosen
+        if stats.trial is not None:
             return
-        if not _in_all(known, chosen.ms):
-            known.trial = self._trial(chosen)
+        if not _in_all(stats, chosen.ms):
+            stats.trial = self._trial(chosen)
             return
-        sure = [option for option in known.options if self._is_sure(known, option)]
-        best = max(sure, key=lambda option: self._gain(known, option, known.ms(option)), default=chosen)
-        known.loss = max(0.0, known.loss + EVERY * (self._gain(known, best, known.ms(best)) - 1 - NOISE))
-        if known.loss >= LOSS:
+        sure = [option for option in stats.options if self._is_sure(stats, option)]
+        best = max(sure, key=lambda option: self._gain(stats, option, stats.ms(option)), default=chosen)
+        stats.loss = max(0.0, stats.loss + EVERY * (self._gain(stats, best, stats.ms(best)) - 1 - NOISE))
+        if stats.loss >= LOSS:
             self.switches["off" if not best.drafts else "on" if not chosen.drafts else "better"] += 1
-            known.chosen, known.loss = best, 0.0
+            stats.chosen, stats.loss = best, 0.0
             return
-        self._try(known)
+        self._try(stats)
 
-    def _try(self, known: RowCount) -> None:
+    def _try(self, stats: RowStats) -> None:
         """Begin a trial, if there is credit and a number that is not sure may be the best."""
         if self._credit_ms <= 0:
             return
-        gains = {option.drafts: self._gain(known, option, self._least_ms(known, option)) for option in known.options}
-        better = [option for option in known.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(known, option)]
-        if not any(known.options[0].ms):
+        gains = {option.drafts: self._gain(stats, option, self._least_ms(stats, option)) for option in stats.options}
+        better = [option for option in stats.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(stats, option)]
+        if not any(stats.options[0].ms):
             better = better[:1]  # what may be lost without drafts is soon known, and bounds all others
         option = max(better, key=lambda option: gains[option.drafts], default=None)
         if option is not None:
-            known.trial = self._trial(option)
+            stats.trial = self._trial(option)
             self.switches["trial"] += 1
 
-    def _is_sure(self, known: RowCount, option: Option) -> bool:
+    def _is_sure(self, stats: RowStats, option: Option) -> bool:
         """Its time is measured, and the chance of its last draft."""
         verified, _ = self._remembered
-        fresh = self._step - option.step < FRESH and _in_all(known, option.ms)
+        fresh = self._step - option.step < FRESH and _in_all(stats, option.ms)
         return fresh and verified[option.drafts] >= (SURE if option.drafts else 0)
 
-    def _least_ms(self, known: RowCount, option: Option) -> float:
+    def _least_ms(self, stats: RowStats, option: Option) -> float:
         """What its steps may take at least: a fifth less than long ago; with fewer drafts, in proportion; with more, as much, and
         half of what drafts have added so far."""
         if any(option.ms):
-            return known.ms(option) * (1.0 if self._step - option.step < FRESH else 0.8)
-        measured = [(other.drafts, known.ms(other)) for other in known.options if any(other.ms)]
+            return stats.ms(option) * (1.0 if self._step - option.step < FRESH else 0.8)
+        measured = [(other.drafts, stats.ms(other)) for other in stats.options if any(other.ms)]
         fewer = [other for other in measured if other[0] < option.drafts]
         least = [ms for _, ms in fewer]
         if len(fewer) > 1:
@@ -273,18 +254,18 @@ class Drafting:
         least += [ms * (1 + option.drafts) / (1 + drafts) for drafts, ms in measured if drafts > option.drafts]
         return max(least)
 
-    def _gain(self, known: RowCount, option: Option, ms: float) -> float:
+    def _gain(self, stats: RowStats, option: Option, ms: float) -> float:
         """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""
-        chosen, tokens = known.chosen, self._tokens(known)
-        return tokens[option.drafts] / tokens[chosen.drafts] * (known.ms(chosen) + known.prompt_ms) / (ms + known.prompt_ms)
+        chosen, tokens = stats.chosen, self._tokens(stats)
+        return tokens[option.drafts] / tokens[chosen.drafts] * (stats.ms(chosen) + stats.prompt_ms) / (ms + stats.prompt_ms)
 
-    def _tokens(self, known: RowCount) -> list[float]:
+    def _tokens(self, stats: RowStats) -> list[float]:
         """Tokens that a row gives on average with 0, 1, ... drafts."""
         right, last, tokens = 1.0, GUESS, [1.0]
         for had, were in zip(*(remembered[1:] for remembered in self._remembered), strict=True):
             after = (were + GUESS_ROWS * right * last) / (had + GUESS_ROWS)
             last, right = min(1.0, after / right) if right else 0.0, after
-            tokens.append(tokens[-1] + known.drafting * right)
+            tokens.append(tokens[-1] + stats.drafting * right)
         return tokens
 
     def _remember(self) -> None:
@@ -296,9 +277,9 @@ class Drafting:
             remembered[:] = [kept * (1 - EVERY / REMEMBERED) + more for kept, more in zip(remembered, rows, strict=True)]
 
 
-def _in_all(known: RowCount, by_kind: Sequence[float]) -> bool:
+def _in_all(stats: RowStats, by_kind: Sequence[float]) -> bool:
     """Whether there is something for each kind of steps that is not rare."""
-    return all(some or share < RARE for some, share in zip(by_kind, (1 - known.prompts, known.prompts), strict=True))
+    return all(some or share < RARE for some, share in zip(by_kind, (1 - stats.prompts, stats.prompts), strict=True))
 
 
 def _at_least(counts: Sequence[int]) -> list[int]:

@@ -76,8 +76,8 @@ class Core:
             self._log.report(time.monotonic())
             waits = self._scheduler.in_flight or self._masks.making
             self._idle = not (planned or committed or waits)
-            heard = self._read()
-            if planned or committed or heard:
+            received = self._read()
+            if planned or committed or received:
                 self._waiter.reset()
             elif waits:
                 self._waiter.wait()
@@ -191,7 +191,7 @@ class StepLog:
         self._preemptions = self._hit_tokens = 0  # at the last report
 
     def planned(self, plan: StepPlan, now: float) -> None:
-        """A plan went out."""
+        """Counts a plan that went out."""
         prefill, decode = plan.prompt_tokens, len(plan.decodes)
         name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
         self._steps[name].append((prefill, decode))
@@ -279,8 +279,7 @@ def serve(lifeline: Lifeline) -> None:
     collect_rarely()
     lifeline.send(Ready())
     try:
-        waiter = Waiter(args.spin, idle_s=200e-6)
-        Core(scheduler, executor, link, lifeline, waiter, vocabulary).run()
+        Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6), vocabulary).run()
     except EOFError:
         return
 

@@ -51,20 +51,15 @@ class ThoughtLimit:
         <|channel> thought \\n  So  the  sum  is  <channel|>
                    label         1   2    3    4   the token that must come with a budget of 4
 
-    `length`: tokens of its prompt, which do not count.
+    `length`: tokens of its prompt, which do not count. `end`: the id that ends a thought.
     """
 
     def __init__(self, budget: ThoughtBudget, length: int) -> None:
-        self._budget = budget
+        self._budget, self.end = budget, budget.end
         self._ends = {budget.end, budget.begin_call}
         self._left = budget.tokens
         self._label = budget.open_label  # tokens of the label that are still to come; None: no thought is open
         self._length = length
-
-    @property
-    def end(self) -> int:
-        """The id that ends a thought."""
-        return self._budget.end
 
     @property
     def ends_at(self) -> int | None:
@@ -77,7 +72,7 @@ class ThoughtLimit:
         return self.ends_at == self._length
 
     def read(self, tokens: Iterable[int]) -> None:
-        """These were committed."""
+        """Counts tokens that were committed."""
         for token in tokens:
             self._length += 1
             if self._label is None:
@@ -210,13 +205,13 @@ class MaskedRow:
 
     @property
     def masks(self) -> np.ndarray:
-        """As in `engine.step_masks`."""
+        """The row's masks, as `engine.step_masks` has them."""
         masks = present(self.state.masks)[: self.width]
         return masks if len(masks) == self.width else np.concatenate([masks, np.zeros_like(masks[:1])])
 
 
 def present(value: T | None) -> T:
-    """The value, which is there."""
+    """Asserts that the value is there."""
     assert value is not None
     return value
 

@@ -80,7 +80,7 @@ class Segment:
         return self.start + len(self.keys)
 
     def path(self) -> "Iterator[Segment]":
-        """Itself and those above it, without the root."""
+        """Yields the segment and those above it, without the root."""
         segment: Segment | None = self
         while segment is not None and segment.parent is not None:
             yield segment
@@ -107,7 +107,7 @@ class PrefixCache:
     evicted_pages   evicted since boot
     """
 
-    def __init__(self, full: PagePool, sliding: PagePool | None, share: float = 1.0) -> None:
+    def __init__(self, full: PagePool, sliding: PagePool | None, share: float) -> None:
         self.evicted_pages = 0
         self._full = full
         self._sliding = sliding

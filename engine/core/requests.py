@@ -54,7 +54,7 @@ class Requests:
         slots: int,
         max_len: int,
         longest: int,
-        encoders: Mapping[MediaKind, MediaGeometry] | None = None,
+        encoders: Mapping[MediaKind, MediaGeometry] | None,
     ) -> None:
         self.encoders = encoders
         self.allocator = allocator
@@ -100,7 +100,7 @@ class Requests:
             return None
         self.counters.received += 1
         root, precedence = root_key(request.salt), (request.priority, self.counters.received)
-        sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root=root, media=request.media)
+        sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root, request.media)
         if not self.allocator.bidirectional:
             sequence.spans.clear()
         self._by_id[request.id] = sequence
@@ -165,8 +165,8 @@ class Requests:
         sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
-    def admit_again(self, sequence: Sequence) -> None:
-        """Give a sequence that has stepped back a new admission number; its slot is its own."""
+    def readmit(self, sequence: Sequence) -> None:
+        """Give a sequence that has stepped back a new admission number; it keeps its slot."""
         self._admissions += 1
         sequence.number = self._admissions
 
@@ -178,7 +178,7 @@ class Requests:
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        self.allocator.look_up(sequence)
+        sequence.cached_when_queued = self.allocator.find(sequence).count * self.allocator.page
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.precedence)
 
     def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:

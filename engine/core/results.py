@@ -11,7 +11,7 @@ from engine.core.drafting import Drafting
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
 from engine.core.step_budget import Expected
-from engine.plan import NUMBER_MASK, ResultRow, StepResult, has_numbers
+from engine.plan import NUMBER_MASK, ResultRow, StepPlan, StepResult, has_numbers
 from engine.protocol import FinishReason, Output
 
 _NOT_FINITE = "the model's logits were not finite"
@@ -31,20 +31,16 @@ class InFlightStep:
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
-    drafts    as in the plan, chosen for rows of the index `size`;   drafting  its sequences that may draft
-    masked    as in the plan
+    size      as in Drafting.choose;   drafting  its sequences that may draft
     expected  its expected time, if a target bounds the step
     encoder_waits  sequences that it has no chunk of, or a shorter one, as encoders have not ended, or may encode no more
     """
 
-    step: int
+    plan: StepPlan
     chunks: list[ChunkRow] = field(default_factory=list)
     rows: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    drafts: int = 0
     size: int = 0
     drafting: int = 0
-    masked: bool = False
-    prefill_tokens: int = 0
     expected: Expected | None = None
     encoder_waits: int = 0
 
@@ -63,19 +59,19 @@ class Results:
         return len(self._in_flight)
 
     def expect(self, step: InFlightStep) -> None:
-        """A plan was sent."""
+        """Notes a plan that was sent."""
         self._in_flight.append(step)
 
     def commit(self, result: StepResult) -> InFlightStep:
         """Commit one result; returns its step."""
         step = self._in_flight.popleft()
-        assert result.step == step.step, (result.step, step.step)
-        self.done = step.step
-        self._requests.counters.prefill_tokens += step.prefill_tokens
+        assert result.step == step.plan.step, (result.step, step.plan.step)
+        self.done = result.step
+        self._requests.counters.prefill_tokens += step.plan.prompt_tokens
         self._commit_prompts(step.chunks, result)
         first = self._commit_chunks(step.chunks, result)
         self._commit_rows(step.rows, result, first)
-        if step.masked:
+        if step.plan.masked:
             _note_drafts(step, result)
         return step
 
@@ -174,7 +170,7 @@ def _note_drafts(step: InFlightStep, result: StepResult) -> None:
     """What ranks have drafted behind the masked rows of a step."""
     rows = [(sequence, number) for sequence, number, _, samples in step.chunks if samples]
     rows += [(sequence, number) for sequence, number, _ in step.rows]
-    drafts = result.table[:, result.table.shape[1] - step.drafts :].tolist()
+    drafts = result.table[:, result.table.shape[1] - step.plan.drafts :].tolist()
     for (sequence, number), drafted in zip(rows, drafts, strict=True):
         if sequence.masked and sequence.number == number:
             sequence.drafted = drafted

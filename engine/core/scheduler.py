@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator, Changes
-from engine.core.drafting import DecodeStep, Drafting
+from engine.core.drafting import Drafting
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, InFlightStep, Results
 from engine.core.sequence import Sequence
@@ -71,12 +71,11 @@ class PlanDraft:
     plan: StepPlan
     changes: Changes
     in_flight: InFlightStep
+    encoder_rows: int  # positions of media items that it may still encode
     rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
-    encoder_rows: int = 0  # positions of media items that it may still encode
-    media: bool = False  # a chunk of it has spans
     decode_rows: DecodeRows = field(default_factory=DecodeRows)
     chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
 
@@ -114,7 +113,7 @@ class Scheduler:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         changes = self._changes
         plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
-        draft = PlanDraft(plan, changes, InFlightStep(plan.step), encoder_rows=self.config.encoder_rows)
+        draft = PlanDraft(plan, changes, InFlightStep(plan), self.config.encoder_rows)
         self._admissions.new_plan(plan, changes)
         encoding = self._encoded < self._encodes
         if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
@@ -137,12 +136,10 @@ class Scheduler:
             self._budget.encodes()
         plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
-        draft.in_flight.drafts, draft.in_flight.masked = plan.drafts, plan.masked
         draft.in_flight.encoder_waits = len(self._encoder_waits)
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
-        if draft.media:
-            _name_spans(draft)
+        _add_spans(draft)
         self._changes = Changes()
         self._step += 1
         self._results.expect(draft.in_flight)
@@ -157,11 +154,11 @@ class Scheduler:
             return
         self.requests.counters.encoder_wait_s += step.encoder_waits * took_ms / 1e3
         if step.expected is not None:
-            self._budget.took(step.expected, took_ms)
+            self._budget.record(step.expected, took_ms)
         if rows := len(step.rows):
             self._budget.decoded(took_ms)
             drafting = min(1.0, step.drafting / rows)
-            self._drafting.took(DecodeStep(step.size, drafting, step.drafts, step.prefill_tokens, took_ms))
+            self._drafting.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
@@ -196,7 +193,8 @@ class Scheduler:
         draft.drafts, draft.in_flight.size = self._drafting.choose(len(decoding))
         draft.budget = self._budget.prompt_tokens(len(decoding) * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
-        prompts += [Prompt(sequence.uncached, sequence.cached_when_queued) for sequence in waiting]
+        cached = [sequence.cached_when_queued for sequence in waiting]  # probably, when they are admitted
+        prompts += [Prompt(len(sequence.tokens) - count, count) for sequence, count in zip(waiting, cached, strict=True)]
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
 
     def _release(self, changes: Changes) -> None:
@@ -215,9 +213,10 @@ class Scheduler:
             if high < sequence.target:
                 self._prefill(sequence, shares.get(sequence, 0), draft)
             elif high < sequence.limit - 1 and not sequence.waits:
-                if not (sequence.number or self._admissions.again(sequence)):
+                if not (sequence.number or self._admissions.readmit(sequence)):
                     continue
-                width = 1 if single else _width(sequence, draft)
+                may_draft = not single and sequence.may_draft
+                width = 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high) if may_draft else 1
                 end = high + width
                 if end > sequence.held:
                     if not self._hold_row(sequence, width, draft.changes):
@@ -274,7 +273,7 @@ class Scheduler:
         so the first in order, whomever it has preempted, waits for no encodes but those that run, and its own. With a target for
         steps one item at a time, while steps keep to it.
         """
-        draft.media, beside, awaited = True, draft.decode_rows.rows > 0, None
+        beside, awaited = draft.decode_rows.rows > 0, None
         before = takewhile(lambda other: other is not sequence, self.requests.running)
         busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)
@@ -296,7 +295,7 @@ class Scheduler:
             return size
         sequence.waits.add("encoder")
         self._encoder_waits.append(sequence)
-        return 0 if beside and sequence.close(awaited) else max(0, awaited.first - sequence.high)
+        return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.high)
 
     def _end_encoder_waits(self) -> None:
         """Let all that wait for encoders go on; a rank waits for those that run."""
@@ -311,7 +310,6 @@ class Scheduler:
         sequence.high = end
         draft.budget = max(0, draft.budget - size)
         draft.scored -= size if sequence.reports_prompt else 0
-        draft.in_flight.prefill_tokens += size
         index = draft.chunks.setdefault(sequence.slot, len(rows))
         if index < len(rows):
             start = plan.chunks[index][1]
@@ -331,7 +329,7 @@ class Scheduler:
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
         """What is left of the `planned` shares goes to running prefills."""
-        if draft.in_flight.prefill_tokens >= planned:
+        if draft.plan.prompt_tokens >= planned:
             return
         prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
         prompts = [_prompt(sequence) for sequence in prefills]
@@ -356,13 +354,6 @@ class Scheduler:
         return True
 
 
-def _width(sequence: Sequence, draft: PlanDraft) -> int:
-    """Positions of its next row: none behind its limit."""
-    if not sequence.may_draft:
-        return 1
-    return 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high)
-
-
 def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
     """Its token in this step has drafts behind it, unless its next row is to have none."""
     draft.in_flight.drafting += sequence.may_draft
@@ -379,7 +370,7 @@ def _chunks(draft: PlanDraft) -> list[Prompt]:
     return [Prompt(end - start, start) for _, start, end, *_ in draft.plan.chunks]
 
 
-def _name_spans(draft: PlanDraft) -> None:
+def _add_spans(draft: PlanDraft) -> None:
     """Give each chunk the spans in it."""
     plan = draft.plan
     for index, (sequence, *_) in enumerate(draft.in_flight.chunks):

@@ -57,14 +57,14 @@ class Sequence:
     limit: int
     params: SamplingParams
     precedence: tuple[int, int]
+    root: bytes
+    media: tuple[MediaItem, ...]
     scored: int = 0
     masked: bool = False
     waits: set[Wait] = field(default_factory=set)
     number: int = 0
     slot: int = -1
     target: int = 0
-    root: bytes = b""
-    media: tuple[MediaItem, ...] = ()
     keys: list[bytes] = field(default_factory=list)
     encoded: int = 0
     cached: int = 0
@@ -116,11 +116,11 @@ class Sequence:
 
     @property
     def before_item(self) -> bool:
-        """Its next position is one of an item that is still to be encoded, or `close` to it, and that alone it may wait for."""
+        """Its next position is one of an item that is still to be encoded, or `is_near` it, and that alone it may wait for."""
         may_wait = self.ready > 0 or "encoder" in self.waits
-        return may_wait and any(self.high < item.end and self.close(item) for item in self.media[self.encoded :])
+        return may_wait and any(self.high < item.end and self.is_near(item) for item in self.media[self.encoded :])
 
-    def close(self, item: MediaItem) -> bool:
+    def is_near(self, item: MediaItem) -> bool:
         """The text before the item is no longer than it: a step for that alone is not worth it."""
         return item.first - self.high <= item.length
 
@@ -151,11 +151,6 @@ class Sequence:
     def reusable(self) -> int:
         """Positions that may come from the prefix cache: one token at least, and all whose logprobs are wanted, are computed."""
         return self.scored if self.scores else len(self.tokens) - 1
-
-    @property
-    def uncached(self) -> int:
-        """While it waits: tokens that it will probably have to compute."""
-        return len(self.tokens) - self.cached_when_queued
 
     def admit(self, slot: int, number: int, groups: int) -> None:
         """Take a slot under a new admission number; everything is to be computed."""

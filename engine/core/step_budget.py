@@ -58,7 +58,7 @@ class Policy:
 
 
 def in_order(lengths: list[int], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
-    """In order of precedence."""
+    """Keeps the order of precedence."""
     return list(range(len(lengths)))
 
 
@@ -193,15 +193,15 @@ class StepBudget:
         return self._late_ms > 0 and self._decoded < MOST_DECODED
 
     def encodes(self) -> None:
-        """An encode begins."""
+        """Notes that an encode begins."""
         self._decoded = 0
 
     def forgive(self) -> None:
-        """No step with decode rows comes that could make up for anything."""
+        """Forgets by how much steps were late: no step with decode rows comes that could make up for it."""
         self._late_ms = 0.0
 
     def decoded(self, milliseconds: float) -> None:
-        """A step with decode rows has ended, `milliseconds` after the one before it."""
+        """Notes a step with decode rows that ended `milliseconds` after the one before it."""
         if self._target_ms:
             self._decoded += 1
             self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)
@@ -232,7 +232,7 @@ class StepBudget:
         return shares(prompts, order, most, self._estimate(decodes, chunks), self._may_take_ms(decodes))
 
     def planned(self, chunks: list[Prompt], decodes: DecodeRows) -> Expected | None:
-        """The shared step got these chunks. With a target: what to pass to `took`."""
+        """Notes the chunks that the shared step got; with a target, returns what to pass to `record`."""
         if not self._has_target(decodes):
             return None
         time = self._estimate(decodes, chunks)
@@ -242,8 +242,8 @@ class StepBudget:
             self._passed_ms += expected.step_ms - time.decode_ms
         return expected
 
-    def took(self, expected: Expected, milliseconds: float) -> None:
-        """A planned step has ended, `milliseconds` after the one before it."""
+    def record(self, expected: Expected, milliseconds: float) -> None:
+        """Records a planned step that ended `milliseconds` after the one before it."""
         milliseconds = min(milliseconds, MOST_SLOWED * expected.step_ms)
         self._slowed *= 1 + (milliseconds / expected.step_ms - 1) / REMEMBERED
         may_take_ms = expected.may_take_ms if expected.prompts else self._mean_ms(milliseconds)
@@ -320,7 +320,7 @@ class StepTimer:
         self._ended = 0.0
 
     def submitted(self, now: float) -> None:
-        """A plan went out."""
+        """Notes a plan that went out."""
         self._submitted.append(now)
 
     def ended(self, now: float) -> float:

@@ -103,7 +103,7 @@ class Adjustments:
         rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow
         table = mask_rows.numpy()
         table[:, 0] = _NO_STEP
-        table[owners, 0], table[owners, 1] = _low_word(step), first
+        table[owners, 0], table[owners, 1] = np.int64(step).astype(np.int32), first  # the low word, as in a plan's header
         with self._beside(after):
             self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
             self.tables.mask_rows.copy_(mask_rows, non_blocking=True)
@@ -122,8 +122,7 @@ class Adjustments:
 
     def of(self, slots: np.ndarray, step: int) -> list[bool]:
         """Whether each of these slots' rows is adjusted in `step`."""
-        adjusted: list[bool] = ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
-        return adjusted
+        return ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
 
     def _put(self, table: Tensor, slots: Sequence[int], rows: np.ndarray) -> None:
         table[self._uploaded(np.array(slots, np.int64))] = self._uploaded(rows)
@@ -157,13 +156,8 @@ def _flags(adjustments: LogitAdjustments | None) -> int:
     """A slot's."""
     if adjustments is None:
         return 0
-    given = {
-        BIASED: adjustments.bias,
-        PENALIZED: adjustments.penalizes,
-        LIMITED: adjustments.allowed_ids,
-        BAD_WORDS: adjustments.bad_words,
-    }
-    return sum(flag for flag, value in given.items() if value)
+    flags = BIASED * bool(adjustments.bias) | PENALIZED * adjustments.penalizes
+    return flags | LIMITED * bool(adjustments.allowed_ids) | BAD_WORDS * bool(adjustments.bad_words)
 
 
 def _padded(values: Sequence[float], width: int, padding: float, dtype: type[np.generic] = np.int32) -> np.ndarray:
@@ -171,8 +165,3 @@ def _padded(values: Sequence[float], width: int, padding: float, dtype: type[np.
     row = np.full((1, width), padding, dtype)
     row[0, : len(values)] = values
     return row
-
-
-def _low_word(step: int) -> int:
-    """As a plan's header shows it, read as int32."""
-    return (step & 0xFFFFFFFF) - ((step & 0x80000000) << 1)

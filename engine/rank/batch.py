@@ -34,12 +34,6 @@ class Chunk:
         return self.end - self.start
 
 
-def listed(chunks: Sequence[Chunk], device: torch.device) -> Tensor:
-    """Chunks as `kernels.chunks` lists them."""
-    rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
-    return uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), device)
-
-
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
     """Batch rows of `chunks`, which are in row order: the first row after them."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
@@ -108,7 +102,7 @@ class ForwardBatch:
 
     @property
     def rows(self) -> int:
-        """T."""
+        """How many rows there are, T."""
         return self.ids.shape[0]
 
     @cached_property
@@ -137,13 +131,11 @@ def eager_batch(
     """A batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows after the chunks decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
     first = chunk_rows(chunks)
-    pages = []
-    for group in cache:
-        pages.append(torch.zeros((len(ids) - first, group.read_width), dtype=torch.int32, device=ids.device))
-        group.gather(slots[first:], positions[first:], pages[-1])
+    pages = cache.gather(slots[first:], positions[first:])
     rope = {}
     for key, frequency in frequencies.items():
         rope[key] = torch.empty((len(ids), 2 * len(frequency)), dtype=torch.float32, device=ids.device)
         rotary_table(positions, frequency, rope[key])
-    chunk_list = listed(chunks, ids.device)
-    return ForwardBatch(ids, positions, slots, rope, tuple(pages), logit_rows, chunks, prompts=first, chunk_list=chunk_list)
+    rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
+    chunk_list = uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), ids.device)
+    return ForwardBatch(ids, positions, slots, rope, pages, logit_rows, chunks, prompts=first, chunk_list=chunk_list)

@@ -23,12 +23,12 @@ from engine.rank.models.architecture import Architecture, MediaEncoder, Model
 from engine.rank.models.assistant import Assistant, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
-from engine.rank.models.audio import audio_encoder
+from engine.rank.models.audio import AudioEncoder, AudioTower
 from engine.rank.models.audio_weights import TENSORS as AUDIO_TENSORS
 from engine.rank.models.clipped import load_encoder
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.models.layers import Shard
-from engine.rank.models.vision import encoder_of
+from engine.rank.models.vision import Tower, VisionEmbedder
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, Single
 from engine.rank.runner import Runner
@@ -37,9 +37,10 @@ from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import PLAIN, WeightFormat, weight_format
 from kernels.fused_allreduce_norm import AllReduceInbox
 
-_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], TensorTable]] = {
-    VisionGeometry: (encoder_of, VISION_TENSORS),
-    AudioGeometry: (audio_encoder, AUDIO_TENSORS),
+# Towers, the 12B's encoders without one, and the tensors of both.
+_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], Callable[..., MediaEncoder], TensorTable]] = {
+    VisionGeometry: (Tower, VisionEmbedder, VISION_TENSORS),
+    AudioGeometry: (AudioTower, AudioEncoder, AUDIO_TENSORS),
 }
 
 
@@ -60,7 +61,7 @@ class Rank:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model, of its drafter, and of encoders."""
+        """Bytes of all weights: of the model, of its drafter, and of encoders."""
         models = [self.model, *self.encoders.values(), *([self.drafter] if self.drafter else [])]
         once = {id(model): model for model in models}  # an encoder may be of two kinds of media
         return sum(parameter.nbytes for model in once.values() for parameter in model.parameters())
@@ -70,7 +71,7 @@ def load_rank(
     config: EngineConfig,
     parallel: Parallel,
     device: torch.device,
-    architecture: Architecture[Model] = GEMMA4,
+    architecture: Architecture = GEMMA4,
     *,
     checked: bool = True,
 ) -> Rank:
@@ -100,7 +101,9 @@ def load_rank(
     drafter = _drafter(config, geometry, parallel, dtype, device, source)
     encoders = _encoders(config, source, dtype, device, progress=first)
     width = geometry.hidden * (2 if geometry.moe else 1)
-    rows = inbox_rows(config, AllReduceInbox.bytes(parallel.size, 1, width, dtype))
+    sequences = buckets(config.max_seqs)[-1]
+    most = max(sequences, INBOX_BYTES // AllReduceInbox.bytes(parallel.size, 1, width, dtype))  # drafts as far as bytes go
+    rows = min(sequences * config.widest, most)
     inboxes = parallel.inboxes(rows, width, dtype)
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
@@ -133,8 +136,8 @@ def _encoders(
     for shape in shapes.values():
         if shape in made:
             continue
-        build, tensors = _ENCODERS[type(shape)]
-        encoder = made[shape] = build(shape, Single(), dtype, device)
+        *classes, tensors = _ENCODERS[type(shape)]
+        encoder = made[shape] = classes[shape.unified](shape, Single(), dtype, device)
         _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder, progress))
     return {kind: made[shape] for kind, shape in shapes.items()}
 
@@ -149,12 +152,6 @@ def _fill(
         dummy(model, tensors, weights=weights)
     else:
         allocate(model, tensors, weights)
-
-
-def inbox_rows(config: EngineConfig, row_bytes: int) -> int:
-    """Rows that the group's inboxes have room for: of all sequences, and of their drafts as far as INBOX_BYTES go."""
-    sequences = buckets(config.max_seqs)[-1]
-    return min(sequences * config.widest, max(sequences, INBOX_BYTES // row_bytes))
 
 
 def kv_bytes(rank: Rank) -> int:

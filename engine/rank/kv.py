@@ -6,7 +6,6 @@
                                       page 0: the null page; every entry of a table is valid in its own pool
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,8 +38,7 @@ class GroupCache:
         self.group = group
         shape = (len(group.layers), pages, 2, group.kv_heads, group.page, group.head_dim)
         self.pool = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
-        unit = ROW_TOKENS // group.page
-        width = math.ceil(math.ceil(max_len / group.page) / unit) * unit
+        width = -(-max_len // ROW_TOKENS) * (ROW_TOKENS // group.page)
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
         self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
         self._layers = {layer: self.pool[index] for index, layer in enumerate(group.layers)}
@@ -67,3 +65,11 @@ class KVCache:
     def of(self, layer: Layer) -> GroupCache:
         """The group that holds what `layer` reads: its own K and V, or its producer's."""
         return self._of[layer.kv_source]
+
+    def gather(self, slots: Tensor, positions: Tensor, width: int = 1) -> tuple[Tensor, ...]:
+        """As `GroupCache.gather` for `width` rows of each sequence, of each group in new memory."""
+        count, device = len(slots) // width, slots.device
+        pages = tuple(torch.zeros((count, group.read_width), dtype=torch.int32, device=device) for group in self.groups)
+        for group, page_ids in zip(self.groups, pages, strict=True):
+            group.gather(slots, positions, page_ids)
+        return pages

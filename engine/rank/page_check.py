@@ -69,7 +69,7 @@ class PageCheck:
         self._plan = torch.zeros(HEADER, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
 
     def follow(self, plan: PlanView) -> None:
-        """Call before the step of `plan`. PageViolation: it appends an entry or a page that is not there."""
+        """Applies a plan to the expected tables, before its step. PageViolation: it appends an entry or page that is not there."""
         for group, slot, first, count in plan.releases.tolist():
             self._tables[group][slot, first : first + count] = 0
         for group, table in enumerate(self._tables):

@@ -29,11 +29,8 @@ SENT_ROWS = 16  # up to here products write their parts to the ranks' inboxes th
 class Parallel(Protocol):
     """One rank of a group. Every rank calls the same collectives in the same order with equal shapes."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
+    rank: int
+    size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, added in rank order: the same bits on every rank. May reuse `x`."""
@@ -85,7 +82,7 @@ class Single:
         return x[None]
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """None."""
+        """Makes none: there are no other ranks."""
 
 
 class Distributed:

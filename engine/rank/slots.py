@@ -40,7 +40,7 @@ class ResultRows:
     logprobs: Sequence[int | None]
     special: SpecialRows
     adjusted: bool
-    width: int = 1
+    width: int
 
 
 class SlotState:

@@ -14,7 +14,7 @@ from engine.attention.backend_entry import ROW_KINDS, RowKind
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, KVGroup
-from engine.rank.attention import attention_backend, make_parts, parts_check
+from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend, make_parts, parts_check
 from engine.rank.attention.base import PartSettings
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -53,7 +53,7 @@ def _refuse(wrong: Sequence[str]) -> None:
 
 def check_attention(
     parallel: Parallel, config: EngineConfig, geometry: Geometry, device: torch.device
-) -> tuple[frozenset[tuple[RowKind, int]], list[str]]:
+) -> tuple[FailedChecks, list[str]]:
     """Where a backend is asked for that is not of our own ops: the parts that any rank found wrong, and a sentence for each.
 
     Every rank must call it.
@@ -62,21 +62,21 @@ def check_attention(
     named = {kind: BACKENDS[config.attention_of(kind) or own.name] for kind in ROW_KINDS}
     used = {kind: entry for kind, entry in named.items() if entry.parts != own.parts}
     if not used:
-        return frozenset(), []
+        return (), []
     groups = config.kv_groups(geometry)
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
     names = [(kind, group.index) for kind in used for group in groups]
     mismatched: dict[tuple[RowKind, int], str] = {}
     for kind, entry in used.items():
         parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
-        wrong = parts_check.mismatches([kind], geometry, groups, settings, parts)
+        wrong = parts_check.mismatches(kind, geometry, groups, settings, parts)
         mismatched |= {(kind, mismatch.group.index): f"is {mismatch}" for mismatch in wrong}
     failed = agreed(parallel, names, mismatched, device)
     sentences = [
         f"{used[kind].name} {mismatched.get((kind, group), f'({kind} {group}) is wrong on another rank')}: {own.name} in its place"
         for kind, group in sorted(failed)
     ]
-    return frozenset(failed), sentences
+    return failed, sentences
 
 
 def agreed(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:
@@ -98,7 +98,7 @@ def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
     for group in cache:
         group.table[0, 0] = 1
     batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),))
-    attention = attention_backend(None, geometry, cache, model.parallel.size, (1,), device)
+    attention = attention_backend(AttentionConfig(), geometry, cache, model.parallel.size, (1,), device)
     rms = model.states(batch, cache, attention)[0].float().pow(2).mean().sqrt().item()
     if not rms >= MIN_RESIDUAL_RMS:
         raise CheckpointError(f"rms of the last residual is {rms:.2e}, below {MIN_RESIDUAL_RMS}: weights missing or zero")

@@ -44,7 +44,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around a piece of work."""
+        """Times the work inside the `with`."""
         start, began = mark(self._device), time.monotonic_ns()
         yield
         if start is None:

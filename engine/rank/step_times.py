@@ -5,6 +5,7 @@ runs the same plans equally often: nothing that is run may depend on a clock.
 """
 
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 import torch
@@ -13,7 +14,7 @@ from engine.config import EngineConfig
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.runner import Runner
-from engine.rank.synthetic_plans import SyntheticPlans
+from engine.rank.synthetic_plans import admission_plan
 
 SERIES, REPEATS = 2, 3  # of timed steps at each point, after an untimed one; the quicker series counts
 CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
@@ -28,12 +29,6 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts.
     """
     probe = _Probe(runner, vocab)
-    times = _measured(probe, config)
-    probe.clear()
-    return times
-
-
-def _measured(probe: "_Probe", config: EngineConfig) -> StepTimes:
     most = min(config.prefill_budget, config.max_len - 1)
     short, long = (min(context, config.max_len - 3 - SERIES * REPEATS) for context in CONTEXTS)
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
@@ -43,6 +38,7 @@ def _measured(probe: "_Probe", config: EngineConfig) -> StepTimes:
     context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
     read_ms, attend_ms = _context_costs(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
     tile = TILE if config.device == "cuda" else 1
+    probe.clear()
     return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile)
 
 
@@ -75,7 +71,7 @@ class _Probe:
 
     def __init__(self, runner: Runner, vocab: int) -> None:
         self._runner = runner
-        self._plans = SyntheticPlans(runner.slots.cache, vocab)
+        self._admission = partial(admission_plan, runner.slots.cache, vocab)
         self._step = 0
 
     def decode_ms(self, rows: int, context: int) -> float:
@@ -107,12 +103,12 @@ class _Probe:
 
     def _decoding(self, rows: int, context: int) -> StepPlan:
         """A plan that admits sequences to the first slots, with pages for all rows that are timed."""
-        return self._plans.admit(0, range(rows), context + 1, context, context + SERIES * REPEATS + 2)
+        return self._admission(range(rows), context + 1, context, context + SERIES * REPEATS + 2)
 
     def _chunked(self, slot: int, rows: int, context: int) -> tuple[StepPlan, StepPlan]:
         """(a plan that admits a prompt to a slot, a step of `rows` tokens of it behind `context` others)."""
         end = context + rows
-        return self._plans.admit(0, [slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
+        return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
         """Milliseconds of `plan` after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""

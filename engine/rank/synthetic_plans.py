@@ -9,24 +9,15 @@ from engine.protocol import SamplingParams
 from engine.rank.kv import GroupCache, KVCache
 
 
-class SyntheticPlans:
-    """Admits sequences to a rank's slots; in a small pool they share pages."""
-
-    def __init__(self, cache: KVCache, vocab: int) -> None:
-        self._cache, self._vocab = cache, vocab
-
-    def admit(self, step: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
-        """Plan `step`: sequences of `length` tokens, `cached` of them computed, with pages for positions [cached, end)."""
-        admissions = [
-            Admission(slot, slot + 1, self._tokens(slot, length), length, SamplingParams(max_tokens=1), cached=cached)
-            for slot in slots
-        ]
-        appends = [append for cache in self._cache for append in _appends(cache, slots, cached, end)]
-        return StepPlan(step, admissions=admissions, appends=appends)
-
-    def _tokens(self, slot: int, length: int) -> list[int]:
-        """Random: equal ones would all go to the same experts."""
-        return np.random.default_rng(slot).integers(0, self._vocab, length, np.int32).tolist()
+def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int, step: int = 0) -> StepPlan:
+    """Plan `step`, which admits sequences of `length` tokens to a rank's slots, `cached` of them computed, with pages for positions
+    [cached, end); in a small pool they share pages. Tokens are random: equal ones would all go to the same experts."""
+    params, admissions = SamplingParams(max_tokens=1), []
+    for slot in slots:
+        tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
+        admissions.append(Admission(slot, slot + 1, tokens, length, params, cached=cached))
+    appends = [append for group in cache for append in _appends(group, slots, cached, end)]
+    return StepPlan(step, admissions=admissions, appends=appends)
 
 
 def _appends(cache: GroupCache, slots: Sequence[int], start: int, end: int) -> list[tuple[int, ...]]:

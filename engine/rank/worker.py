@@ -45,7 +45,7 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
 
 
 def boot(lifeline: Lifeline) -> Runner:
-    """The handshake, up to Ready."""
+    """Takes part in the handshake, up to Ready."""
     started = time.monotonic()
     config = lifeline.configure()
     rank = load(config, lifeline.args)
@@ -104,12 +104,12 @@ class Worker:
         while running or self._launched:
             finished = self._finish_done()
             if self._forwarded is not None:
-                moved = self._sample()
+                progressed = self._sample()
             elif running and len(self._launched) < DEPTH and (record := self._plans.poll()) is not None:
-                moved, running = True, self._launch(*record)
+                progressed, running = True, self._launch(*record)
             else:
-                moved = False
-            if self._runner.advance() or moved:
+                progressed = False
+            if self._runner.advance() or progressed:
                 self._waiter.reset()
             elif (len(self._launched) == DEPTH or (self._launched and not running)) and not self._media.left:
                 self._finish()
@@ -119,7 +119,7 @@ class Worker:
     def _finish_done(self) -> bool:
         """Finish the launched steps that are done; returns whether there were any."""
         before = len(self._launched)
-        while self._launched and self._launched[0][1].done:
+        while self._launched and self._launched[0][1].copy.done:
             self._finish()
         return len(self._launched) < before
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.geometry import kv_groups
-from engine.rank.attention import attention_backend, paged
+from engine.rank.attention import AttentionConfig, attention_backend, paged
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
@@ -68,7 +68,7 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
     model = Gemma4(shape, Single(TP), torch.bfloat16, CPU)
     allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, CPU) for group in kv_groups(shape, TP)])
-    attention = attention_backend("reference", shape, cache, TP, (decodes + 1,), CPU)  # of the same parts as `triton`
+    attention = attention_backend(AttentionConfig(), shape, cache, TP, (decodes + 1,), CPU)  # of the same parts as `triton`
 
     def step(chunk: int) -> Callable[[], object]:
         rows = chunk + decodes

@@ -169,7 +169,7 @@ def cached_mb(pages: int, each: int = 100) -> float:
 def caches(full_pages: int, sliding_pages: int) -> tuple[PrefixCache, PagePool, PagePool]:
     """A cache and its pools."""
     sliding, full = PagePool(GROUPS[0], sliding_pages), PagePool(GROUPS[1], full_pages)
-    return PrefixCache(full, sliding), full, sliding
+    return PrefixCache(full, sliding, 1.0), full, sliding
 
 
 def costs() -> list[Row]:

@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
 def planted(fault: str, scale: float) -> Iterator[None]:
     """Soft tokens scaled as embeddings are, or a place too late; x for y; spans seen causally, or the last one to its end but one;
     another picture's pages from the prefix cache."""
-    soft_tokens, places, right_spans = EncodeStage.soft_tokens, vision.places, scheduler._name_spans
+    soft_tokens, places, right_spans = EncodeStage.soft_tokens, vision.patch_positions, scheduler._add_spans
     swapped = cache(lambda *args: places(*args)[::-1].copy())
 
     def wrong(self: EncodeStage, chunks: tuple[Chunk, ...]) -> SoftTokens | None:
@@ -333,8 +333,8 @@ def planted(fault: str, scale: float) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EncodeStage, "soft_tokens", wrong)
-        patch.setattr(vision, "places", swapped if fault == "swapped" else places)
-        patch.setattr(scheduler, "_name_spans", name_spans)
+        patch.setattr(vision, "patch_positions", swapped if fault == "swapped" else places)
+        patch.setattr(scheduler, "_add_spans", name_spans)
         if fault == "prefix":
             patch.setattr(prefix, "_media_by_page", lambda media, page: {})
         yield

@@ -213,7 +213,6 @@ def pinned(version: str, kernel: KernelStandIn, kernels: Kernels = "trtllm-gen")
 
     decode, context = SIGNATURES[version]
     return FlashInfer(
-        version,
         kernels,
         front(decode, kernel.trtllm_paged_attention_decode, DECODE_FFI),
         front(context, kernel.trtllm_paged_attention_context, CONTEXT_FFI),

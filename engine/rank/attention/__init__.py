@@ -7,10 +7,9 @@ from importlib import import_module
 
 import torch
 
-from engine.attention import BACKENDS, OWN, REFERENCE, wrong_device
+from engine.attention import BACKENDS, OWN, REFERENCE
 from engine.attention.backend_entry import BackendEntry, RowKind
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.geometry import Geometry
 from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, PartSettings
 from engine.rank.attention.router import AttentionRouter, SpanExtend
@@ -31,12 +30,12 @@ class AttentionConfig:
 
     @classmethod
     def of(cls, config: EngineConfig, failed_checks: FailedChecks = ()) -> "AttentionConfig":
-        """What the settings ask for."""
+        """Takes the backends that the settings ask for."""
         return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
 
 
 def attention_backend(
-    config: str | AttentionConfig | None,
+    config: AttentionConfig,
     geometry: Geometry,
     cache: KVCache,
     tp: int,
@@ -45,23 +44,21 @@ def attention_backend(
     check: CopyCheck | None = None,
     width: int = 1,
 ) -> AttentionBackend:
-    """The backends asked for, one name for all; ConfigError lists the names there are, or says why one cannot run here. Tokens that
-    see each other both ways are left to our own.
+    """The backends asked for. Tokens that see each other both ways are left to our own.
 
     buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
     width: decode rows of a sequence at most
     """
-    if not isinstance(config, AttentionConfig):
-        config = AttentionConfig(config, config)
-    entries = {"decode": _entry(config.decode, device), "extend": _entry(config.extend, device)}
+    ours = OWN.get(device.type, REFERENCE)
+    entries = {kind: BACKENDS[name] if name else ours for kind, name in (("decode", config.decode), ("extend", config.extend))}
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)
     made = functools.cache(lambda entry: make_parts(entry, settings, download=config.download))
 
     def parts(kind: RowKind, group: GroupCache) -> AttentionParts:
-        return made(_entry(None, device) if (kind, group.group.index) in config.failed_checks else entries[kind])
+        return made(ours if (kind, group.group.index) in config.failed_checks else entries[kind])
 
     def extend(group: GroupCache) -> AttentionPart:
-        usual, own = parts("extend", group), made(_entry(None, device))
+        usual, own = parts("extend", group), made(ours)
         if usual is own or not group.group.bidirectional:
             return usual.extend(group)
         return SpanExtend(usual.extend(group), own.extend(group))
@@ -73,15 +70,4 @@ def attention_backend(
 
 def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool, for_check: bool = False) -> AttentionParts:
     """Those of the backend's module, as `AttentionParts` says."""
-    parts: AttentionParts = import_module(entry.parts).parts(settings, download=download, for_check=for_check)
-    return parts
-
-
-def _entry(name: str | None, device: torch.device) -> BackendEntry:
-    if name is None:
-        return OWN.get(device.type, REFERENCE)
-    if name not in BACKENDS:
-        raise ConfigError(f"attention: {name!r} is not one of {', '.join(BACKENDS)}")
-    if wrong := wrong_device(BACKENDS[name], device.type):
-        raise ConfigError(f"attention: {wrong}")
-    return BACKENDS[name]
+    return import_module(entry.parts).parts(settings, download=download, for_check=for_check)

@@ -20,14 +20,9 @@ from engine.rank.kv import GroupCache
 from kernels.qkv import qkv_post
 
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
-
-
-class CopyCheck(Protocol):
-    """Holds rows of page ids that a part copied from its group's table against what the plans say (`debug_pages`)."""
-
-    def __call__(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
-        """As `kernels.table_check.check_rows`. A graph can hold it."""
-        ...
+# (group, copies, slots, positions, window): checks rows of page ids that a part copied from its group's table (`debug_pages`), as
+# `kernels.table_check.check_rows`. A graph can hold it.
+CopyCheck = Callable[[KVGroup, Tensor, Tensor, Tensor, int | None], None]
 
 
 @dataclass(frozen=True)

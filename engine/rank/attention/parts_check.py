@@ -38,20 +38,14 @@ class PartMismatch:
 
 
 def mismatches(
-    kinds: Sequence[RowKind],
-    geometry: Geometry,
-    groups: Sequence[KVGroup],
-    settings: PartSettings,
-    parts: AttentionParts,
+    kind: RowKind, geometry: Geometry, groups: Sequence[KVGroup], settings: PartSettings, parts: AttentionParts
 ) -> Iterator[PartMismatch]:
-    """Runs both parts of each kind and group; those that differ by more than TOLERANCE. settings: a bucket of ROWS at least."""
+    """Runs both parts of each group; those that differ by more than TOLERANCE. settings: a bucket of ROWS at least."""
     for group in groups:
         layer = geometry.layers[group.layers[0]]
-        alone = replace(group, index=0, layers=(layer.index,))
-        for kind in kinds:
-            error = _part_error(kind, alone, layer, settings, parts)
-            if not error <= TOLERANCE[_DTYPE]:
-                yield PartMismatch(kind, group, error)
+        error = _part_error(kind, replace(group, index=0, layers=(layer.index,)), layer, settings, parts)
+        if not error <= TOLERANCE[_DTYPE]:
+            yield PartMismatch(kind, group, error)
 
 
 def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:

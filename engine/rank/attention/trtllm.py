@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.trtllm_mha import PAGES, TRTLLM_MHA
+from engine.attention.trtllm_mha import TRTLLM_MHA
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
@@ -39,7 +39,6 @@ from kernels.launch import processors
 
 Kernels = Literal["trtllm-gen", "xqa"]
 HEAD_DIMS = (256, 512)
-MAX_Q_LEN = {"trtllm-gen": 8, "xqa": 1}  # queries of a row: xqa wants a packed mask for more
 WORKSPACE_BYTES = 256 << 20  # splits' partial results: at most about 42 MiB at head dim 512; xqa keeps 8 MiB of semaphores
 _CHECK_WORKSPACE_BYTES = 64 << 20
 _MOST_GROUP = {"trtllm-gen": 128, "xqa": 16}  # query heads of a KV head
@@ -49,7 +48,7 @@ _ARGUMENTS = (
     "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "bmm1_scale", "bmm2_scale", "window_left", "out",
     "kv_layout", "enable_pdl", "multi_ctas_kv_counter_buffer",
 )  # fmt: skip
-DECODE_ARGUMENTS = (*_ARGUMENTS, "max_seq_len", "backend", "q_len_per_req")
+DECODE_ARGUMENTS = (*_ARGUMENTS, "max_seq_len", "backend")
 CONTEXT_ARGUMENTS = (*_ARGUMENTS, "max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv", "causal")
 
 
@@ -57,7 +56,6 @@ CONTEXT_ARGUMENTS = (*_ARGUMENTS, "max_q_len", "max_kv_len", "batch_size", "cum_
 class FlashInfer:
     """FlashInfer's two entry points, and which of its kernels serve this GPU."""
 
-    version: str
     kernels: Kernels
     decode: Callable[..., Any]
     context: Callable[..., Any]
@@ -83,7 +81,7 @@ def load_for(kernels: Kernels, *, download: bool = False) -> FlashInfer:
         if missing:
             lacks = f"FlashInfer {flashinfer.__version__}: {call.__name__} has no {', '.join(sorted(missing))}"
             raise ConfigError(f"attention: {TRTLLM_MHA.name}: {lacks}")
-    return FlashInfer(flashinfer.__version__, kernels, decode, context)
+    return FlashInfer(kernels, decode, context)
 
 
 class TrtllmScratch:
@@ -105,19 +103,12 @@ class TableRows:
     max_len: int
 
 
-def check_group(group: KVGroup, heads: int, dtype: torch.dtype, kernels: Kernels, q_len: int = 1) -> None:
-    """ConfigError unless the kernels have `group`, read by `heads` query heads with `q_len` queries a row."""
-    ratio = heads // group.kv_heads
-    if group.page not in PAGES:
-        raise ConfigError(f"attention: {TRTLLM_MHA.name} takes pages of 16, 32 or 64 tokens, not {group.page}")
-    if dtype != torch.bfloat16:
-        raise ConfigError(f"attention: {TRTLLM_MHA.name} runs bfloat16, not {str(dtype).removeprefix('torch.')}")
+def check_group(group: KVGroup, heads: int, kernels: Kernels) -> None:
+    """ConfigError unless the kernels have `group`, whose page and dtype the node was found to have, for `heads` query heads."""
     if group.head_dim not in HEAD_DIMS:
         raise ConfigError(f"attention: {TRTLLM_MHA.name} has no kernels for head dim {group.head_dim}")
-    if heads % group.kv_heads or ratio > _MOST_GROUP[kernels]:
+    if heads % group.kv_heads or heads // group.kv_heads > _MOST_GROUP[kernels]:
         raise ConfigError(f"attention: {kernels} has no kernels for {heads} query heads on {group.kv_heads} KV heads")
-    if not 1 <= q_len <= MAX_Q_LEN[kernels]:
-        raise ConfigError(f"attention: {kernels} takes 1 to {MAX_Q_LEN[kernels]} queries a row, not {q_len}")
 
 
 def _arguments(
@@ -137,27 +128,19 @@ def _arguments(
     assert tables.shape[1] * group.page % ROW_TOKENS == 0, (tables.shape, group.page)
     assert 1 <= rows.max_len <= tables.shape[1] * group.page, (rows.max_len, tables.shape, group.page)
     assert count * query.shape[1] <= len(scratch.counters), (count, query.shape, scratch.counters.shape)
+    window_left = -1 if group.window is None else group.window - 1  # keys to the left of the query's own; -1: all
     values = (
-        query, pool, scratch.workspace, tables, lengths, group.k_scale, group.v_scale, window_left(group), out,
+        query, pool, scratch.workspace, tables, lengths, group.k_scale, group.v_scale, window_left, out,
         "HND", False, scratch.counters,
     )  # fmt: skip
     return dict(zip(_ARGUMENTS, values, strict=True))
 
 
-def call_decode(
-    scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Tensor, rows: TableRows, out: Tensor, q_len: int = 1
-) -> None:
-    """Attention of rows of `q_len` queries each, the last ones of their sequences; query and out [rows * q_len, heads, d]."""
-    flashinfer = scratch.flashinfer
-    check_group(group, query.shape[1], pool.dtype, flashinfer.kernels, q_len)
-    arguments = _arguments(scratch, query, pool, rows, group, out)
-    assert len(query) == len(rows.tables) * q_len, (query.shape, rows.tables.shape, q_len)
-    flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels, q_len_per_req=q_len)
-
-
-def window_left(group: KVGroup) -> int:
-    """FlashInfer's window: keys to the left of the query's own; -1: all."""
-    return -1 if group.window is None else group.window - 1
+def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Tensor, rows: TableRows, out: Tensor) -> None:
+    """Attention of decode rows; query and out [rows, heads, d]."""
+    flashinfer, arguments = scratch.flashinfer, _arguments(scratch, query, pool, rows, group, out)
+    assert len(query) == len(rows.tables), (query.shape, rows.tables.shape)
+    flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels)
 
 
 class TrtllmDecode:
@@ -169,7 +152,7 @@ class TrtllmDecode:
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         group, most, unit = cache.group, settings.buckets[-1], ROW_TOKENS // cache.group.page
-        check_group(group, settings.heads, cache.pool.dtype, scratch.flashinfer.kernels)
+        check_group(group, settings.heads, scratch.flashinfer.kernels)
         if settings.width > 1:
             raise ConfigError(f"attention: {TRTLLM_MHA.name} decodes rows of one token; drafts need attention_decode: triton")
         self._cache, self._settings, self._scratch = cache, settings, scratch
@@ -211,7 +194,7 @@ class TrtllmExtend:
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         if scratch.flashinfer.kernels != "trtllm-gen":
             raise ConfigError(f"attention_extend: {TRTLLM_MHA.name} has kernels for prefill on GPUs of the SM100 family alone")
-        check_group(cache.group, settings.heads, cache.pool.dtype, scratch.flashinfer.kernels)
+        check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
     def prepare(self, block: RowBlock) -> ChunkRows:

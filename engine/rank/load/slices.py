@@ -90,7 +90,7 @@ def pieces(
 
 
 def elements(tensors: TensorTable, geometry: Geometry) -> int:
-    """Of the whole model's matrices and vectors, whatever they are stored as."""
+    """Counts the elements of the whole model's matrices and vectors, whatever they are stored as."""
     return sum(math.prod(piece.shape) for piece in pieces(tensors, geometry).values())
 
 

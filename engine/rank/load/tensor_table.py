@@ -49,7 +49,8 @@ class TensorTable:
     def of_encoder(
         cls, rules: tuple[Rule, ...], sizes: Callable[[Geometry, Layer], dict[str, int]], *prefixes: str
     ) -> "TensorTable":
-        """Of what stands beside the text model under these prefixes, without bounds, which `load_encoder` reads itself."""
+        """Makes the table of an encoder, which stands beside the text model under these prefixes; without bounds, which
+        `load_encoder` reads itself."""
         begins = tuple(f"model.{prefix}" for prefix in prefixes)
         return cls(
             rules,

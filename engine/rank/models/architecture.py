@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class MediaEncoder(Shard, ABC):
 
     @property
     def width(self) -> int:
-        """Of its rows."""
+        """Width of its rows."""
         return self.out.shape[0]
 
     @abstractmethod
@@ -96,17 +95,13 @@ class MediaEncoder(Shard, ABC):
             try:
                 next(pieces)
             except StopIteration as end:
-                rows: Tensor = end.value
-                return rows
-
-
-S_co = TypeVar("S_co", bound=Shard, covariant=True)
+                return end.value
 
 
 @dataclass(frozen=True)
-class Architecture(Generic[S_co]):
+class Architecture:
     """A kind of model: its geometry, from a checkpoint's folder, the tensors of its checkpoints, and one rank's empty shard."""
 
     read: Callable[[Path], Geometry]
     tensors: TensorTable
-    build: Callable[[Geometry, Parallel, torch.dtype, torch.device], S_co]
+    build: Callable[[Geometry, Parallel, torch.dtype, torch.device], Model]

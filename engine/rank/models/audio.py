@@ -38,7 +38,7 @@ class Before:
 
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
-        """Of clips of so many rows, one behind the other."""
+        """Makes the table for clips of so many rows, one behind the other."""
         first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]).repeat_interleave(torch.tensor(lengths))
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
         none = rows < first[:, None]
@@ -180,11 +180,6 @@ class AudioTower(AudioEncoder):
             yield
             x = block(x, self._distances, before)
         return functional.linear(x, self.last, self.bias)
-
-
-def audio_encoder(geometry: AudioGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
-    """The empty encoder of a geometry."""
-    return (AudioEncoder if geometry.unified else AudioTower)(geometry, parallel, dtype, device)
 
 
 def _distances(geometry: AudioGeometry) -> Tensor:

@@ -45,17 +45,14 @@ class CapturedLayers:
     """
 
     def __init__(self, run: RunLayers, count: int, states: Tensor, angles: Tensor, graphs: StageGraphs) -> None:
-        self._run, self._graphs, self._states = run, graphs, states
+        self._graphs, self._states = graphs, states
         self._parts = [range(first, min(first + LAYERS, count)) for first in range(0, count, LAYERS)]
         self._rows = Rows(angles[0], angles[1], torch.zeros(PICTURES + 1, dtype=torch.int32, device=angles.device), SIZES[-1])
         for size in reversed(SIZES):
-            self._capture(size)
-
-    def _capture(self, size: int) -> None:
-        rows, (h, x) = self._rows.padded(size), self._states[:, :size]
-        self._graphs.warm(partial(self._run, self._parts[0], h, x, rows))
-        for part in self._parts:
-            h, x = self._graphs.capture("layers", (size, part.start), partial(self._run, part, h, x, rows))
+            rows, (h, x) = self._rows.padded(size), states[:, :size]
+            graphs.warm(partial(run, self._parts[0], h, x, rows))
+            for part in self._parts:
+                h, x = graphs.capture("layers", (size, part.start), partial(run, part, h, x, rows))
 
     def fit(self, rows: Rows) -> bool:
         """Whether there are graphs for a batch."""

@@ -26,14 +26,12 @@ from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.models.layers import (
     AllReduceNorm,
-    AttentionModule,
     Experts,
     Mlp,
     NormWeights,
     Router,
     Shard,
     VocabTable,
-    reduce_together,
 )
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
@@ -59,17 +57,14 @@ class LayerStep:
         rows = self.batch.logit_rows
         assert rows is not None
         slots, positions = self.batch.slots[rows], self.batch.positions[rows]
-        pages = []
-        for group in self.cache:
-            pages.append(torch.zeros((len(rows) // self.batch.width, group.read_width), dtype=torch.int32, device=rows.device))
-            group.gather(slots, positions, pages[-1])
+        pages = self.cache.gather(slots, positions, self.batch.width)
         rope = {key: table[rows] for key, table in self.batch.rope.items()}
-        batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, tuple(pages), width=self.batch.width)
+        batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
         return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
 
 
-class Attention(AttentionModule):
+class Attention(Module):
     """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's. Yields o's part."""
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
@@ -87,8 +82,7 @@ class Attention(AttentionModule):
         group = step.cache.of(self.layer)
         out = x.new_empty(x.shape[0], self.o.shape[1])
         step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
-        part: Tensor | InboxPart = self.o(out, step.allreduce_norm)
-        return part
+        return self.o(out, step.allreduce_norm)
 
 
 class Block(Module):
@@ -174,7 +168,9 @@ class Embedding(Module):
         geometry, ple, scale = self._geometry, None, self._scale
         rows = self.tokens(ids, self._placeholders, geometry.pad)
         if geometry.ple:
-            rows, ple = reduce_together(self._parallel, rows, self.ple_tokens(ids, self._placeholders, geometry.pad))
+            ple = self.ple_tokens(ids, self._placeholders, geometry.pad)
+            if self._parallel.size > 1:  # one collective for both
+                rows, ple = self._parallel.all_reduce(torch.cat([rows, ple], dim=1)).split([rows.shape[1], ple.shape[1]], dim=1)
         if soft is not None:
             rows = torch.cat([(rows if geometry.ple else self._parallel.all_reduce(rows)) * scale, rows[:1]])
             rows[soft.rows], scale = soft.values, 1.0
@@ -227,11 +223,8 @@ class Gemma4(Model):
 
 def frequencies_of(geometry: Geometry, device: torch.device) -> dict[RopeKey, Tensor]:
     """fp32 [pairs] of each rotary embedding."""
-    return {(layer.rope, layer.head_dim): _frequencies(layer).to(device) for layer in geometry.layers}
-
-
-def _frequencies(layer: Layer) -> Tensor:
-    return inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim, layer.rope.factor)
+    keys = dict.fromkeys((layer.rope, layer.head_dim) for layer in geometry.layers)
+    return {(rope, d): inverse_frequencies(rope.theta, rope.pairs, d, rope.factor).to(device) for rope, d in keys}
 
 
 GEMMA4 = Architecture(read_geometry, TENSORS, Gemma4)

@@ -24,7 +24,7 @@ _I, _B = "layers.{i}.", "blocks.{i}."
 
 
 def block_rules(layer: str) -> tuple[Rule, ...]:
-    """Of what blocks of drafters have too: queries, a dense MLP, norms and a scalar. layer: how a layer's tensors begin."""
+    """Rules of what blocks of drafters have too: queries, a dense MLP, norms and a scalar. layer: how a layer's tensors begin."""
     return (
         Rule(layer + "self_attn.q_proj.weight", _B + "attention.qkv", ("q", "hidden"), "q"),
         Rule(layer + "self_attn.o_proj.weight", _B + "attention.o", ("hidden", "q"), "columns"),

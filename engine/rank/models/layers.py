@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from engine.geometry import Geometry, Layer, Moe, check_tp, shard_vocab, vocab_share
+from engine.geometry import Geometry, Moe, check_tp, shard_vocab, vocab_share
 from engine.rank.models.module import Module, empty
 from engine.rank.parallel import Parallel
 from engine.rank.weight import Weight
@@ -29,18 +29,12 @@ class Shard(Module):
         self.geometry, self.parallel, self.dtype, self.device = geometry, parallel, dtype, device
 
     def matrix(self, *shape: int) -> Weight:
-        """One of its matrices."""
+        """Makes one of its matrices, empty."""
         return Weight(shape, self.dtype, self.device)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """What no format packs, by default in the model's dtype."""
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)
-
-
-class AttentionModule(Module):
-    """A layer's, which reads K and V."""
-
-    layer: Layer
 
 
 class NormWeights(Module):
@@ -52,8 +46,7 @@ class NormWeights(Module):
             setattr(self, name, shard.parameter(shard.geometry.hidden))
 
     def __getitem__(self, name: str) -> Tensor:
-        weight: Tensor = vars(self)[name]
-        return weight
+        return vars(self)[name]
 
 
 class AllReduceNorm:
@@ -123,8 +116,7 @@ class Mlp(Module):
         self.gate_up, self.down = shard.matrix(2 * share, hidden), shard.matrix(hidden, share)
 
     def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
-        part: Tensor | InboxPart = self.down(self.gate_up.geglu(x), allreduce_norm)
-        return part
+        return self.down(self.gate_up.geglu(x), allreduce_norm)
 
 
 class Router(Module):
@@ -163,10 +155,3 @@ class Experts(Module):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, beside: Tensor) -> Tensor:
         """x and beside [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: beside, this rank's part of the experts."""
         return self.gate_up.experts(x, weights, chosen, self.down, beside)
-
-
-def reduce_together(parallel: Parallel, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Partial sums [T, n_i] added over ranks in one collective, each kept apart."""
-    if parallel.size == 1:
-        return parts
-    return parallel.all_reduce(torch.cat(parts, dim=-1)).split([part.shape[-1] for part in parts], dim=-1)

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter to be loaded."""
+    """Makes a parameter that is loaded later."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 

@@ -59,7 +59,7 @@ class VisionEncoder(MediaEncoder):
 
     @abstractmethod
     def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
-        """[cells, hidden]."""
+        """Encodes pictures, launched a layer at a time -> [cells, hidden]."""
 
 
 class VisionBlock(Module):
@@ -148,13 +148,12 @@ class Tower(VisionEncoder):
         """What a layer's input is normed by; None behind the last."""
         if layer == len(self.blocks):
             return None
-        weight: Tensor = self.blocks[layer].norms["pre_attention"]  # type: ignore[union-attr, operator, index]
-        return weight
+        return self.blocks[layer].norms["pre_attention"]  # type: ignore[union-attr, operator, index]
 
     def _rows(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Rows]:
         """int64 [T] of each patch, x and y, and what layers need. sizes: rows and columns of patches of each picture."""
         counts = [rows * columns for rows, columns in sizes]
-        host = np.concatenate([places(rows // CELL, columns // CELL, CELL) for rows, columns in sizes], axis=1)
+        host = np.concatenate([patch_positions(rows // CELL, columns // CELL, CELL) for rows, columns in sizes], axis=1)
         starts = np.cumsum([0, *counts])
         packed = uploaded(torch.from_numpy(np.concatenate([host.ravel(), starts])), self.device)
         x, y = packed[: host.size].view(2, -1)
@@ -169,11 +168,11 @@ class Affine(Module):
         self.weight, self.bias = shard.parameter(*shape), shard.parameter(shape[0])
 
     def norm(self, x: Tensor) -> Tensor:
-        """LayerNorm."""
+        """Applies LayerNorm."""
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product."""
+        """Multiplies by the weight, and adds the bias."""
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -189,7 +188,7 @@ class VisionEmbedder(VisionEncoder):
     def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         yield
         sizes = [(height // SIDE, width // SIDE) for height, width, _ in (picture.shape for picture in pictures)]
-        host = np.concatenate([places(rows, columns, 1) for rows, columns in sizes], axis=1)
+        host = np.concatenate([patch_positions(rows, columns, 1) for rows, columns in sizes], axis=1)
         x, y = uploaded(torch.from_numpy(host), self.device)
         pixels = torch.cat([_cells(picture, 1).view(-1, 3 * SIDE**2) for picture in pictures])
         h = self.dense_norm.norm(self.dense(self.patch_norm.norm((pixels * (1 / 255)).to(self.dtype))))
@@ -206,12 +205,7 @@ def _cells(picture: Tensor, cell: int) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def places(rows: int, columns: int, cell: int) -> np.ndarray:
+def patch_positions(rows: int, columns: int, cell: int) -> np.ndarray:
     """int64 [2, patches]: x and y of each patch of rows x columns cells of cell x cell patches, in the order of `_cells`."""
     cell_y, cell_x, y, x = np.indices((rows, columns, cell, cell)).reshape(4, -1)
     return np.stack([cell * cell_x + x, cell * cell_y + y])
-
-
-def encoder_of(geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
-    """The empty encoder of a geometry."""
-    return (VisionEmbedder if geometry.unified else Tower)(geometry, parallel, dtype, device)

@@ -102,8 +102,8 @@ class ForwardStage:
         plan: PlanView,
         uploaded: Tensor,
         scorings: Mapping[int, PromptScoring],
-        width: int = 1,
-        media: EncodeStage | None = None,
+        width: int,
+        media: EncodeStage | None,
     ) -> FinalRows:
         """The forward of a step with chunks, and decode rows of `width` tokens, or with no rows at all. scorings: slots that report
         logprobs of their prompts; media: holds what encoders put into chunks."""

@@ -29,9 +29,9 @@ class CopyOut:
     It also marks the end of a step without outputs: a step is done when the device is done with it.
     """
 
-    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor | None]], device: torch.device) -> None:
-        """pairs: a device tensor and pinned memory of its shape, made here where it is None."""
-        self._host = {name: downloaded(*pair) for name, pair in pairs.items()}
+    def __init__(self, outputs: dict[str, Tensor], device: torch.device, **pinned: Tensor) -> None:
+        """outputs: device tensors; pinned: memory of the shape of some of them, the others get new."""
+        self._host = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
         self.end = mark(device)
 
     @property
@@ -40,7 +40,7 @@ class CopyOut:
         return self.end is None or self.end.query()
 
     def wait(self) -> dict[str, np.ndarray]:
-        """The tensors on the host."""
+        """Waits for the copies; the tensors on the host."""
         if self.end is not None:
             self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
@@ -85,19 +85,15 @@ class Launched:
     clock: StepClock
     encodes: EncodeStage | None
 
-    @property
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self.copy.done
-
     def result(self) -> bytes:
         """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
         PageViolation: a page table was wrong (`debug_pages`)."""
         host = self.copy.wait()
         if self.pages is not None:
             self.pages.verify(self.step, host["violations"])
+        encoded = 0 if self.encodes is None else self.encodes.ended
         if self.rows is None:
-            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {}, encoded=self._encoded)
+            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {}, encoded=encoded)
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
@@ -107,23 +103,19 @@ class Launched:
         nan, empty = ((first & flag) != 0 for flag in (ROW_HAS_NAN, ROW_NO_TOKEN))
         accepted = host["accepted"] if width > 1 else 1
         table[:, 0], table[:, 1] = rows.slots[::width], rows.numbers[::width]
-        table[:, 2], table[:, 3] = accepted * ~(nan | empty), np.where(nan, ROW_NAN, 0) + np.where(empty, ROW_EMPTY, 0)
+        table[:, 2], table[:, 3] = accepted * ~(nan | empty), ROW_NAN * nan + ROW_EMPTY * empty
         table[:, RESULT_HEAD:] = tokens.reshape(-1, width)
         if "drafts" in host:
             table = np.concatenate([table, host["drafts"]], axis=1)
         prompts = prompt_rows(self.scored, host["prompts"]) if self.scored else ()
-        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, self._encoded)
-
-    @property
-    def _encoded(self) -> int:
-        return 0 if self.encodes is None else self.encodes.ended
+        return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, encoded)
 
     def fold(self) -> None:
         """Fold this step into the rank's state hash."""
         self.state.fold(self.step, self.copy.wait())
 
     def end(self) -> bytes:
-        """`result`, then `fold`."""
+        """Calls `result`, then `fold`."""
         result = self.result()
         self.fold()
         return result
@@ -157,30 +149,22 @@ class ReportStage:
         self, plan: PlanView, rows: ResultRows, sampled: StepTokens | None, hidden: Tensor, start: torch.cuda.Event | None
     ) -> Launched:
         """The step, whose outputs are on their way. hidden: its final rows; start: its start event."""
-        copy = CopyOut(self._outputs(sampled, hidden, rows), self._device)
+        self._host.append(self._host.pop(0))
+        copy = CopyOut(self._outputs(sampled, hidden, rows), self._device, chosen=self._host[-1][: len(rows.slots)])
         clock = StepClock(self.end if len(plan.rows) else None, start, copy.end)
         self.end = copy.end
         scored = sampled.scored if sampled is not None else ()
         return Launched(plan.step, None if sampled is None else rows, scored, copy, self.state, self._pages, clock, self._encodes)
 
-    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, rows: ResultRows) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """What to copy to the host, and into which memory."""
-        outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
-        if self._pages is not None:
-            outputs["violations"] = (self._pages.violations, None)
-        if sampled is None:
-            return outputs
-        if sampled.prompts is not None:
-            outputs["prompts"] = (sampled.prompts, None)
-        count = len(rows.slots)
-        self._host.append(self._host.pop(0))
-        outputs["chosen"] = (sampled.chosen[:count], self._host[-1][:count])
-        if sampled.accepted is not None:
-            outputs["accepted"] = (sampled.accepted[: count // rows.width], None)
-        if sampled.drafts is not None:
-            outputs["drafts"] = (sampled.drafts, None)
-        if sampled.logprobs is not None:
-            outputs["logprobs"] = (sampled.logprobs, None)
-        if self.debug_hash:
-            outputs["hidden"] = (hidden[:count].contiguous().view(torch.uint8), None)
-        return outputs
+    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, rows: ResultRows) -> dict[str, Tensor]:
+        """What to copy to the host."""
+        outputs: dict[str, Tensor | None] = {"violations": None if self._pages is None else self._pages.violations}
+        if sampled is not None:
+            count = len(rows.slots)
+            outputs |= {"chosen": sampled.chosen[:count], "drafts": sampled.drafts}
+            outputs |= {"logprobs": sampled.logprobs, "prompts": sampled.prompts}
+            if sampled.accepted is not None:
+                outputs["accepted"] = sampled.accepted[: count // rows.width]
+            if self.debug_hash:
+                outputs["hidden"] = hidden[:count].contiguous().view(torch.uint8)
+        return {name: output for name, output in outputs.items() if output is not None}

@@ -9,9 +9,10 @@ from engine.plan import StepPlan, single_rows
 from engine.rank.builder import Rank
 from engine.rank.builder import build as build_runner
 from engine.rank.kv import KVCache
-from engine.rank.models.layers import AttentionModule, Experts, VocabTable
+from engine.rank.models.gemma4 import Attention
+from engine.rank.models.layers import Experts, VocabTable
 from engine.rank.runner import Runner
-from engine.rank.synthetic_plans import SyntheticPlans
+from engine.rank.synthetic_plans import admission_plan
 from tests.support.launches import compilations
 
 READ_RATE = 4.56e12  # bytes a second, the best seen on an H200
@@ -35,8 +36,9 @@ class BareRank(Rank):
 
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
-        plans, slots = SyntheticPlans(self.cache, self.geometry.vocab), list(range(batch))
-        return replace(plans.admit(step, slots, context, context - 1, context + steps + _SPARE), rows=single_rows(slots))
+        slots, end = list(range(batch)), context + steps + _SPARE
+        plan = admission_plan(self.cache, self.geometry.vocab, slots, context, context - 1, end, step)
+        return replace(plan, rows=single_rows(slots))
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
         """Every plan, two out at a time: results, and seconds."""
@@ -54,7 +56,7 @@ class BareRank(Rank):
                 size = batch * module.head.nbytes // module.head.shape[0]
             elif id(module) in experts and (moe := self.geometry.moe):
                 size = int(size * (1 - (1 - moe.top_k / moe.experts) ** batch))
-            elif isinstance(module, AttentionModule):
+            elif isinstance(module, Attention):
                 group, pool = self.cache.of(module.layer).group, self.cache.of(module.layer).pool
                 size = batch * 2 * group.kv_heads * group.head_dim * min(context, group.window or context) * pool.element_size()
             yield name, 0 if id(module) in tables else size

@@ -121,7 +121,7 @@ def test_it_is_checked_at_start(nano: Callable[[str], Path], monkeypatch: pytest
     said = r"fake is wrong by \S+ for decode rows of (sliding|full) layers: reference in its place"
     assert [bool(re.fullmatch(said, sentence)) for sentence in sentences] == [True, True]
     FakeDecode.rows = 0
-    assert check_attention(Single(), EngineConfig(model="", device="cpu"), shape, CPU) == (frozenset(), [])
+    assert check_attention(Single(), EngineConfig(model="", device="cpu"), shape, CPU) == ((), [])
     assert FakeDecode.rows == 0
 
 

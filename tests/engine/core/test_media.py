@@ -170,7 +170,7 @@ def cut_anywhere(patch: pytest.MonkeyPatch) -> None:
 
 def ends_in_a_span(patch: pytest.MonkeyPatch) -> None:
     """A prefix from the cache may end within a span."""
-    patch.setattr(Allocator, "_whole", lambda self, sequence, pages: pages)
+    patch.setattr(Allocator, "_uncut_pages", lambda self, sequence, pages: pages)
 
 
 def ignored_wait(patch: pytest.MonkeyPatch) -> None:

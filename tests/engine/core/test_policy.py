@@ -259,7 +259,7 @@ def test_a_target_is_kept_by_what_steps_take(slowed: tuple[float, float], monkey
     prompts wait for time that is there."""
     target = 1.5 * slow_rank(None, NANO, slowed=slowed, seconds=60)[1]
     quiet, busy = (slow_rank(target, NANO, longs=longs, slowed=slowed, seconds=60) for longs in (0, 2))
-    monkeypatch.setattr(StepBudget, "took", lambda *_: None)
+    monkeypatch.setattr(StepBudget, "record", lambda *_: None)
     trusting = slow_rank(target, NANO, longs=2, slowed=slowed, seconds=60)
     print(f"target {target:.1f} ms: quiet {quiet}, beside two long prompts {busy}; by measured times {trusting}")
     assert busy[1] <= 1.03 * target
@@ -278,7 +278,7 @@ def test_a_single_pause_is_no_trend(monkeypatch: pytest.MonkeyPatch) -> None:
             (share,) = budget.share([Prompt(100_000, 0)], budget.prompt_tokens(decodes.rows), decodes)
             expected = budget.planned([Prompt(share, 0)] if share else [], decodes)
             assert expected is not None
-            budget.took(expected, pause_ms if step == 20 else expected.step_ms)
+            budget.record(expected, pause_ms if step == 20 else expected.step_ms)
             computed += share if step > 20 else 0
         return computed
 

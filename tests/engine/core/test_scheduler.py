@@ -3,6 +3,7 @@
 import os
 import random
 import tracemalloc
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,6 @@ from engine.protocol import (
     decode_front_message,
     encode_message,
     pack_tokens,
-    unpack_tokens,
 )
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import PageAppend, listed
@@ -410,7 +410,7 @@ def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPat
         return taken / count
 
     assert size() < 8
-    monkeypatch.setattr(GenerateRequest, "tokens", property(lambda self: Numbers(unpack_tokens(self.prompt))))
+    monkeypatch.setattr(GenerateRequest, "tokens", property(lambda self: Numbers(array("i", self.prompt))))
     assert size() > 32
 
 

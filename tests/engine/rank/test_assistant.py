@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.geometry import Layer, kv_groups, read_geometry
 from engine.protocol import GenerateRequest
-from engine.rank.attention import attention_backend
+from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.builder import build
 from engine.rank.kv import GroupCache, KVCache
@@ -70,7 +70,7 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
     ids = (torch.arange(length) * 37 + 11) % 900 + 100
     slots, positions = torch.zeros(length, dtype=torch.int32), torch.arange(length)
     batch = eager_batch(cache, target.frequencies, ids, slots, positions, (Chunk(0, 0, length, 0),), torch.tensor([length - 1]))
-    attention = attention_backend("reference", geometry, cache, 1, (1,), CPU)
+    attention = attention_backend(AttentionConfig(), geometry, cache, 1, (1,), CPU)
     with torch.inference_mode():
         _, hidden = target.states(batch, cache, attention)
         first = target.logits(hidden).argmax(-1).int()
@@ -98,7 +98,7 @@ def step_of(it: Pair, length: int, rotary: int) -> LayerStep:
     rope = {key: torch.empty_like(table) for key, table in batch.rope.items()}
     for key, table in rope.items():
         rotary_table(torch.tensor([rotary], dtype=torch.int32), it.target.frequencies[key], table)
-    attention = attention_backend("reference", it.drafter.geometry, it.cache, 1, (1,), CPU)
+    attention = attention_backend(AttentionConfig(), it.drafter.geometry, it.cache, 1, (1,), CPU)
     batch = replace(batch, rope=rope)
     return LayerStep(batch, it.cache, attention, attention.prepare(batch), norm(it), None)
 

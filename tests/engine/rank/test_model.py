@@ -14,9 +14,8 @@ from torch import Tensor
 
 import kernels.decode
 import kernels.qkv
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry, shard_vocab
-from engine.rank.attention import attention_backend
 from engine.rank.kv import KVCache
 from engine.rank.load.loader import load
 from engine.rank.models.gemma4 import Gemma4
@@ -286,8 +285,3 @@ def test_a_size_that_does_not_divide_is_refused(case: Callable[[str], Case]) -> 
         Gemma4(case("31b").geometry, parallel, torch.float32, torch.device("cpu"))
 
 
-def test_an_unknown_backend_is_refused(case: Callable[[str], Case]) -> None:
-    """A backend that does not exist is a ConfigError that lists those that do."""
-    it = case("31b")
-    with pytest.raises(ConfigError, match="'flash' is not one of reference"):
-        attention_backend("flash", it.geometry, it.caches(), 1, (1,), torch.device("cpu"))

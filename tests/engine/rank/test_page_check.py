@@ -14,7 +14,6 @@ from engine.errors import PageViolation
 from engine.geometry import KVGroup
 from engine.plan import Admission, StepPlan, encode_plan, single_rows
 from engine.protocol import SamplingParams
-from engine.rank import attention
 from engine.rank.attention import trtllm
 from engine.rank.builder import Rank, build
 from engine.rank.kv import GroupCache
@@ -166,7 +165,6 @@ def test_two_steps_out(ranks: dict[str, Rank]) -> None:
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Rank]) -> Rank:
     """A rank whose attention is FlashInfer's parts over a stand-in for its kernels, every table checked."""
-    monkeypatch.setattr(attention, "wrong_device", lambda *_: None)
     monkeypatch.setattr(trtllm, "load", lambda *_, **__: pinned("0.7.2.post1", KernelStandIn()))
     monkeypatch.setattr(trtllm, "processors", lambda _: PROCESSORS)
     monkeypatch.setattr(trtllm, "check_group", lambda *_: None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deploy.models.resolve import resolve
+from engine.attention.backend_entry import ROW_KINDS
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
@@ -58,8 +59,9 @@ def found(geometry: Geometry, kernel: KernelStandIn) -> dict[tuple[str, str], fl
     settings = PartSettings(geometry.heads // TP, geometry.eps, (ROWS,), CPU)
     scratch = TrtllmScratch(pinned("0.7.2.post1", kernel), settings, 1 << 10)
     parts = AttentionParts(*(partial(part, settings=settings, scratch=scratch) for part in (TrtllmDecode, TrtllmExtend)))
-    wrong = mismatches(("decode", "extend"), geometry, kv_groups(geometry, TP), settings, parts)
-    return {(each.kind, each.group.name): each.error for each in wrong}
+    groups = kv_groups(geometry, TP)
+    wrong = [one for kind in ROW_KINDS for one in mismatches(kind, geometry, groups, settings, parts)]
+    return {(mismatch.kind, mismatch.group.name): mismatch.error for mismatch in wrong}
 
 
 def narrower(given: dict[str, Any]) -> None:
@@ -177,5 +179,5 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     assert (asked.decode, asked.extend, asked.failed_checks) == ("trtllm_mha", None, failed)
     kernel.calls.clear()
     plain = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16")
-    assert start_checks.check_attention(Single(), plain, geometry, torch.device("cuda", 0)) == (frozenset(), [])
+    assert start_checks.check_attention(Single(), plain, geometry, torch.device("cuda", 0)) == ((), [])
     assert not kernel.calls

@@ -64,7 +64,7 @@ def test_a_position_that_runs_again_gives_the_same_token(rank: Rank, monkeypatch
     expected = tokens(rank, back=False)
     assert tokens(rank, back=True) == expected
     with monkeypatch.context() as patch:
-        patch.setattr(Allocator, "name_again", lambda *_: None)
+        patch.setattr(Allocator, "append_again", lambda *_: None)
         with pytest.raises(PageViolation):
             tokens(rank, back=True)
     made = Scheduler.schedule

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from engine.core.drafting import DecodeStep, DraftChoice, Drafting
+from engine.core.drafting import Drafting
 from engine.memory import buckets
 
 OPTIONS = (0, 1, 2, 3, 5, 7)
@@ -85,7 +86,7 @@ class Served:
 
 def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> Served:
     """Two steps are out at a time: a step's drafts are chosen before the one before it has ended."""
-    rng, clock, out = random.Random(seed), random.Random(seed), deque[tuple[DecodeStep, list[tuple[int, int]]]]()
+    rng, clock, out = random.Random(seed), random.Random(seed), deque[tuple[tuple[Any, ...], list[tuple[int, int]]]]()
     served, made = Served([0.0] * 256), 0
     for step in range(traffic.steps):
         rows, prompts = traffic.rows(step), traffic.prompts(step)
@@ -105,13 +106,13 @@ def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> 
         if clock.random() < 0.002:
             ms += 50  # a pause of the host, which is nobody's
         served.drafts.append(drafts)
-        out.append((DecodeStep(at, traffic.drafting(rows) / rows, drafts, prompts, ms), given))
+        out.append(((at, traffic.drafting(rows) / rows, drafts, prompts, ms), given))
         if len(out) == 2:
             ended, verified = out.popleft()
             for most, right in verified:
                 if most:
                     drafting.verified(most, right)
-            drafting.took(ended)
+            drafting.record(*ended)
     return served
 
 
@@ -127,6 +128,6 @@ class AnyDrafts(Drafting):
         super().__init__(tuple(options), sizes)
         self._draw = random.Random(seed)
 
-    def choose(self, rows: int) -> DraftChoice:
+    def choose(self, rows: int) -> tuple[int, int]:
         self.drafts = self._draw.choice(self._options)
-        return DraftChoice(self.drafts, 0)
+        return self.drafts, 0
