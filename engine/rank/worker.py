@@ -119,7 +119,7 @@ class Worker:
     def _finish_done(self) -> bool:
         """Finish the launched steps that are done; returns whether there were any."""
         before = len(self._launched)
-        while self._launched and self._launched[0][1].copy.done:
+        while self._launched and self._launched[0][1].done:
             self._finish()
         return len(self._launched) < before
 

@@ -85,6 +85,11 @@ class Launched:
     clock: StepClock
     encodes: EncodeStage | None
 
+    @property
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self.copy.done
+
     def result(self) -> bytes:
         """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
         PageViolation: a page table was wrong (`debug_pages`)."""
