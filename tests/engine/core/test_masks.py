@@ -96,8 +96,11 @@ def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...], monke
 
 
 @pytest.mark.parametrize("fault", [of_another_row, a_token_old(), left_out])
-def test_a_wrong_mask_is_seen(model: Model, fault: Callable[[StepMasks], StepMasks]) -> None:
+def test_a_wrong_mask_is_seen(
+    model: Model, fault: Callable[[StepMasks], StepMasks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mask of the neighbour, one token old, or none: hardly a reply is valid, and those that break their grammar end in error."""
+    monkeypatch.setattr("engine.core.masks.ThreadPoolExecutor", AtOnce)
     served = serve(model, json_requests(model, COUNT), fault)
     assert len(valid_json(model, served, COUNT)) <= 2
     assert sum(output.finish is FinishReason.error for output in served.outputs) >= 8
