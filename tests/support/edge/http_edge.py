@@ -122,7 +122,8 @@ class Edge:
             keys=self._keys,
             sink=self.events.append,
         )
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
+        listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(create_app(self.service), lifespan="off", ws="none", log_level="critical", loop="asyncio")
         self._server = server = uvicorn.Server(config)
