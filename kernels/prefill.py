@@ -176,7 +176,7 @@ def _extend(
         return
     offset = ((row + token).to(tl.int64) * HEADS + head * GROUP + tl.arange(0, ROWS) % GROUP)[:, None] * D
     live = (token < count)[:, None]
-    queries = tl.load(q + offset + dims[None, :], live, other=0.0)
+    queries = tl.load(q + (offset + dims[None, :]), live, other=0.0)  # pointers, once added to, stay in registers
     positions = start + token
     end = start + count
     oldest = 0
@@ -202,7 +202,7 @@ def _extend(
     state = _walk(queries, side, ids, width, left, right, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
     state = _walk(queries, side, ids, width, right, end, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     top, total, sums = state
-    tl.store(out + offset + columns[None, :], cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
+    tl.store(out + (offset + columns[None, :]), cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
 
 
 @triton.jit

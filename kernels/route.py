@@ -21,7 +21,7 @@ from kernels.numerics import add_product, cast
 
 _ROWS = 8  # rows of one CTA at most: it reads its experts' weights once for them
 _MANY = 128  # rows above which the scores are products of tiles
-_TILES = {_MANY: (32, 64, 128, 4, 3), 4096: (64, 64, 64, 4, 3)}  # by rows: rows, experts, inner dimension of a turn, warps, stages
+_TILES = ((32, 64, 128, 4, 3), (64, 64, 64, 4, 3))  # to 4096 rows, above: rows, experts, inner dimension of a turn, warps, stages
 
 
 def router_parts(proj: Tensor, scale: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
     logits = torch.empty((rows, experts), dtype=torch.float32, device=h.device)
     x = torch.empty_like(h)
     if rows > _MANY:
-        held, width, turn, warps, stages = _TILES[4096 if rows > 4096 else _MANY]
+        held, width, turn, warps, stages = _TILES[rows > 4096]
         groups, shares = cdiv(rows, held), cdiv(experts, width)
         launch(
             _many_logits, (groups * shares + rows,),
