@@ -20,12 +20,12 @@ from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import lark_regex
+from engine.front.tools import SCHEMAS_BY_NAME
 
 MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties"))
 _COMBINED = frozenset(("allOf", "not", "if", "dependentSchemas"))
 _BRANCHES = frozenset(("anyOf", "oneOf", "$ref"))
-_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _MAX_CHOICES = 1024
 _MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
@@ -77,12 +77,12 @@ def _closed(schema: Any) -> Any:
 
 
 def _closed_member(key: str, value: Any) -> Any:
-    named = key in _BY_NAME and isinstance(value, Mapping)
+    named = key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
     return {name: _closed(one) for name, one in value.items()} if named else _closed(value)
 
 
 def _json(schema: Mapping[str, Any] | None) -> str:
-    kept: Mapping[str, Any] = {"type": "object"} if schema is None else closed(schema)
+    kept = closed({"type": "object"} if schema is None else schema)
     text = json.dumps(dict(kept) | {"x-guidance": {"whitespace_flexible": False}})
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")

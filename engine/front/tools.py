@@ -12,7 +12,7 @@ from engine.front.value_schema import ValueSchema, referred
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 _TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _PLACE = 200  # characters of where a schema stands
@@ -106,7 +106,7 @@ def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(schema, Mapping):
         raise _wrong(where, "must be a JSON Schema: an object, true or false")
     _check_keywords(schema, where)
-    for keyword in _SCHEMAS_BY_NAME:
+    for keyword in SCHEMAS_BY_NAME:
         for name, inner in _a(Mapping, schema, keyword, where).items():
             yield _inside(where, f".{keyword}.{name}"), inner
     for keyword in _SCHEMA_LISTS:

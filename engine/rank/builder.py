@@ -23,12 +23,12 @@ from engine.rank.models.architecture import Architecture, MediaEncoder, Model
 from engine.rank.models.assistant import Assistant, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
-from engine.rank.models.audio import AudioEncoder, AudioTower
+from engine.rank.models.audio import audio_encoder
 from engine.rank.models.audio_weights import TENSORS as AUDIO_TENSORS
 from engine.rank.models.clipped import load_encoder
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.models.layers import Shard
-from engine.rank.models.vision import Tower, VisionEmbedder
+from engine.rank.models.vision import encoder_of
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, Single
 from engine.rank.runner import Runner
@@ -37,10 +37,9 @@ from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import PLAIN, WeightFormat, weight_format
 from kernels.fused_allreduce_norm import AllReduceInbox
 
-# Towers, the 12B's encoders without one, and the tensors of both.
-_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], Callable[..., MediaEncoder], TensorTable]] = {
-    VisionGeometry: (Tower, VisionEmbedder, VISION_TENSORS),
-    AudioGeometry: (AudioTower, AudioEncoder, AUDIO_TENSORS),
+_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], TensorTable]] = {
+    VisionGeometry: (encoder_of, VISION_TENSORS),
+    AudioGeometry: (audio_encoder, AUDIO_TENSORS),
 }
 
 
@@ -136,8 +135,8 @@ def _encoders(
     for shape in shapes.values():
         if shape in made:
             continue
-        *classes, tensors = _ENCODERS[type(shape)]
-        encoder = made[shape] = classes[shape.unified](shape, Single(), dtype, device)
+        build, tensors = _ENCODERS[type(shape)]
+        encoder = made[shape] = build(shape, Single(), dtype, device)
         _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder, progress))
     return {kind: made[shape] for kind, shape in shapes.items()}
 
