@@ -125,10 +125,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, help="no model: a rank that only waits, in each step, for so long")
-    parser.add_argument("--first", action="store_true", help="time to the first token")
+    parser.add_argument("--first", action="store_true", help="time to the first token, with --step-ms")
     args = parser.parse_args()
+    if args.first and not args.step_ms:
+        parser.error("--first needs --step-ms")
     with tempfile.TemporaryDirectory() as folder:
-        engine = {"model": "nano:e2b", "tp": 1, "max_seqs": args.streams, "max_len": 4096, "prefill_budget": 4096}
+        engine = {"model": "nano:e2b", "tp": 1, "max_seqs": args.streams}
+        engine |= {"max_len": 4096, "prefill_budget": 4096} if args.first else {}
         paced = {"cli": "tests.support.stack.paced_cli", "environ": {"QUARTET_TEST_STEP_S": str((args.step_ms or 0) / 1e3)}}
         stack = Stack(Path(folder), args=engine | {"served_model_name": MODEL}, **(paced if args.step_ms else {}))
         try:
