@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from itertools import pairwise, repeat
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +56,7 @@ from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
 from tests.support.engine.outputs import outputs
 from tests.support.judge.pictures import Prompt, pictures
+from tests.support.load.generator import load_lengths
 
 PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0.5.17
     ("31b", 4, 1): (7.40, 8.51), ("31b", 4, 8): (7.97, 8.91), ("31b", 4, 32): (9.85, 10.88),
@@ -97,15 +97,6 @@ async def run(client: EngineClient, prompts: list[list[int]], tokens: int, sampl
     start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
     seen = [time for time in max(streams, key=lambda times: times[0]) if start <= time <= end]
     return Run(took, start - began, 1e3 * (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else math.nan)
-
-
-def load_lengths(load: str, most: int) -> list[tuple[int, int]]:
-    """(prompt tokens, output tokens) of each request; `most` of both together, for small models."""
-    if load == "long":
-        return [(min(8000, most * 8 // 9), min(1000, most // 9))] * 40
-    drawn = np.random.RandomState(0)
-    inputs, outputs_ = drawn.randint(1, 1025, 400), drawn.randint(1, 1025, 400)
-    return [(min(int(n), most // 2), min(int(m), most // 2)) for n, m in zip(inputs, outputs_, strict=True)]
 
 
 async def run_load(client: EngineClient, load: str, vocab: int, args: argparse.Namespace) -> list[Row]:

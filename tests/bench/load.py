@@ -2,21 +2,36 @@
 
 For each level percentiles in milliseconds, throughput, and the ledger: sent = finished + refused + failed + cut + timeout +
 unreachable, every request exactly once. Ends with 1 if a request did not finish, or is not accounted for. A closed load of random
-words; for other loads there are the clients of vLLM and SGLang (docs/api.md).
+words, with pictures or without. --load and --ids: the requests of `tests.bench.engine --loads`, to be held against the engine's own
+rate. For other loads there are the clients of vLLM and SGLang (docs/api.md).
 """
 
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
 
 import httpx
 import numpy as np
 
-from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, calibrate, connected
+from tests.support.load.generator import (
+    Ledger,
+    Lengths,
+    Level,
+    LoadRun,
+    Pictures,
+    Prompts,
+    Scale,
+    calibrate,
+    connected,
+    load_lengths,
+)
 from tests.support.load.request import Endpoint
 
 SHARES = (50, 90, 99)
+LONGEST = 9000  # tokens of a request's prompt and answer, of the loads
 
 
 def times_ms(ledger: Ledger) -> dict[str, list[float]]:
@@ -44,11 +59,11 @@ def report(ledger: Ledger) -> Iterator[str]:
     yield from sorted({f"  {record.end}: {record.detail}" for record in ledger.records if record.end != "finished"})[:5]
 
 
-async def loaded(target: Endpoint, levels: Sequence[Level], prompt: Lengths, output: Lengths) -> list[Ledger]:
+async def loaded(target: Endpoint, levels: Sequence[Level], prompts_of: Callable[[Scale], Prompts]) -> list[Ledger]:
     """Run every level, one after the other, and print each report."""
     ledgers = []
     async with connected(target) as client:
-        prompts = Prompts(prompt, output, await calibrate(client, target, 0), 0)
+        prompts = prompts_of(await calibrate(client, target, 0))
         for level in levels:
             ledgers.append(await LoadRun(client, target, prompts).run(level))
             print("\n".join([f"{level.concurrency} clients, {ledgers[-1].seconds:.1f} s", *report(ledgers[-1])]), flush=True)
@@ -70,11 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--prompt", type=int, nargs=2, default=[128, 128], metavar=("LOW", "HIGH"), help="tokens")
     parser.add_argument("--output", type=int, nargs=2, default=[64, 64], metavar=("LOW", "HIGH"), help="tokens")
+    parser.add_argument("--pictures", type=int, nargs=3, metavar=("COUNT", "WIDTH", "HEIGHT"), help="of each request")
+    parser.add_argument("--load", choices=["mixed", "long"], help="lengths, and unless --requests their number")
+    parser.add_argument("--ids", type=int, metavar="N", help="prompts are token ids below N, of /v1/completions")
     args = parser.parse_args(arguments)
-    requests = args.requests or (None if args.seconds else 32)
+    usual = len(load_lengths(args.load, LONGEST)) if args.load else 32
+    requests = args.requests or (None if args.seconds else usual)
     levels = [Level(size, requests, args.seconds) for size in args.concurrency]
     target = Endpoint(args.url, args.model or first_model(args.url))
-    ledgers = asyncio.run(loaded(target, levels, Lengths(*args.prompt), Lengths(*args.output)))
+    pictures = Pictures(*args.pictures) if args.pictures else None
+    lengths = cycle(load_lengths(args.load, LONGEST)) if args.load else None
+    prompts_of = partial(Prompts, Lengths(*args.prompt), Lengths(*args.output), pictures=pictures, lengths=lengths, ids=args.ids)
+    ledgers = asyncio.run(loaded(target, levels, prompts_of))
     return int(not all(ledger.balance()["conserved"] and len(ledger.finished) == ledger.sent for ledger in ledgers))
 
 

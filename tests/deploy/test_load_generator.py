@@ -1,6 +1,7 @@
 """The load generator: its times against a server with known delays, and its ledger against requests that go wrong."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.bench import load
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.timed_endpoint import Fault, TimedEndpoint
 from tests.support.load import request
-from tests.support.load.generator import Ledger, Lengths, Level
+from tests.support.load.generator import Ledger, Lengths, Level, Prompts
 from tests.support.load.request import Endpoint, RequestResult
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
@@ -19,10 +20,13 @@ pytestmark = [pytest.mark.pure, pytest.mark.alone]
 SLACK_S = 0.1  # what a busy machine may add between the server's clock and the client's
 
 
-def loaded(url: str, level: Level, prompt: int = 40, output: int = 1, timeout_s: float = 60) -> Ledger:
+def loaded(
+    url: str, level: Level, prompt: int = 40, output: int = 1, timeout_s: float = 60, ids: int | None = None
+) -> Ledger:
     """The ledger of one level against `url`."""
     target = Endpoint(url, load.first_model(url), timeout_s)
-    (ledger,) = asyncio.run(load.loaded(target, [level], Lengths(prompt, prompt), Lengths(output, output)))
+    prompts_of = partial(Prompts, Lengths(prompt, prompt), Lengths(output, output), ids=ids)
+    (ledger,) = asyncio.run(load.loaded(target, [level], prompts_of))
     return ledger
 
 
@@ -116,14 +120,17 @@ def test_a_closed_load_keeps_to_its_number_and_its_time() -> None:
     assert 2 <= ledger.sent == len(ledger.finished) <= 6
 
 
-def test_against_the_real_edge(edge: Edge) -> None:
-    """The real HTTP edge: what the client counts as finished and generated is what the engine's events say."""
+@pytest.mark.parametrize("ids", [None, 1000])
+def test_against_the_real_edge(edge: Edge, ids: int | None) -> None:
+    """The real HTTP edge: what the client counts as finished and generated is what the engine's events say, of chats and of
+    completions of token ids."""
     edge.core.forever = True
     edge.core.steps = [[300], [301]]
-    ledger = loaded(edge.url, Level(4, requests=12), prompt=60, output=9)
+    ledger = loaded(edge.url, Level(4, requests=12), prompt=60, output=9, ids=ids)
     ends = [event for event in edge.events if isinstance(event, RequestFinished)][2:]
     assert len(ledger.finished) == len(ends) == 12
     assert sum(record.output_tokens for record in ledger.records) == sum(event.output_tokens for event in ends) == 12 * 9
     assert sum(record.prompt_tokens for record in ledger.records) == sum(event.prompt_tokens for event in ends)
+    assert ids is None or {event.prompt_tokens for event in ends} == {60}
     truth = np.percentile([event.ttft_s for event in ends], 50)
     assert truth <= np.percentile([record.ttft for record in ledger.finished if record.ttft], 50) < truth + SLACK_S

@@ -4,9 +4,11 @@ What is sent is counted where it is sent, and what ended where it ended; `Ledger
 """
 
 import asyncio
+import base64
+import io
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,14 +16,16 @@ from typing import Any
 
 import httpx
 import numpy as np
+from PIL import Image
 
-from tests.support.load.request import ENDS, Endpoint, RequestResult, ask
+from tests.support.load.request import ENDS, Content, Endpoint, RequestResult, ask
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand part "
     "place case week company system program question work number night point home water room mother area money story fact month"
 )
 _WORDS = _TEXT.split()
+FIRST_ID = 300  # of random ids: below are special tokens
 _PROBES = (4, 36)  # words of the two first requests
 
 
@@ -57,17 +61,64 @@ class Scale:
         return max(1, round((tokens - self.base) / self.per_word))
 
 
+def load_lengths(load: str, most: int) -> list[tuple[int, int]]:
+    """(prompt tokens, output tokens) of each request of the load `mixed` or `long`; `most` of both together, for small models."""
+    if load == "long":
+        return [(min(8000, most * 8 // 9), min(1000, most // 9))] * 40
+    drawn = np.random.RandomState(0)
+    inputs, outputs = drawn.randint(1, 1025, 400), drawn.randint(1, 1025, 400)
+    return [(min(int(n), most // 2), min(int(m), most // 2)) for n, m in zip(inputs, outputs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Beside each prompt so many pictures of random pixels, as JPEG."""
+
+    count: int
+    width: int
+    height: int
+
+    def draw(self, rng: np.random.Generator) -> list[dict[str, Any]]:
+        """The parts of a message."""
+        parts = []
+        for _ in range(self.count):
+            file = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (self.height, self.width, 3), np.uint8)).save(file, "jpeg")
+            url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        return parts
+
+
 class Prompts:
-    """Random prompts of about the asked length, no two with a common beginning, so that no prefix cache flatters the figures."""
+    """Random prompts of about the asked length, no two with a common beginning, so that no prefix cache flatters the figures.
+    lengths: instead of drawn ones, (prompt tokens, output tokens) of each request; ids: prompts are token ids below that."""
 
-    def __init__(self, lengths: Lengths, output: Lengths, scale: Scale, seed: int) -> None:
-        self._lengths, self._output, self._scale = lengths, output, scale
+    def __init__(
+        self,
+        prompt: Lengths,
+        output: Lengths,
+        scale: Scale,
+        seed: int = 0,
+        pictures: Pictures | None = None,
+        lengths: Iterable[tuple[int, int]] | None = None,
+        ids: int | None = None,
+    ) -> None:
+        self._prompt, self._output, self._scale, self._pictures, self._ids = prompt, output, scale, pictures, ids
         self._rng = np.random.default_rng(seed)
+        self._lengths = iter(lengths) if lengths is not None else None
 
-    def next(self) -> tuple[str, int]:
+    def next(self) -> tuple[Content, int]:
         """(prompt, output tokens to ask for)."""
-        words = self._scale.words(self._lengths.draw(self._rng))
-        return text(self._rng, words), self._output.draw(self._rng)
+        if self._lengths is not None:
+            prompt, output = next(self._lengths)
+        else:
+            prompt, output = self._prompt.draw(self._rng), self._output.draw(self._rng)
+        if self._ids is not None:
+            return self._rng.integers(FIRST_ID, self._ids, prompt).tolist(), output
+        words = text(self._rng, self._scale.words(prompt))
+        if self._pictures is None:
+            return words, output
+        return [*self._pictures.draw(self._rng), {"type": "text", "text": words}], output
 
 
 def text(rng: np.random.Generator, words: int) -> str:
@@ -119,8 +170,8 @@ async def calibrate(client: httpx.AsyncClient, target: Endpoint, seed: int) -> S
     for words in _PROBES:
         record = RequestResult(0, 1, time.perf_counter())
         await ask(client, target, record, text(rng, words))
-        assert record.end == "finished", f"{target.address}: the first request ended as {record.end}: {record.detail}"
-        assert record.prompt_tokens, f"{target.address} reports no usage: its tokens cannot be counted"
+        assert record.end == "finished", f"{target.url}: the first request ended as {record.end}: {record.detail}"
+        assert record.prompt_tokens, f"{target.url} reports no usage: its tokens cannot be counted"
         tokens.append(record.prompt_tokens)
     per_word = max((tokens[1] - tokens[0]) / (_PROBES[1] - _PROBES[0]), 1e-3)
     return Scale(tokens[0] - _PROBES[0] * per_word, per_word)

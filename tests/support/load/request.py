@@ -1,4 +1,4 @@
-"""One chat request against an OpenAI endpoint, from the moment it is sent to its end, with the clock points of everything between.
+"""One request of an OpenAI endpoint, from the moment it is sent to its end, with the clock points of everything between.
 
     sent --------- first ------ event ------ ... ------ last -- done          all on time.perf_counter, seconds
       |--- ttft -----|            |--- gap ---|                              first, event: an event with what the model wrote
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import httpx
 
+Content = str | list[dict[str, Any]] | list[int]  # of a message: text, or parts; or a prompt's token ids
 End = Literal["finished", "refused", "failed", "cut", "timeout", "unreachable"]
 ENDS: tuple[End, ...] = ("finished", "refused", "failed", "cut", "timeout", "unreachable")
 _REFUSALS = (429, 503)
@@ -30,15 +31,13 @@ class Endpoint:
     model: str
     timeout_s: float = 600.0
 
-    @property
-    def address(self) -> str:
-        return f"{self.url}/v1/chat/completions"
-
-    def body(self, prompt: str, tokens: int) -> dict[str, Any]:
-        """The request's JSON for exactly `tokens` output tokens."""
-        messages = [{"role": "user", "content": prompt}]
+    def request(self, prompt: Content, tokens: int) -> tuple[str, dict[str, Any]]:
+        """(address, JSON) for exactly `tokens` output tokens."""
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-        return {"model": self.model, "max_tokens": tokens, "messages": messages, **options}
+        body = {"model": self.model, "max_tokens": tokens, **options}
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            return f"{self.url}/v1/completions", body | {"prompt": prompt}
+        return f"{self.url}/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
 
 
 @dataclass
@@ -72,7 +71,7 @@ class RequestResult:
         return (self.last - self.first) / (self.output_tokens - 1)
 
 
-async def ask(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: str) -> None:
+async def ask(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: Content) -> None:
     """Send one request and fill its record; whatever happens, it has an end afterwards."""
     try:
         async with asyncio.timeout(target.timeout_s):
@@ -87,8 +86,9 @@ async def ask(client: httpx.AsyncClient, target: Endpoint, record: RequestResult
         record.done = time.perf_counter()
 
 
-async def _exchange(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: str) -> tuple[End, str]:
-    async with client.stream("POST", target.address, json=target.body(prompt, record.asked_tokens)) as reply:
+async def _exchange(client: httpx.AsyncClient, target: Endpoint, record: RequestResult, prompt: Content) -> tuple[End, str]:
+    address, body = target.request(prompt, record.asked_tokens)
+    async with client.stream("POST", address, json=body) as reply:
         if reply.status_code != httpx.codes.OK:
             text = " ".join((await reply.aread()).decode(errors="replace").split())
             return ("refused" if reply.status_code in _REFUSALS else "failed"), f"{reply.status_code}: {text[:200]}"
@@ -124,7 +124,7 @@ def take(event: dict[str, Any], now: float, record: RequestResult) -> str | None
     finish = None
     for choice in event.get("choices") or ():
         finish = choice.get("finish_reason") or finish
-        says = any((choice.get("delta") or {}).get(key) for key in _SAID)
+        says = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in _SAID)
         if says and record.first is None:
             record.first = now
         elif says and record.last is not None:
