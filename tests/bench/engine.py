@@ -20,6 +20,7 @@ seconds lowers its clock, by a tenth and more on some hosts.
 
     pictures  instead: ms between tokens of --streams text streams, quiet and beside clients that each ask about one new picture of
               768x768 after another, and those pictures' number a second
+    prompts   likewise beside a client that sends a prompt of 8000 tokens every second
 
 Beside it `idle`, microseconds that rank 0's device stood idle before a step (the median of those seen), and how many kernels the
 ranks compiled while they served. vLLM's and SGLang's figures for the same stand beside ours where they are known (four H200, random
@@ -66,6 +67,7 @@ PEERS = {  # decode step in ms, by model, ranks and batch: vLLM 0.26.0, SGLang 0
 }  # fmt: skip
 
 PROMPT = 1024  # tokens, of the peers' protocol
+BESIDE = (["pictures"], ["prompts"])  # --loads that are measured beside streams
 SAMPLING: dict[str, dict[str, float]] = {"greedy": {}, "default": {"temperature": 1.0, "top_k": 64, "top_p": 0.95}}
 
 
@@ -138,8 +140,27 @@ class PictureClients:
             self.done += 1
 
 
-async def beside_pictures(client: EngineClient, vocab: int, args: argparse.Namespace) -> list[Row]:
-    """ms between tokens of text streams, by how many clients show pictures, for --seconds each."""
+@dataclass
+class PromptClients:
+    """Each sends a prompt of `length` tokens every second, for one token. done: answers so far."""
+
+    client: EngineClient
+    vocab: int
+    length: int
+    done: int = 0
+
+    async def ask(self) -> None:
+        """Until cancelled."""
+        rng = random.Random(0)
+        while True:
+            second = asyncio.create_task(asyncio.sleep(1.0))
+            await one(self.client, [rng.randrange(300, self.vocab - 10) for _ in range(self.length)], SamplingParams(max_tokens=1))
+            self.done += 1
+            await second
+
+
+async def beside(client: EngineClient, load: str, vocab: int, args: argparse.Namespace) -> list[Row]:
+    """ms between tokens of text streams, by how many clients with pictures or prompts are beside them, for --seconds each."""
     times = list[float]()
 
     async def stream(seed: int) -> None:
@@ -149,9 +170,11 @@ async def beside_pictures(client: EngineClient, vocab: int, args: argparse.Names
         raise RuntimeError("a text stream ended within the measurement: --max-len is too short, or --seconds too long")
 
     streams = [asyncio.create_task(stream(seed)) for seed in range(args.streams)]
-    asking = PictureClients(client, vocab, pictures((16, 16) if args.device == "cuda" else (1, 2))[0])
+    asking: PictureClients | PromptClients = PromptClients(client, vocab, min(8000, args.max_len // 2))
+    if load == "pictures":
+        asking = PictureClients(client, vocab, pictures((16, 16) if args.device == "cuda" else (1, 2))[0])
     rows, quiet = list[Row](), 0.0
-    for clients in (0, 1, 0, 4, 0, 16):
+    for clients in (0, 1, 0, 4, 0, 16) if load == "pictures" else (0, 1):
         showing = [asyncio.create_task(asking.ask()) for _ in range(clients)]
         await asyncio.sleep(1.0)  # also the streams' prompts, and what is compiled
         shown, began = asking.done, time.monotonic()
@@ -164,12 +187,12 @@ async def beside_pictures(client: EngineClient, vocab: int, args: argparse.Names
         gaps = sorted(1e3 * (after - before) for before, after in pairwise(seen))
         quiet = quiet if clients else tpot  # streams slow down as they grow: the last one
         print(
-            f"{args.streams} streams beside {clients:2} clients: {rate:6.1f} pictures/s, TPOT {tpot:.3f} ms ({tpot / quiet:.3f} of "
+            f"{args.streams} streams beside {clients:2} clients: {rate:6.1f} {load}/s, TPOT {tpot:.3f} ms ({tpot / quiet:.3f} of "
             f"quiet), silence p99 {gaps[99 * len(gaps) // 100]:.2f} ms, at most {gaps[-1]:.2f}",
             flush=True,
         )
-        name = f"{case(args)}-beside-{clients}-picture-clients"
-        rows += [(name, "mean TPOT", tpot, "ms"), (name, "pictures", rate, "1/s")]
+        name = f"{case(args)}-beside-{clients}-clients-with-{load}"
+        rows += [(name, "mean TPOT", tpot, "ms"), (name, load, rate, "1/s")]
         await asyncio.sleep(0.5)  # answers that were given up end
     for task in streams:
         task.cancel()
@@ -193,8 +216,8 @@ async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Ro
     await client.start()
     rng = random.Random(args.seed)
     rows: list[Row] = []
-    if args.loads == ["pictures"]:
-        rows = await beside_pictures(client, vocab, args)
+    if args.loads in BESIDE:
+        rows = await beside(client, args.loads[0], vocab, args)
         await client.close()
         return rows
     await run(client, [[rng.randrange(300, vocab - 10) for _ in range(PROMPT)]], 8, args.sampling)
@@ -265,10 +288,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="of which the best counts")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=2048, help="prefill tokens a step")
-    parser.add_argument("--loads", choices=["mixed", "long", "pictures"], nargs="*", default=[], help="loads behind the batches")
-    parser.add_argument("--streams", type=int, default=16, help="text streams beside pictures")
+    loads = ["mixed", "long", "pictures", "prompts"]
+    parser.add_argument("--loads", choices=loads, nargs="*", default=[], help="loads behind the batches")
+    parser.add_argument("--streams", type=int, default=16, help="text streams beside pictures or prompts")
     parser.add_argument("--tpot-target", type=float, metavar="MS", help="of steps with decode rows")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each number of clients with pictures")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each number of clients beside them")
     parser.add_argument("--slots", type=int, default=0, help="requests that run at once; by default the largest batch")
     parser.add_argument("--sampling", choices=list(SAMPLING), default="greedy")
     parser.add_argument("--drafts", type=lambda text: "auto" if text == "auto" else int(text), default=0, help="a number, or auto")
@@ -288,7 +312,7 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         dtype="bfloat16" if args.device == "cuda" else "float32",
         load_format="dummy" if args.model.startswith("dummy:") or args.shard_of > 1 or args.drafts else "safetensors",
         mtp=mtp,
-        max_seqs=args.slots or (args.streams + 16 if args.loads == ["pictures"] else max(args.batches)[0]),
+        max_seqs=args.slots or (args.streams + 16 if args.loads in BESIDE else max(args.batches)[0]),
         max_len=args.max_len,
         prefill_budget=args.prefill_budget,
         prefix_cache=False,

@@ -14,7 +14,8 @@ from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
-from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
+from engine.rank.models.allreduce_norm import AllReduceNorm
+from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.parallel import Parallel
 from kernels.fused_allreduce_norm import AllReduceInbox
 

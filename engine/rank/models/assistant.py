@@ -18,10 +18,11 @@ from engine.geometry import Geometry
 from engine.rank.batch import RopeKey
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
+from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of, with_next_norms
-from engine.rank.models.layers import AllReduceNorm, Shard, VocabTable
+from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
 from engine.rank.sampler import Sampler

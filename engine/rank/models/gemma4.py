@@ -22,17 +22,10 @@ from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, RopeKey, SoftTokens
 from engine.rank.kv import KVCache
+from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.models.layers import (
-    AllReduceNorm,
-    Experts,
-    Mlp,
-    NormWeights,
-    Router,
-    Shard,
-    VocabTable,
-)
+from engine.rank.models.layers import Experts, Mlp, NormWeights, Router, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart

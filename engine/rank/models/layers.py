@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.geometry import Geometry, Moe, check_tp, shard_vocab, vocab_share
+from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.module import Module, empty
+from engine.rank.models.weight import Weight
 from engine.rank.parallel import Parallel
-from engine.rank.weight import Weight
-from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
+from kernels.fused_allreduce_norm import InboxPart
 from kernels.route import route, router_logits, router_parts
 
 
@@ -47,39 +48,6 @@ class NormWeights(Module):
 
     def __getitem__(self, name: str) -> Tensor:
         return vars(self)[name]
-
-
-class AllReduceNorm:
-    """Adds a layer's parts to the residual (`kernels.fused_allreduce_norm`): over inboxes, or behind an all-reduce.
-
-    keep_full_residual  every rank needs all rows of the residual, because something besides fused norms reads it
-    """
-
-    def __init__(self, parallel: Parallel, peers: AllReduceInbox | None, eps: float, *, keep_full_residual: bool = False) -> None:
-        self._parallel, self._eps, self._keep_full_residual = parallel, eps, keep_full_residual
-        self.peers = peers.begin() if peers is not None else None
-        self.ranks = parallel.size
-
-    def __call__(
-        self,
-        part: Tensor | InboxPart,
-        residual: Tensor | None,
-        post: Tensor | None,
-        next_norm: Tensor | None,
-        scalar: Tensor | None = None,
-        *,
-        halves: tuple[Tensor, Tensor] | None = None,
-        scale: float = 1.0,
-        summed: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """This rank's part [T, n], or [T, 2 n] with norms for both `halves` -> (h, x); x is h where there is no `next_norm`.
-        summed: the part is the whole sum, on every rank."""
-        peers = None if summed else self.peers
-        if not (summed or peers or isinstance(part, InboxPart)):
-            part = self._parallel.all_reduce(part)
-        norms = Norms(post, next_norm, halves)
-        h, normed = fused_allreduce_norm(part, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
-        return h, h if normed is None else normed
 
 
 class VocabTable(Module):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
+from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.assistant import Assistant
 from engine.rank.models.gemma4 import LayerStep
-from engine.rank.models.layers import AllReduceNorm
 from engine.rank.parallel import inboxes_of
 from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.step import StepBuffers

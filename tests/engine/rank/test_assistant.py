@@ -18,10 +18,10 @@ from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.builder import build
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
+from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.assistant import Assistant, OrderedHead, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.gemma4 import GEMMA4, Gemma4, LayerStep
-from engine.rank.models.layers import AllReduceNorm
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampler
 from engine.rank.step import StepBuffers

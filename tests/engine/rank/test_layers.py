@@ -7,8 +7,8 @@ from torch import nn
 from engine.geometry import read_geometry
 from engine.rank.models.layers import NormWeights, Shard
 from engine.rank.models.module import Module, empty
+from engine.rank.models.weight import Weight
 from engine.rank.parallel import Single
-from engine.rank.weight import Weight
 from engine.weight_formats import PLAIN
 from tests.conftest import Nano
 

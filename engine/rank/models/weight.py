@@ -6,20 +6,17 @@ has kernels for. Layers know no format: `engine.rank.load` puts the checkpoint's
 """
 
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.module import Module, empty
 from engine.weight_formats import WeightFormat
 from kernels.embed import embed
 from kernels.experts import experts
 from kernels.fused_allreduce_norm import InboxPart
 from kernels.linear import linear, linear_geglu, linear_gelu_mul, linear_parts, linear_send
-
-if TYPE_CHECKING:
-    from engine.rank.models.layers import AllReduceNorm
 
 
 class Weight(Module):
@@ -51,7 +48,7 @@ class Weight(Module):
         """Bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.parameters())
 
-    def forward(self, x: Tensor, allreduce_norm: "AllReduceNorm | None" = None) -> Tensor | InboxPart:
+    def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
         """x [T, n] -> x W^T [T, m]. With `allreduce_norm`, this rank's part of a row-parallel product for it: few rows go to the
         ranks' inboxes, if any; where there is one rank, they may be left in fp32 parts [parts, T, m]."""
         if allreduce_norm is None or (allreduce_norm.peers is None and allreduce_norm.ranks > 1):
