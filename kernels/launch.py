@@ -70,6 +70,7 @@ class _Launcher:
     plain: bool = False
     recorder: "Recorder | None" = None
     target: tuple[int, int] | None = None
+    processors: int = 132
 
 
 _launcher = _Launcher({})
@@ -170,20 +171,21 @@ def compiler_options(warps: int, stages: int, registers: int | None, early: bool
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; an H200's where launches are only listed, 1 on a CPU."""
+    """Streaming multiprocessors of a GPU; those of the recorder's target where launches are only listed, 1 on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 132 if device.type == "meta" else 1
+    return _launcher.processors if device.type == "meta" else 1
 
 
 @contextmanager
-def recorded(recorder: Recorder, target: tuple[int, int] | None = None) -> Iterator[None]:
+def recorded(recorder: Recorder, target: tuple[int, int] | None = None, processors: int = 132) -> Iterator[None]:
     """Inside the `with` `recorder` is told of each launch: kernel, grid, arguments. With a `target` (compute capability) none is
-    started, and wrappers called on tensors of the meta device choose kernels, tiles and grids as they would on such a GPU.
+    started, and wrappers called on tensors of the meta device choose kernels, tiles and grids as they would on such a GPU of so
+    many streaming multiprocessors, by default an H200's.
 
     A recorder inside a recorder is an error."""
     assert _launcher.recorder is None, "a recorder is active"
-    _launcher.recorder, _launcher.target = recorder, target
+    _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:
         yield
     finally:

@@ -12,10 +12,10 @@ memory for the copy out.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class Runner:
         encoders: Mapping[MediaKind, MediaEncoder] | None = None,
     ) -> None:
         device = self._device = next(iter(cache)).table.device
-        on_gpu = device.type == "cuda"
+        on_gpu = config.device == "cuda"  # or, on the meta device, as if
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         share, parallel = vocab_share(geometry.vocab, model.parallel.size), model.parallel
         ids = range(parallel.rank * share, (parallel.rank + 1) * share)
@@ -119,9 +119,9 @@ class Runner:
         self.report_stage = ReportStage(rows, device, self.pages, self.encode_stage, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
         self._prompt_rows = [rows for rows in prompt_rows if rows <= config.prefill_budget]
-        own = BACKENDS[config.attention_of("extend") or OWN[device.type].name].parts == OWN[device.type].parts
+        own = BACKENDS[config.attention_of("extend") or OWN[config.device].name].parts == OWN[config.device].parts
         self._pads_chunks = on_gpu and own
-        self.capturable = on_gpu and config.graphs
+        self.capturable = device.type == "cuda" and config.graphs
         self.graphs: StageGraphs | None = None
 
     @property
@@ -144,20 +144,33 @@ class Runner:
         """The captured decode steps of these buckets, and steps with chunks of these sizes, largest first. Every rank must call
         it."""
         graphs = StageGraphs(self._device)
-        if beside:  # no plan's chunks fit all sizes
-            self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
-        steps: list[tuple[int | MixedSizes, int]] = [
-            *product(beside, reversed(self._widths_beside)),
-            *product(sorted(sizes, reverse=True), reversed(self._widths)),
-        ]
-        for step, width in steps:
-            if width == 1 or isinstance(step, int) or step.decodes:
-                self._capture_step(graphs, step, width)
+        for step, width in self._steps(sizes, beside):
+            self._capture_step(graphs, step, width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(sizes, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
         torch.cuda.synchronize(self._device)
         return graphs
+
+    def _steps(self, sizes: Sequence[int], beside: Sequence[MixedSizes]) -> Iterator[tuple[int | MixedSizes, int]]:
+        """Sizes and widths of the steps that are captured, largest first; behind a plan of none, whose chunks fit all sizes."""
+        self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
+        for mixed, width in product(beside, reversed(self._widths_beside)):
+            if width == 1 or mixed.decodes:
+                yield mixed, width
+        yield from product(sorted(sizes, reverse=True), reversed(self._widths))
+
+    @torch.inference_mode()
+    def list_launches(self, share: int, shares: int) -> None:
+        """On the meta device: launch every `shares`-th of what `capture` does, once, and `warm` in the first share."""
+        if share == 0:
+            self.warm()
+        for sizes, width in islice(self._steps(self._buckets, self._mixed_sizes), share, None, shares):
+            state = self._launched_forward(sizes, width, self._inputs.plan)
+            for name in LARGEST_SAMPLERS:
+                self._sampled(name, self._inputs.plan, *state)
+            if self.draft_stage is not None and width > 1 and isinstance(sizes, int):
+                self.draft_stage.draft(sizes, width - 1)
 
     def _capture_step(self, graphs: StageGraphs, sizes: int | MixedSizes, width: int) -> None:
         for name in LARGEST_SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)

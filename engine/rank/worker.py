@@ -1,6 +1,6 @@
 """A rank's process: plans in, results out. `python -m engine.rank.worker '<BootArgs>'`.
 
-    boot   Configure -> geometry, group, kernel checks, model, weights -> Loaded
+    boot   Configure -> geometry, group, kernel checks, model, weights -> Loaded; beside it rank 0's node compiles (`compile_ahead`)
            Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
     loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
            one, poll its end and the plan ring together, or the device would idle after every second step
@@ -23,6 +23,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header
+from engine.rank import compile_ahead
 from engine.rank.builder import Rank, build, kv_bytes, load_rank
 from engine.rank.parallel import connect, self_check
 from engine.rank.runner import Forwarded, Runner
@@ -48,6 +49,7 @@ def boot(lifeline: Lifeline) -> Runner:
     """Takes part in the handshake, up to Ready."""
     started = time.monotonic()
     config = lifeline.configure()
+    compilers = compile_ahead.start(config) if config.device == "cuda" and lifeline.args.index == 0 else []
     rank = load(config, lifeline.args)
     weight_bytes = rank.weight_bytes
     with torch.inference_mode():
@@ -62,6 +64,7 @@ def boot(lifeline: Lifeline) -> Runner:
         runner.warm()
     if runner.capturable:
         runner.capture()
+    compile_ahead.end(compilers)
     times = measure(runner, config, rank.geometry.vocab) if config.tpot_target_ms is not None else None
     launch.ready()
     gc.collect()

@@ -1,0 +1,96 @@
+"""Compiles a rank's kernels while it loads its weights: `python -m engine.rank.compile_ahead '<CompileArgs>'`.
+
+    list     a share of what the rank will warm up and capture, its model and caches on the meta device, where tensors hold nothing
+    compile  each variant among it, into Triton's cache on disk
+
+The rank compiles itself what it does not find there yet, and waits for nobody: these processes shorten its boot, no more. Each ends
+when it is done, or with the rank.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.rank.builder import build, load_rank
+from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
+from kernels.choose import ArgmaxInbox
+from kernels.fused_allreduce_norm import AllReduceInbox
+from kernels.precompile import ListedLaunch, listed, precompile
+
+PROCESSES = 8
+_META = torch.device("meta")
+
+
+class CompileArgs(msgspec.Struct, frozen=True):
+    """Of process `share` of `shares`: for what GPU it compiles. parent: the rank's pid."""
+
+    config: EngineConfig
+    target: tuple[int, int]
+    processors: int
+    share: int
+    shares: int
+    parent: int
+
+
+class FirstOfGroup(Single):
+    """Rank 0 of a group whose other ranks do not exist, on the meta device."""
+
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]
+        """As `Parallel.inboxes`, of no memory."""
+        if self.size == 1:
+            return None
+        pointers = torch.empty(self.size, dtype=torch.int64, device=_META)
+        memory = torch.empty(AllReduceInbox.bytes(self.size, rows, width, dtype), dtype=torch.uint8, device=_META)
+        allreduce = AllReduceInbox(memory, pointers, 0, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
+        memory = torch.empty(ArgmaxInbox.bytes(self.size, rows), dtype=torch.uint8, device=_META)
+        return Inboxes(allreduce, ArgmaxInbox(memory, pointers, 0, rows, allreduce.errors))
+
+
+def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
+    """Begin to compile for the ranks of a node's GPUs, in as many processes as half of its CPUs, at most PROCESSES."""
+    processes = min(PROCESSES, (os.cpu_count() or 1) // 2)
+    target, properties = torch.cuda.get_device_capability(), torch.cuda.get_device_properties()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    started = []
+    for share in range(processes):
+        args = CompileArgs(config, target, properties.multi_processor_count, share, processes, os.getpid())
+        command = [sys.executable, "-m", "engine.rank.compile_ahead", msgspec.json.encode(args).decode()]
+        started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment))
+    return started
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """All that they compile has been launched."""
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def launches(args: CompileArgs) -> list[ListedLaunch]:
+    """Of each variant in this share of rank 0's launches the first."""
+    with listed(args.target, args.processors) as all_launches, torch.inference_mode():
+        rank = load_rank(args.config, FirstOfGroup(args.config.tp), _META, checked=False)
+        build(rank, [2 for _ in args.config.kv_groups(rank.geometry)]).list_launches(args.share, args.shares)
+    return list({launch.variant: launch for launch in reversed(all_launches)}.values())[::-1]
+
+
+def main() -> None:
+    """Compile a share; each process begins elsewhere, since many variants are in several shares."""
+    args = msgspec.json.decode(sys.argv[1], type=CompileArgs)
+    signal.alarm(int(args.config.boot_timeout_s))
+    variants = launches(args)
+    first = len(variants) * args.share // args.shares
+    for launch in variants[first:] + variants[:first]:
+        if os.getppid() != args.parent:
+            return
+        precompile(launch, args.target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What is compiled beside a rank that loads: all that it launches before it is ready, over processes that end with it."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig, engine_config
+from engine.rank import compile_ahead
+from engine.rank.compile_ahead import CompileArgs, launches
+from kernels.precompile import ListedLaunch
+from tests.nano.random_models import model_folder
+from tests.support.engine import drafters
+
+pytestmark = pytest.mark.cpu
+
+TARGET, SHARES = (9, 0), 3
+
+
+def config(member: str, folder: Path, tp: int = 1) -> EngineConfig:
+    """Of four sequences with up to two drafts."""
+    model = model_folder(f"random:{member}")
+    mtp = {"model": str(drafters.write(model, folder)), "drafts": 2}
+    sizes = {"max_seqs": 4, "max_len": 2048, "prefill_budget": 64}
+    return engine_config(model=str(model), tp=tp, device="cuda", dtype="bfloat16", load_format="dummy", mtp=mtp, **sizes)
+
+
+def args(config: EngineConfig, share: int = 0, shares: int = 1, parent: int = 0) -> CompileArgs:
+    return CompileArgs(config, TARGET, 132, share, shares, parent)
+
+
+@pytest.mark.parametrize(("member", "tp"), [("31b", 2), ("26b-a4b", 1), ("e2b", 1)])
+def test_shares_have_all_that_a_rank_launches(member: str, tp: int, tmp_path: Path) -> None:
+    """Together they list the variants of the whole, each once a share; decode steps, prefills, samplers, drafts, sums over ranks
+    and encoders among them. Planted fault: without one share some are missing."""
+    asked = config(member, tmp_path, tp)
+    whole = {launch.variant for launch in launches(args(asked))}
+    listed = [[launch.variant for launch in launches(args(asked, share, SHARES))] for share in range(SHARES)]
+    assert all(len(share) == len(set(share)) for share in listed)
+    assert set().union(*listed) == whole
+    assert not set().union(*listed[1:]) >= whole
+    listed_once = launches(args(asked))
+    names = {launch.kernel for launch in listed_once}
+    assert {"_gemv", "_gemm", "decode_kernel", "verify_kernel", "_extend", "_choose", "_accept", "_admit", "_attend"} <= names
+    assert (2 in {launch.constexprs.get("SIZE") for launch in listed_once}) == (tp == 2)
+
+
+def test_each_process_compiles_its_share_while_the_rank_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, each process from another place on; nothing once the rank is gone."""
+    compiled: list[ListedLaunch] = []
+    monkeypatch.setattr(compile_ahead, "precompile", lambda launch, target: compiled.append(launch))
+    asked = config("31b", tmp_path)
+
+    def run(share: int, parent: int) -> list[object]:
+        compiled.clear()
+        encoded = msgspec.json.encode(args(asked, share, SHARES, parent)).decode()
+        monkeypatch.setattr("sys.argv", ["compile_ahead", encoded])
+        compile_ahead.main()
+        return [launch.variant for launch in compiled]
+
+    monkeypatch.setattr("signal.alarm", lambda seconds: None)
+    for share in range(SHARES):
+        expected = [launch.variant for launch in launches(args(asked, share, SHARES))]
+        first = len(expected) * share // SHARES
+        assert run(share, os.getppid()) == expected[first:] + expected[:first]
+    assert run(0, os.getppid() + 1) == []
