@@ -54,7 +54,7 @@ class FirstOfGroup(Single):
 
 def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
     """Begin to compile for the ranks of a node's GPUs, in as many processes as half of its CPUs, at most PROCESSES."""
-    processes = min(PROCESSES, (os.cpu_count() or 1) // 2)
+    processes = min(PROCESSES, len(os.sched_getaffinity(0)) // 2)
     target, properties = torch.cuda.get_device_capability(), torch.cuda.get_device_properties()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = []
