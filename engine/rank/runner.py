@@ -165,12 +165,9 @@ class Runner:
         """On the meta device: launch every `shares`-th of what `capture` does, once, and `warm` in the first share."""
         if share == 0:
             self.warm()
-        for sizes, width in islice(self._steps(self._buckets, self._mixed_sizes), share, None, shares):
-            state = self._launched_forward(sizes, width, self._inputs.plan)
-            for name in LARGEST_SAMPLERS:
-                self._sampled(name, self._inputs.plan, *state)
-            if self.draft_stage is not None and width > 1 and isinstance(sizes, int):
-                self.draft_stage.draft(sizes, width - 1)
+        steps = self._steps(self._buckets, self._mixed_sizes)
+        for (sizes, width), name in product(islice(steps, share, None, shares), LARGEST_SAMPLERS):
+            self.repeat(sizes, name, width)
 
     def _capture_step(self, graphs: StageGraphs, sizes: int | MixedSizes, width: int) -> None:
         for name in LARGEST_SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
