@@ -61,7 +61,7 @@ def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None,
             name = default.name
         names.append(name)
     decode, extend = names
-    if default is None or architecture is None:
+    if default is None:
         return AttentionChoice(decode, extend, f"{platform.gpu}; as the settings ask" if architecture else platform.gpu)
     if passed:
         return AttentionChoice(decode, extend, passed[0].reason, passed[0].advice)

@@ -45,15 +45,14 @@ def probe(visible: str | None = None) -> Capability:
     return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 
 
-def check_group(capability: Capability, tp: int) -> tuple[Gpu, ...]:
-    """The GPUs of a group of `tp` ranks: the first ones visible. ConfigError when they are too few, or differ."""
+def check_group(capability: Capability, tp: int) -> None:
+    """ConfigError when the GPUs of a group of `tp` ranks, which are the first ones visible, are too few, or differ."""
     if tp > len(capability.gpus):
         raise ConfigError(f"tp {tp} needs {tp} GPUs on one node; this one shows {len(capability.gpus)} (CPU: device: cpu)")
     gpus = capability.gpus[:tp]
     odd = next((gpu for gpu in gpus if (gpu.name, gpu.capability) != (gpus[0].name, gpus[0].capability)), None)
     if odd is not None:
         raise ConfigError(f"the GPUs of a group must agree: GPU {gpus[0].index} is {gpus[0].name}, GPU {odd.index} is {odd.name}")
-    return gpus
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], named: str | None) -> tuple[Gpu, ...]:
@@ -82,19 +81,16 @@ def node_gpus() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()  # no driver, or one that does not answer: nothing here could run on a GPU
     try:
-        return tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(
+            Gpu(
+                index=index,
+                name=str(pynvml.nvmlDeviceGetName(handle)),
+                uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+                capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                memory=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for index, handle in enumerate(handles)
+        )
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu(index: int) -> Gpu:
-    import pynvml
-
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return Gpu(
-        index=index,
-        name=str(pynvml.nvmlDeviceGetName(handle)),
-        uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        memory=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-    )

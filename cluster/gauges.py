@@ -26,17 +26,16 @@ def processes(
     """Figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
     names = [*map(str, range(len(statuses) - 1)), "core"]
     stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
-    return tuple(map(_figures, names, statuses, up, stalled_s))
-
-
-def _figures(name: str, status: RankStatus, up: bool, stall_s: float) -> ProcessFigures:
-    return ProcessFigures(
-        name=name,
-        up=up,
-        stall_s=max(0.0, stall_s),
-        step_s=status.step_us / 1e6,
-        busy_s=status.busy_us / 1e6,
-        idle_s=status.idle_us / 1e6,
-        late_compilations=status.late_compilations,
-        encoder_s=status.encoder.us / 1e6,
+    return tuple(
+        ProcessFigures(
+            name=name,
+            up=running,
+            stall_s=max(0.0, stall_s),
+            step_s=status.step_us / 1e6,
+            busy_s=status.busy_us / 1e6,
+            idle_s=status.idle_us / 1e6,
+            late_compilations=status.late_compilations,
+            encoder_s=status.encoder.us / 1e6,
+        )
+        for name, status, running, stall_s in zip(names, statuses, up, stalled_s, strict=True)
     )

@@ -85,12 +85,23 @@ class Group:
         return group
 
     def _spawn(self, shared: Mapping[str, int], core: socket.socket, command: Command) -> None:
-        spin = spin_polls(self.config.tp, len(os.sched_getaffinity(0)))
-        for index in range(self.config.tp + 1):
+        tp = self.config.tp
+        files: dict[str, Any] = {**shared, "store": f"/proc/self/fd/{shared['store']}"}
+        for index in range(tp + 1):
+            is_core = index == tp
             parent_end, child_end = socket.socketpair()
             with child_end:
-                args = _boot_args(index, self.config.tp, shared, core.fileno(), child_end.fileno(), spin)
-                inherited = [args.lifeline, *shared.values(), *([args.front] if args.role == "core" else [])]
+                args = BootArgs(
+                    role="core" if is_core else "rank",
+                    index=0 if is_core else index,
+                    tp=tp,
+                    parent=os.getpid(),
+                    lifeline=child_end.fileno(),
+                    front=core.fileno() if is_core else -1,
+                    spin=spin_polls(tp, len(os.sched_getaffinity(0))),
+                    **files,
+                )
+                inherited = [args.lifeline, *shared.values(), *([args.front] if is_core else [])]
                 try:
                     child = children.spawn(args, parent_end, inherited, self.config.device, command)
                 except BaseException:
@@ -130,9 +141,9 @@ class Group:
             logger.warning("self-check: %s", sentence)
 
     @property
-    def pidfds(self) -> Mapping[str, int]:
-        """A pollable descriptor of each child, by its name; valid until the group is killed or closed."""
-        return {child.name: child.pidfd for child in self.children if child.pidfd >= 0}
+    def pidfds(self) -> list[int]:
+        """A pollable descriptor of each child; valid until the group is killed or closed."""
+        return [child.pidfd for child in self.children]
 
     def status(self) -> list[RankStatus]:
         """The records of the ranks and, last, of the core; after the end, the last ones."""
@@ -208,26 +219,12 @@ def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
         "reduce": REDUCE_BYTES,
         "store": 0,
     }
-    with contextlib.ExitStack() as stack:
-        made = {name: create_shared(f"quartet-{name}", size) for name, size in sizes.items()}
-        for fd in made.values():
-            stack.callback(os.close, fd)
-        yield made
-
-
-def _boot_args(index: int, tp: int, shared: Mapping[str, int], front: int, lifeline: int, spin: int) -> BootArgs:
-    core = index == tp
-    files: dict[str, Any] = {**shared, "store": f"/proc/self/fd/{shared['store']}"}
-    return BootArgs(
-        role="core" if core else "rank",
-        index=0 if core else index,
-        tp=tp,
-        parent=os.getpid(),
-        lifeline=lifeline,
-        front=front if core else -1,
-        spin=spin,
-        **files,
-    )
+    descriptors = {name: create_shared(f"quartet-{name}", size) for name, size in sizes.items()}
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
 def _unmap(memory: memoryview) -> None:

@@ -161,30 +161,28 @@ class Watcher:
         self._raylet_fd = -1
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._looked_ns = self._since_ns = 0
 
     def start(self) -> None:
         """Start to watch; call it on the event loop that is to watch."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
-        for fd in self.group.pidfds.values():
+        for fd in self.group.pidfds:
             self._read(fd, self._ended)
-        if self.raylet is not None and not self._watch_raylet(self.raylet):
-            return
         self._timer = self._loop.call_later(PERIOD_S, self._look)
+        if self.raylet is not None:
+            self._watch_raylet(self.raylet)
 
     def _read(self, fd: int, callback: Callable[[], None]) -> None:
         self._loop.add_reader(fd, callback)
         self._readers.append(fd)
 
-    def _watch_raylet(self, pid: int) -> bool:
+    def _watch_raylet(self, pid: int) -> None:
         try:
             self._raylet_fd = os.pidfd_open(pid)
         except ProcessLookupError:
             self._loop.call_soon(self._die, Death("raylet", "the raylet is gone"))
-            return False
-        self._read(self._raylet_fd, lambda: self._die(Death("raylet", "the raylet ended")))
-        return True
+        else:
+            self._read(self._raylet_fd, lambda: self._die(Death("raylet", "the raylet ended")))
 
     def _ended(self) -> None:
         """A child has ended. Unless by a signal, it may only have lost a peer: wait for the others to report."""
@@ -206,11 +204,9 @@ class Watcher:
         if now - self._looked_ns > (PERIOD_S + self.group.config.heartbeat_timeout_s / 2) * _NS:
             self._since_ns = now  # this process itself did not run: ages do not count from before that
         self._looked_ns = now
-        death = self._verdict(1.0)
-        if death is not None:
-            self._die(death)
-            return
         self._timer = self._loop.call_later(PERIOD_S, self._look)
+        if death := self._verdict(1.0):
+            self._die(death)
 
     def _verdict(self, share: float) -> Death | None:
         """The verdict now, with the bounds times `share`."""
