@@ -47,8 +47,7 @@ def _success(source: Family, labels: Mapping[str, str]) -> Family:
     family = Family(name.removesuffix("_total"), "As quartet_requests_total, by vLLM's reasons.", "counter")
     sums = dict.fromkeys(_REASONS.values(), 0.0)
     for sample in source.samples:
-        reason = _REASONS.get(sample.labels["outcome"])
-        if reason is not None:
+        if reason := _REASONS.get(sample.labels["outcome"]):
             sums[reason] += sample.value
     for reason, value in sums.items():
         family.add_sample(name, {**labels, "finished_reason": reason}, value)

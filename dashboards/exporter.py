@@ -13,26 +13,25 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
 from dashboards.aliases import aliases
 from dashboards.derived import Derivation, Derived
 from dashboards.metrics import ENGINE, RETIRED, Metric
-from dashboards.series import FastHistogram, Series
+from dashboards.series import Counts, FastHistogram, Series
 from engine.errors import ConfigError
 from engine.events import EngineFailed, Event, ScrapeGauges, Tokens
 
 _MOST_SERIES = 256  # of a row whose labels are free, such as the holders of API keys; those that come later share one
 _NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
 
-Counts = dict[tuple[str, tuple[str, ...]], float]  # (row, label values) -> value
 Read = Callable[[Any], Any]
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class Facts:
 
 
 class Exporter(Collector):
-    """A sink of events with its own registry; `serve` opens the port, `close` gives it back.
+    """A sink of events that Prometheus can scrape; `serve` opens the port, `close` gives it back.
 
     read_gauges  called at each scrape, from the scrape's own thread
     """
@@ -64,7 +63,6 @@ class Exporter(Collector):
     def __init__(self, facts: Facts, read_gauges: Callable[[], ScrapeGauges] = ScrapeGauges) -> None:
         self.facts = facts
         self.read_gauges = read_gauges
-        self.registry = CollectorRegistry(auto_describe=False)
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
         self._metrics: list[Series | FastHistogram] = []
         self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class
@@ -72,9 +70,7 @@ class Exporter(Collector):
         for row in ENGINE:
             self._add(row)
         self._scraping = threading.Lock()
-        self._server: WSGIServer | None = None
-        self._thread: threading.Thread | None = None
-        self.registry.register(self)
+        self._cleanup = ExitStack()
 
     def _add(self, row: Metric) -> None:
         origin, _, field = row.source.partition(".")
@@ -128,10 +124,6 @@ class Exporter(Collector):
         if self.facts.aliases:
             yield from aliases(families, self.facts.model_name)
 
-    def text(self) -> str:
-        """What a scrape gets."""
-        return generate_latest(self.registry).decode()
-
     def counts(self) -> Counts:
         """Every counter's value now, but those of single ranks: what discovery keeps when the group has gone."""
         with self._scraping:
@@ -141,22 +133,21 @@ class Exporter(Collector):
 
     def serve(self, host: str, port: int) -> str:
         """Open the port (0: a free one) in a thread; returns the URL. ConfigError when it is taken."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
+            server, thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
             raise ConfigError(f"metrics: cannot listen on {host}:{port}: {error.strerror}") from error
-        url = f"http://{host}:{self._server.server_port}/metrics"
+        for step in (thread.join, server.server_close, server.shutdown):  # the last one is called first
+            self._cleanup.callback(step)
+        url = f"http://{host}:{server.server_port}/metrics"
         logger.info("metrics on %s", url)
         return url
 
     def close(self) -> None:
         """Give the port back; idempotent."""
-        if self._server is None or self._thread is None:
-            return
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-        self._server = None
+        self._cleanup.close()
 
 
 def _labels(row: Metric) -> Read:

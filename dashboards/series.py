@@ -13,6 +13,8 @@ from prometheus_client.utils import floatToGoString
 
 from dashboards.metrics import LABEL_VALUES, Metric
 
+Counts = dict[tuple[str, tuple[str, ...]], float]  # (counter, label values) -> value
+
 
 class Series:
     """A counter or gauge: `values` holds a figure for each combination of label values, known ones at zero from the start."""

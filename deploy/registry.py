@@ -14,7 +14,8 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from dashboards.discovery import Counts, DiscoveryServer, HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.discovery import DiscoveryServer, HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.series import Counts
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 

@@ -1,7 +1,9 @@
-"""Exporters for tests: their labels, one request as events, and an exporter that has received given events."""
+"""Exporters for tests: their labels, one request as events, an exporter that has received given events, and its text."""
 
 from dataclasses import replace
 from typing import Any
+
+from prometheus_client import generate_latest
 
 from dashboards.exporter import Exporter, Facts
 from engine.events import Event, FirstToken, RequestFinished, RequestStarted, Scheduled, Tokens
@@ -37,3 +39,8 @@ def exporter_after(*events: Event, **facts: Any) -> Exporter:
     for event in events:
         exporter(event)
     return exporter
+
+
+def scraped(exporter: Exporter) -> str:
+    """What a scrape gets."""
+    return generate_latest(exporter).decode()
