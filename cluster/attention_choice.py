@@ -13,7 +13,7 @@ a fleet may differ. A setting that asks for what cannot be is a ConfigError with
 
 from dataclasses import dataclass
 
-from engine.attention import BACKENDS, wrong_device
+from engine.attention import BACKENDS, OWN
 from engine.attention.backend_entry import ROW_KINDS, BackendEntry, Obstacle, Platform, RowKind
 from engine.attention.flashinfer_files import FlashInferFiles
 from engine.config import AttentionName, EngineConfig
@@ -74,8 +74,9 @@ def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
         if not obstacle.by_default:
             advice = f" ({obstacle.advice})" if obstacle.advice else ""
             raise ConfigError(f"attention_{kind}: {entry.name}: {obstacle.reason}{advice}")
-    if wrong := wrong_device(entry, platform.device):
-        raise ConfigError(f"attention_{kind}: {wrong}")
+    if entry.device != platform.device:
+        why = "runs on the CPU; on a GPU" if entry.device == "cpu" else "needs a GPU; this engine runs on the CPU, where"
+        raise ConfigError(f"attention_{kind}: {entry.name} {why} {OWN[platform.device].name} is the backend")
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
