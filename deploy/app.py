@@ -134,13 +134,11 @@ class Quartet:
         reading = loop.run_in_executor(None, read_text, Path(config.model), template)
         try:
             self._group = await booting
-        except BaseException:
-            reading.cancel()
-            raise
-        try:
             await self._open(self._group, config, *await reading)
         except BaseException:
-            self._group.kill()
+            reading.cancel()
+            if self._group is not None:
+                self._group.kill()
             raise
         logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
 
@@ -149,7 +147,6 @@ class Quartet:
         folder = Path(config.model)
         replica = serve.get_replica_context()
         chosen = group.attention.name
-        tp = str(settings.tp)
         self._exporter = Exporter(exporter_facts(settings, config, chosen))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
@@ -171,7 +168,7 @@ class Quartet:
             thinking=settings.thinking,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
-            fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen, text.template or ""),
+            fingerprint=fingerprint(folder, settings.build, str(settings.tp), config.dtype, chosen, text.template or ""),
         )
         self._service = Service(
             served,

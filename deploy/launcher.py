@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.capability import node_gpus, visible_gpus
+from cluster.capability import probe
+from cluster.children import python_path
 from deploy import environment
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, guard_limits
 from deploy.edge.keys.key_file import parse, read
@@ -34,7 +34,6 @@ from deploy.processes import adopt_orphans, command_line, descendants, is_ray_se
 from deploy.settings import Settings
 from engine.errors import EngineDead
 
-ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.1
 ROUTED_S = 60.0  # HAProxy learns of a replica within a few seconds
 _OWNER = "launcher.pid"
@@ -76,7 +75,7 @@ class Launch:
         ingress_errors.write(self.folder)
         adopt_orphans()
         environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ["PYTHONPATH"] = python_path(os.environ)
         self._guard()
         self._init_ray()
         self._deploy()
@@ -93,10 +92,9 @@ class Launch:
 
     def _check_here(self) -> None:
         """Before Ray is up: the keys can be read, and it can only count what is in this machine."""
-        gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
-        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
+        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
 
     def _init_ray(self) -> None:
         import ray
@@ -231,10 +229,12 @@ def _sweep() -> None:
 
 def _shut_ray() -> None:
     import ray
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
     if not ray.is_initialized():
         return
-    _silence_workers()
+    for name, _ in list(global_worker_stdstream_dispatcher.handlers):  # from here on workers only report each other's end
+        global_worker_stdstream_dispatcher.remove_handler(name)
     with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
         _shut_serve()
     ray.shutdown()
@@ -252,14 +252,6 @@ def _shut_serve() -> None:
         time.sleep(_POLL_S)
 
 
-def _silence_workers() -> None:
-    """From here on workers only report each other's end."""
-    from ray._private.ray_logging import global_worker_stdstream_dispatcher
-
-    for name, _ in list(global_worker_stdstream_dispatcher.handlers):
-        global_worker_stdstream_dispatcher.remove_handler(name)
-
-
 def _last_words(status: Any) -> str:
     """The last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
     messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
@@ -274,8 +266,8 @@ def _all_routed() -> bool:
 
     if (admins := environment.haproxy_sockets(os.environ)) is None:
         return True
-    deployments = [status.deployments.values() for status in serve.status().applications.values()]
-    running = sum(any(one.replica_states.get("RUNNING") for one in statuses) for statuses in deployments)
+    deployments = [application.deployments.values() for application in serve.status().applications.values()]
+    running = sum(any(status.replica_states.get("RUNNING") for status in statuses) for statuses in deployments)
     return any(routed(admin) >= running for admin in admins)
 
 
@@ -283,5 +275,5 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - our own http address
             return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:  # urllib's own errors, too
         return False

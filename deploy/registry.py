@@ -56,7 +56,7 @@ class RayRegistryClient:
 
     def url(self) -> str:
         """Its address; raises RayError when it cannot be started."""
-        return str(ray.get(self._reach().url.remote(), timeout=_START_TIMEOUT_S))
+        return str(self._ask("url", _START_TIMEOUT_S))
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
         """As ReplicaRegistry.heartbeat."""
@@ -93,7 +93,6 @@ class HeartbeatSender:
     counts: Callable[[], Counts]
     on_url: Callable[[str], None]
     period_s: float = PERIOD_S
-    _complained: bool = False
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -101,7 +100,7 @@ class HeartbeatSender:
         self._thread.start()
 
     def _run(self) -> None:
-        known = False
+        known = complained = False
         while True:
             try:
                 if not known:
@@ -111,16 +110,13 @@ class HeartbeatSender:
                     if not self._over.is_set():
                         logger.error("discovery has given this replica up: Prometheus does not see it any more")
                     return
-                self._complained = False
+                complained = False
             except RayError as error:
-                self._complain(error)
+                if not complained and not self._over.is_set():
+                    logger.warning("discovery does not answer (%s); Prometheus may not see this replica", type(error).__name__)
+                complained = True
             if self._over.wait(self.period_s):
                 return
-
-    def _complain(self, error: RayError) -> None:
-        if not self._complained and not self._over.is_set():
-            logger.warning("discovery does not answer (%s); Prometheus may not see this replica", type(error).__name__)
-        self._complained = True
 
     def deregister(self, cause: str | None) -> None:
         """The last word: the end's cause (None: in order), and the last counts. Blocks for half a second at most; once."""

@@ -48,23 +48,21 @@ def run(args: argparse.Namespace) -> int:
     check_schema(config, source)
     check_policies(config, source)
     app = application(config, source)
+    http = config.get("http_options") or {}
     try:
-        notes = list(all_notes(app, config.get("http_options") or {}, settings))
+        notes = [
+            *deployment_notes(app, settings),
+            *model_notes(settings),
+            *template_notes(settings),
+            *key_notes(http, settings),
+            *time_notes(app, http, settings),
+        ]
     except (ConfigError, CheckpointError) as error:
         raise ConfigError(f"{source}: {error}") from error
     entry = {"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes}
     lines = [f"{source}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
     emit({"config": source, "applications": [entry]}, lines, as_json=args.json)
     return OK
-
-
-def all_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """What the operator should know of an application. ConfigError, CheckpointError: it cannot be deployed."""
-    yield from deployment_notes(app, settings)
-    yield from model_notes(settings)
-    yield from template_notes(settings)
-    yield from key_notes(http, settings)
-    yield from time_notes(app, http, settings)
 
 
 def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:

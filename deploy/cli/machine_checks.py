@@ -15,18 +15,18 @@ from itertools import combinations
 from pathlib import Path
 
 from cluster.attention_choice import choose_attention
-from cluster.capability import Capability, Gpu
+from cluster.capability import Capability
+from cluster.children import ROOT
 from deploy import environment
 from deploy.cli.finding import Finding, State, checked
 from deploy.cli.sizing import folder_here
-from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
 from deploy.nodes import check_nodes
 from deploy.ports import HAPROXY_PORTS, check_port
-from deploy.settings import Settings, read_config, read_settings
+from deploy.settings import Settings
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import Platform
-from engine.attention.flashinfer_files import FlashInferFiles, installed
+from engine.attention.flashinfer_files import installed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.front.text import template_source
@@ -55,7 +55,7 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
         requirement = Requirement(text)
         name = requirement.name
         supported = requirement.specifier
-        version = installed(requirement.name)
+        version = installed(name)
         good = version is not None and supported.contains(version, prereleases=True)
         if name in NAMED or not good:
             state = f"{version or 'not installed'} (supported: {supported})"
@@ -72,7 +72,9 @@ def devices(node: Capability) -> Iterator[Finding]:
     if not node.gpus:
         yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
         return
-    kinds = sorted({_kind(gpu) for gpu in node.gpus})
+    kinds = sorted(
+        {f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]}, {gpu.memory / 2**30:.0f} GiB)" for gpu in node.gpus}
+    )
     advice = "the GPUs of a group must agree: choose with CUDA_VISIBLE_DEVICES"
     yield checked("gpus", len(kinds) == 1, f"{len(node.gpus)} x {' and '.join(kinds)}", advice)
     torch = installed("torch") or ""
@@ -81,23 +83,19 @@ def devices(node: Capability) -> Iterator[Finding]:
     yield links([gpu.index for gpu in node.gpus])
 
 
-def attention(node: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
-    """Which attention backend runs here, or on a GPU of compute capability `asked`, and why; with the settings of config `path`."""
+def attention(node: Capability, settings: Settings, asked: tuple[int, int] | None) -> Iterator[Finding]:
+    """Which attention backend runs here with `settings`, or on a GPU of compute capability `asked`, and why."""
     architecture = asked or node.architecture
-    settings = read_settings(read_config(path), str(path)) if path else Settings(model="any")
-    yield _attention(settings, architecture if settings.needs_gpus or asked else None, node.flashinfer)
+    chosen_for = architecture if settings.needs_gpus or asked else None
+    try:
+        engine = EngineConfig(model="", device="cuda" if chosen_for else "cpu", **settings.engine)
+        choice = choose_attention(engine, chosen_for, node.flashinfer)
+        yield checked("attention", not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
+    except ConfigError as error:
+        yield Finding("attention", "fail", str(error))
     for entry in BACKENDS.values():
         if package := entry.package(Platform(architecture, node.flashinfer)):
             yield checked(*package)
-
-
-def _attention(settings: Settings, architecture: tuple[int, int] | None, files: FlashInferFiles) -> Finding:
-    try:
-        config = EngineConfig(model="", device="cuda" if architecture else "cpu", **settings.engine)
-        choice = choose_attention(config, architecture, files)
-    except ConfigError as error:
-        return Finding("attention", "fail", str(error))
-    return checked("attention", not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
 
 
 def kernels() -> Finding:
@@ -113,10 +111,6 @@ def kernels() -> Finding:
         wrong = failures(CHECKS, device, torch.bfloat16)
     verdict = "; ".join(wrong) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
     return checked("kernel checks", not wrong, verdict, "no rank starts on such a GPU: please report it", "fail")
-
-
-def _kind(gpu: Gpu) -> str:
-    return f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]}, {gpu.memory / 2**30:.0f} GiB)"
 
 
 def links(indices: list[int]) -> Finding:
@@ -224,29 +218,27 @@ def hub() -> Iterator[Finding]:
     yield checked("hub cache", free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
 
 
-def templates(path: Path) -> Iterator[Finding]:
-    """Which chat template the config's application would use, where it is on this machine."""
-    settings = read_settings(read_config(path), str(path))
+def templates(settings: Settings) -> Iterator[Finding]:
+    """Which chat template an application would use, where it is on this machine: is it one that Google has corrected?"""
     name = f"template of {settings.name}"
     instead = Path(settings.chat_template) if settings.chat_template else None
     if instead is not None and not instead.is_file():
         yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
     elif (folder := folder_here(settings)) is not None and (source := template_source(folder, instead)) is not None:
-        yield template(name, source)
+        origins = {
+            "corrected": f"Google's, of {CORRECTED} or later",
+            "older": f"Google's, from before {CORRECTED}",
+            None: "not Google's",
+        }
+        advice = "tool loops go wrong with it: fetch the model's chat_template.jinja again, or name another file as chat_template"
+        kind = edition(source)
+        yield checked(name, kind != "older", origins[kind], advice)
 
 
-def template(name: str, source: str) -> Finding:
-    """Whether a chat template is the one that Google has corrected."""
-    of = {"corrected": f"Google's, of {CORRECTED} or later", "older": f"Google's, from before {CORRECTED}", None: "not Google's"}
-    advice = "tool loops go wrong with it: fetch the model's chat_template.jinja again, or name another file as chat_template"
-    kind = edition(source)
-    return checked(name, kind != "older", of[kind], advice)
-
-
-def config(path: Path, gpus: int, *, asked: bool) -> Finding:
-    """Whether this machine alone could hold what `path` asks for. `asked`: it was named, so a no is a failure."""
+def config(name: str, settings: Settings, gpus: int, *, asked: bool) -> Finding:
+    """Whether this machine alone could hold what a config asks for. `asked`: it was named, so a no is a failure."""
     try:
-        check_nodes(read_settings(read_config(path), str(path)), [{"Alive": True, "Resources": {"GPU": gpus}}])
+        check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])
     except ConfigError as error:
-        return Finding(path.name, "fail" if asked else "warn", str(error))
-    return Finding(path.name, "ok", "fits this machine's GPUs")
+        return Finding(name, "fail" if asked else "warn", str(error))
+    return Finding(name, "ok", "fits this machine's GPUs")
