@@ -60,16 +60,12 @@ def visible_gpus(gpus: tuple[Gpu, ...], named: str | None) -> tuple[Gpu, ...]:
     if named is None:
         return gpus
     shown: list[Gpu] = []
-    for entry in named.split(","):
-        matches = [gpu for gpu in gpus if _matches(gpu, entry.strip())]
+    for entry in map(str.strip, named.split(",")):
+        matches = [gpu for gpu in gpus if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))]
         if len(matches) != 1 or matches[0] in shown:
             break
         shown += matches
     return tuple(shown)
-
-
-def _matches(gpu: Gpu, entry: str) -> bool:
-    return entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
 
 
 def node_gpus() -> tuple[Gpu, ...]:

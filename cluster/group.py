@@ -118,7 +118,9 @@ class Group:
         self._note_longest()
         handshake.send(Allocate(self.pages))
         ready = handshake.gather(ranks, Ready)
-        self._note_fallbacks(ready[0].fallbacks)
+        self.attention = dataclasses.replace(self.attention, fallbacks=ready[0].fallbacks)  # every rank leaves the same out
+        for sentence in self.attention.fallbacks:
+            logger.warning("self-check: %s", sentence)
         core = self.children[self.config.tp]
         measured = [message.step_times for message in ready if message.step_times is not None]
         self.step_times = slowest(measured) if measured else None
@@ -133,12 +135,6 @@ class Group:
         longest = longest_sequence(groups, self.pages)
         if longest < self.config.max_len:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
-
-    def _note_fallbacks(self, fallbacks: tuple[str, ...]) -> None:
-        """Note and log what every rank leaves out, as rank 0 reports it."""
-        self.attention = dataclasses.replace(self.attention, fallbacks=fallbacks)
-        for sentence in fallbacks:
-            logger.warning("self-check: %s", sentence)
 
     @property
     def pidfds(self) -> list[int]:
@@ -190,7 +186,10 @@ class Group:
             self._last = self._read()
             left = children.kill(self.children)
             self.front_socket.close()
-            _unmap(self._memory)
+            mapped = self._memory.obj
+            assert isinstance(mapped, mmap.mmap), type(mapped)
+            self._memory.release()
+            mapped.close()
         if left:
             logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(left))
 
@@ -225,10 +224,3 @@ def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
-
-
-def _unmap(memory: memoryview) -> None:
-    mapped = memory.obj
-    assert isinstance(mapped, mmap.mmap), type(mapped)
-    memory.release()
-    mapped.close()
