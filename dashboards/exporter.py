@@ -41,16 +41,16 @@ logger = logging.getLogger(__name__)
 class Facts:
     """What the exporter is told of its group. Objectives and bounds in seconds; `aliases`: vLLM's names too."""
 
-    model_name: str = ""
-    build: str = ""
-    attention: str = ""
-    tp: int = 1
-    slots: int = 0
-    page_tokens: int = 0
-    step_bound_s: float = 0.0
-    ttft_objective_s: float = 1.0
-    tpot_objective_s: float = 0.05
-    aliases: bool = True
+    model_name: str
+    build: str
+    attention: str
+    tp: int
+    slots: int
+    page_tokens: int
+    step_bound_s: float
+    ttft_objective_s: float
+    tpot_objective_s: float
+    aliases: bool
     up: int = 1
 
 

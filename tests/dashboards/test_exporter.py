@@ -150,10 +150,11 @@ def faults_of(row: Metric) -> list[str]:
     """What is wrong with the source of a row."""
     origin, _, field = row.source.partition(".")
     kind = (EVENT_TYPES | SCRAPED).get(origin)
+    if kind is None:
+        return [row.source]
     named = {"group", "rank"} if origin in ("pools", "processes") else set()
-    return [row.source] if kind is None or (field and not hasattr(kind, field)) else [
-        label for label in row.labels if label not in named and not (hasattr(kind, label) or label in kind.__annotations__)
-    ]  # fmt: skip
+    needed = {*row.labels} - named | {*filter(None, [field])}
+    return [name for name in needed if not (hasattr(kind, name) or name in kind.__annotations__)]
 
 
 def test_every_source_is_a_field_of_what_happens() -> None:

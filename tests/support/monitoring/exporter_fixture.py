@@ -11,7 +11,18 @@ from engine.protocol import PoolLoad
 from tests.support.engine.load_figures import pool
 
 MODEL = "google/gemma-4-31B-it"
-FACTS = Facts(MODEL, "1", "reference", tp=4)
+FACTS = Facts(
+    model_name=MODEL,
+    build="1",
+    attention="reference",
+    tp=4,
+    slots=0,
+    page_tokens=0,
+    step_bound_s=0.0,
+    ttft_objective_s=1.0,
+    tpot_objective_s=0.05,
+    aliases=True,
+)
 
 
 def begun(request: int, prompt: int, queue_s: float, ttft_s: float) -> list[Event]:
