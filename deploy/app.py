@@ -191,10 +191,11 @@ class Quartet:
 
     def _start_heartbeats(self, metrics: str) -> HeartbeatSender | None:
         """Have Prometheus find the exporter at `metrics`."""
-        if not self._settings.metrics.discovery.enabled:
+        discovery = self._settings.metrics.discovery
+        if not discovery.enabled:
             return None
         target = target_here(self._settings.name, metrics)
-        registry = RayRegistryClient(self._settings.metrics.discovery)
+        registry = RayRegistryClient(discovery)
         return HeartbeatSender(registry, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:

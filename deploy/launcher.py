@@ -103,7 +103,6 @@ class Launch:
             address="local",
             namespace="serve",
             include_dashboard=False,
-            log_to_driver=True,
             logging_level="warning",
             _temp_dir=str(self.folder / "ray"),
         )

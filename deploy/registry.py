@@ -96,8 +96,7 @@ class HeartbeatSender:
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def _run(self) -> None:
         known = complained = False

@@ -37,9 +37,8 @@ def register(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints every finding; 1 where one of them is a no."""
     findings = list(look(args.config, args.architecture, kernels=args.kernels))
-    bad = {"fail", "warn"} if args.strict else {"fail"}
-    fine = not any(finding.state in bad for finding in findings)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
+    fine = not counts["fail"] and not (args.strict and counts["warn"])
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
     rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
     value = {**counts, "fine": fine, "findings": [asdict(finding) for finding in findings]}

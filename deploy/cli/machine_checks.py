@@ -146,7 +146,8 @@ def machine() -> Iterator[Finding]:
     yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
     nice = os.nice(0)
     yield checked("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
-    yield _room("memory", _available_memory(), _MEMORY, "Ray and an engine on CPU need about that")
+    memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    yield _room("memory", int(memory["MemAvailable"].split()[0]) << 10, _MEMORY, "Ray and an engine on CPU need about that")
     yield _room(SHARED, _free(Path(SHARED)), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield checked("open files", files >= _FILES, str(files), f"every stream is a descriptor or two: ulimit -n {16 * _FILES}")
@@ -154,11 +155,6 @@ def machine() -> Iterator[Finding]:
 
 def _room(name: str, free: int, least: int, why: str) -> Finding:
     return checked(name, free >= least, f"{free / 2**30:.1f} GiB free", f"{why} ({least / 2**30:.0f} GiB)")
-
-
-def _available_memory() -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
 
 
 def _free(folder: Path) -> int:

@@ -12,7 +12,7 @@ from cluster.capability import probe
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import EngineSettings
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
 from engine.geometry import read_geometry
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
-TPS = (1, 2, 4, 8)
+_POOL_COLUMNS = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 HELP = """\
@@ -108,21 +108,7 @@ def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     try:
         return {**question, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
     except ConfigError as error:
-        return {**question, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
-
-
-def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:
-    """The smallest usual group that would hold it; None where none does."""
-    from deploy.cli import sizing
-
-    for tp in TPS:
-        try:
-            engine = sizing.configured(msgspec.structs.replace(settings, tp=tp), folder)
-            sizing.size(engine, sizing.weight_bytes_and_count(engine)[0], memory, reserve)
-        except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
-            continue
-        return tp
-    return None
+        return {**question, "fits": False, "reason": str(error), "fits_at_tp": sizing.fits_at(settings, folder, memory, reserve)}
 
 
 def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
@@ -136,7 +122,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
         "fits": held > 0,
         **({} if held else {"reason": f"{short}: {remedy}"}),
         "kv_budget": sized.budget,
-        "pool_bytes": sized.pool_bytes,
+        "pool_bytes": sum(pool.pool_bytes for pool in sized.pools),
         "pools": [
             {
                 "name": pool.group.name, "layers": len(pool.group.layers), "kv_heads": pool.group.kv_heads,
@@ -168,22 +154,13 @@ def parts(report: dict[str, Any]) -> Iterator[Part]:
     yield f"weights per rank  {gib(report['weights_per_rank'])}"
     if "pools" in report:
         yield f"KV per rank       {gib(report['pool_bytes'])} of {gib(report['kv_budget'])} that may be spent on it"
-        yield _pools(report["pools"])
-        yield _sequences(report)
+        yield Table(_POOL_COLUMNS, [
+            (row["name"], str(row["layers"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "all"),
+             f"{row['pages']:,}", f"{row['page_bytes'] / 1024:g} KiB", gib(row["bytes"]), f"{row['tokens']:,}")
+            for row in report["pools"]
+        ])  # fmt: skip
+        sequences = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
+        yield Table((">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), sequences)
     yield "it fits" if report["fits"] else f"it does not fit: {report['reason']}"
     if report.get("fits_at_tp"):
         yield f"it would fit at tp {report['fits_at_tp']}"
-
-
-def _pools(rows: list[dict[str, Any]]) -> Table:
-    columns = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
-    return Table(columns, [
-        (row["name"], str(row["layers"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "all"),
-         f"{row['pages']:,}", f"{row['page_bytes'] / 1024:g} KiB", gib(row["bytes"]), f"{row['tokens']:,}")
-        for row in rows
-    ])  # fmt: skip
-
-
-def _sequences(report: dict[str, Any]) -> Table:
-    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
-    return Table((">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from deploy.models.resolve import PUBLIC, resolve
 from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.geometry import KVGroup, read_geometry
 from engine.memory import INBOX_BYTES, kv_budget, longest_sequence, pages_of
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from engine.rank.builder import Rank
 
 RESERVE = 3 << 29  # 1.5 GiB
+TPS = (1, 2, 4, 8)
 _PUBLISHED = re.compile(r"(?:(?:.*/)?gemma-4-)?(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
 
 
@@ -44,16 +47,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The KV cache of one rank. `budget`: bytes that may be spent on pools."""
+    """The KV cache of one rank. `budget`: bytes that may be spent on pools; page tables come on top."""
 
     config: EngineConfig
     budget: int
     pools: tuple[Pool, ...]
-
-    @property
-    def pool_bytes(self) -> int:
-        """All pools; what `budget` bounds. Page tables come on top."""
-        return sum(pool.pool_bytes for pool in self.pools)
 
     @property
     def longest(self) -> int:
@@ -88,7 +86,7 @@ def folder_here(settings: Settings) -> Path | None:
 def configured(settings: Settings, folder: Path) -> EngineConfig:
     """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
-    return configure(settings, folder, device, settings.load_format or "safetensors")
+    return configure(settings, folder, device)
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:
@@ -99,8 +97,23 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
     inboxes = INBOX_BYTES if engine.tp > 1 and engine.widest > 1 else 0  # those of one row a sequence are in the reserve
     budget = kv_budget(engine, memory, weights + reserve + inboxes)
     if budget <= 0:
-        raise ConfigError(_too_large(engine, weights, reserve, memory))
+        raise ConfigError(
+            f"weights do not fit: a rank of tp {engine.tp} holds {weights / 2**30:.2f} GiB, {reserve / 2**30:.2f} GiB are reserved "
+            f"of {memory * engine.memory_fraction / 2**30:.2f} GiB that memory_fraction {engine.memory_fraction:g} allows; raise tp"
+        )
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
+
+
+def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:
+    """The smallest usual group that would hold the model; None where none does."""
+    for tp in TPS:
+        try:
+            engine = configured(msgspec.structs.replace(settings, tp=tp), folder)
+            size(engine, weight_bytes_and_count(engine)[0], memory, reserve)
+        except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
+            continue
+        return tp
+    return None
 
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
@@ -118,8 +131,7 @@ def meta_rank(engine: EngineConfig, size: int) -> "Rank":
     from engine.rank.builder import load_rank
     from engine.rank.parallel import Single
 
-    meta = torch.device("meta")
-    return load_rank(engine, Single(size), meta, checked=False)
+    return load_rank(engine, Single(size), torch.device("meta"), checked=False)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
@@ -131,11 +143,4 @@ def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
     return tuple(
         Pool(cache.group, count, cache.pool.nbytes // count, cache.pool.nbytes, cache.table.nbytes)
         for cache, count in zip(caches, pages, strict=True)
-    )
-
-
-def _too_large(engine: EngineConfig, weights: int, reserve: int, memory: int) -> str:
-    return (
-        f"weights do not fit: a rank of tp {engine.tp} holds {weights / 2**30:.2f} GiB, {reserve / 2**30:.2f} GiB are reserved "
-        f"of {memory * engine.memory_fraction / 2**30:.2f} GiB that memory_fraction {engine.memory_fraction:g} allows; raise tp"
     )
