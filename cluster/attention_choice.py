@@ -46,7 +46,7 @@ class AttentionChoice:
 
 
 def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None, flashinfer: FlashInferFiles) -> AttentionChoice:
-    """For a group on GPUs of compute capability `architecture`, None: on the CPU."""
+    """Chooses the backends of a group on GPUs of compute capability `architecture`; None: on the CPU."""
     platform = Platform(architecture, flashinfer, config.page, config.dtype, config.flashinfer_download)
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
@@ -69,7 +69,7 @@ def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None,
 
 
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
-    """ConfigError with the reason unless the backend can run here."""
+    """Raises ConfigError with the reason unless the backend can run here."""
     for obstacle in entry.obstacles(kind, platform):
         if not obstacle.by_default:
             advice = f" ({obstacle.advice})" if obstacle.advice else ""
@@ -80,7 +80,7 @@ def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
-    """The last backend that nothing stands against; adds to `passed` what stands against those behind it."""
+    """Returns the last backend that nothing stands against; adds to `passed` what stands against those behind it."""
     for entry in reversed(BACKENDS.values()):
         if entry.device == platform.device:
             obstacles = list(entry.obstacles(kind, platform))

@@ -50,7 +50,7 @@ class ExitStatus:
 
 
 def root_cause(exits: Iterable[ExitStatus]) -> ExitStatus | None:
-    """The cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
+    """Returns the cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
     return min(exits, key=_cause_priority, default=None)
 
 
@@ -89,7 +89,7 @@ class Child:
             self.lifeline.send(message)
 
     def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
-        """The next boot message, within `timeout_s` of its socket being readable; None at the end of its lifeline."""
+        """Return the next boot message, within `timeout_s` of its socket being readable; None at the end of its lifeline."""
         self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
@@ -97,7 +97,7 @@ class Child:
         return message
 
     def exit_status(self) -> ExitStatus | None:
-        """How it ended, or the error that it sent; None while it runs without error."""
+        """Return how it ended, or the error that it sent; None while it runs without error."""
         code = self.process.poll()
         self._read_error()
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
@@ -111,7 +111,7 @@ class Child:
                 continue
 
     def wait(self, timeout_s: float) -> bool:
-        """True when it has ended within `timeout_s`."""
+        """Return whether it has ended within `timeout_s`."""
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -125,17 +125,17 @@ class Child:
 
 
 def child_name(index: int, tp: int) -> str:
-    """The name, in messages, of the process of status record `index`."""
+    """Returns the name, in messages, of the process of status record `index`."""
     return "the core" if index == tp else f"rank {index}"
 
 
 def child_command(args: BootArgs) -> list[str]:
-    """The real processes' command lines."""
+    """Returns the command line of a real process."""
     return [sys.executable, "-m", _MODULES[args.role], boot_json(args)]
 
 
 def boot_json(args: BootArgs) -> str:
-    """argv[1] of a child."""
+    """Encodes argv[1] of a child."""
     return msgspec.json.encode(args).decode()
 
 
@@ -152,7 +152,7 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """A child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread.
+    """Makes a child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread.
 
     GPUs are numbered as in NVML, so that ranks use the GPUs that `cluster.capability` examined.
     """
@@ -163,15 +163,15 @@ def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
 
 
 def python_path(inherited: Mapping[str, str]) -> str:
-    """PYTHONPATH with our packages before what `inherited` has there."""
+    """Returns a PYTHONPATH with our packages before what `inherited` has there."""
     return os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """SIGKILL all (a stopped or spinning process obeys nothing else) and wait; the names of those still running."""
+    """Sends all SIGKILL (a stopped or spinning process obeys nothing else) and waits; returns the names of those still running."""
     for child in children:
         child.process.kill()
-    left = [child.name for child in children if not child.wait(KILL_WAIT_S)]
+    still_running = [child.name for child in children if not child.wait(KILL_WAIT_S)]
     for child in children:
         child.close()
-    return left
+    return still_running

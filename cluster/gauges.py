@@ -14,7 +14,7 @@ from engine.rank_status import RankStatus
 
 
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
-    """The figures now; from any thread."""
+    """Reads the figures of this moment; from any thread."""
     statuses = group.status()
     figures = processes(statuses, group.running(), time.monotonic_ns(), front.waiting_since)
     return ScrapeGauges(front.open, figures, statuses[0].encoder)
@@ -23,7 +23,7 @@ def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
 def processes(
     statuses: Sequence[RankStatus], up: Sequence[bool], now_ns: int, waiting_ns: int | None
 ) -> tuple[ProcessFigures, ...]:
-    """Figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
+    """Makes figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
     names = [*map(str, range(len(statuses) - 1)), "core"]
     stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
     return tuple(

@@ -142,7 +142,7 @@ class Group:
         return [child.pidfd for child in self.children]
 
     def status(self) -> list[RankStatus]:
-        """The records of the ranks and, last, of the core; after the end, the last ones."""
+        """Return the records of the ranks and, last, of the core; after the end, the last ones."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits
             return self._last
         with self._lock:
@@ -152,11 +152,11 @@ class Group:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
     def running(self) -> list[bool]:
-        """Whether each rank and, last, the core runs."""
+        """Return whether each rank and, last, the core runs."""
         return [child.process.poll() is None for child in self.children]
 
     def exits(self) -> list[ExitStatus]:
-        """How children ended, and the errors that they sent; none for those that run without error."""
+        """Return how children ended, and the errors that they sent; nothing of those that run without error."""
         with self._lock:
             return [exit_status for child in self.children if (exit_status := child.exit_status()) is not None]
 
@@ -179,19 +179,19 @@ class Group:
             self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
 
     def kill(self) -> None:
-        """SIGKILL every child and wait for it; idempotent, from any thread."""
+        """Kill every child with SIGKILL and wait for it; idempotent, from any thread."""
         with self._lock:
             if self._last is not None:
                 return
             self._last = self._read()
-            left = children.kill(self.children)
+            still_running = children.kill(self.children)
             self.front_socket.close()
             mapped = self._memory.obj
             assert isinstance(mapped, mmap.mmap), type(mapped)
             self._memory.release()
             mapped.close()
-        if left:
-            logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(left))
+        if still_running:
+            logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(still_running))
 
     def __enter__(self) -> Self:
         return self
@@ -201,13 +201,13 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    """Polls a ring reader may make before it sleeps: none where the processes (ranks, core, replica) outnumber the cores."""
+    """Returns how often a ring reader polls before it sleeps: never where processes (ranks, core, replica) outnumber the cores."""
     return 0 if tp + 2 > cores else SPIN_POLLS
 
 
 @contextlib.contextmanager
 def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
-    """Descriptors of the shared memory, by its purpose; closed here once the children have inherited them."""
+    """Yields descriptors of the shared memory, by its purpose; they are closed here once the children have inherited them."""
     tp, vocabulary = config.tp, read_geometry(Path(config.model)).vocab
     sizes = {
         "plan": ring_bytes(tp),

@@ -38,7 +38,7 @@ class Handshake:
             child.send(message)
 
     def gather(self, children: Sequence[Child], kind: type[M]) -> list[M]:
-        """One message of `kind` from each of `children`, in their order."""
+        """Wait for one message of `kind` from each of `children`; returns them in that order."""
         answers: dict[str, M] = {}
         while len(answers) < len(children):
             for child in self._readable([child.name for child in children if child.name not in answers], kind.__name__):
@@ -49,9 +49,9 @@ class Handshake:
         return [answers[child.name] for child in children]
 
     def _readable(self, missing: list[str], awaited: str) -> list[Child]:
-        """Children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
-        left = self._deadline - time.monotonic()
-        ready = self._poll.poll(max(0.0, left) * 1000)
+        """Wait for children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
+        remaining_s = self._deadline - time.monotonic()
+        ready = self._poll.poll(max(0.0, remaining_s) * 1000)
         if not ready:
             raise EngineDead(f"boot took longer than {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
         fds = {fd for fd, _ in ready}

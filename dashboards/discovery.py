@@ -96,7 +96,7 @@ class ReplicaRegistry(Collector):
     # -- replicas
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """A replica lives, and has counted so far; the first heartbeat registers it. `gone`: it has left, or was given up."""
+        """Note that a replica lives, and its counts; the first heartbeat registers it. `gone`: it has left, or was given up."""
         with self._lock:
             if target.replica in self._gone:
                 return "gone"
@@ -107,7 +107,7 @@ class ReplicaRegistry(Collector):
             return "ok"
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """A replica's last message; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
+        """Take a replica's last message; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
         with self._lock:
             if target.replica not in self._gone:
                 self._members[target.replica] = _Member(target, counts, self._clock())
@@ -139,13 +139,13 @@ class ReplicaRegistry(Collector):
     # -- Prometheus
 
     def targets(self) -> list[dict[str, Any]]:
-        """The http_sd list: who is to be scraped now, ordered by replica."""
+        """Return the http_sd list: who is to be scraped now, ordered by replica."""
         with self._lock:
             live = [member.target for _, member in sorted(self._members.items()) if not member.silent]
         return [{"targets": [target.address], "labels": target.labels} for target in live]
 
     def collect(self) -> Iterator[Family]:
-        """The rows of DISCOVERY_METRICS."""
+        """Yield a family for each row of DISCOVERY_METRICS."""
         series = {row.name: Series(row) for row in DISCOVERY_METRICS}
         with self._lock:
             group_up = series["quartet_group_up"].values
@@ -165,7 +165,7 @@ class ReplicaRegistry(Collector):
 
 
 def final_counts(counts: Counts) -> Counts:
-    """A replica's last counts, with an end for each request that it had received and not ended: `dead`."""
+    """Returns a replica's last counts, with an end for each request that it had received and not ended: `dead`."""
     ended = sum(value for (name, _), value in counts.items() if name == "quartet_requests_total")
     lost = max(0.0, counts.get(("quartet_requests_received_total", ()), 0.0) - ended)
     return {**counts, _DEAD: counts.get(_DEAD, 0.0) + lost} if lost else counts
@@ -174,7 +174,7 @@ def final_counts(counts: Counts) -> Counts:
 def _add_counts(
     series: Mapping[str, Series], rows: Mapping[str, Metric], deployment: tuple[str, str], summands: Sequence[Counts]
 ) -> None:
-    """Add counters up under the names that `rows` have for them."""
+    """Adds counters up under the names that `rows` have for them."""
     for counts in summands:
         for (name, labels), value in counts.items():
             if name in rows:
@@ -208,11 +208,11 @@ class DiscoveryServer(ThreadingHTTPServer):
         self._thread.join()
 
     def service_actions(self) -> None:
-        """Called by serve_forever at every turn."""
+        """Tick; serve_forever calls it at every turn."""
         self._registry.tick()
 
     def answer(self, path: str) -> tuple[int, str, bytes]:
-        """Status, type and body: the page asked for, or 404; 503 for one that fails now: Prometheus then keeps its list."""
+        """Return status, type and body: the page asked for, or 404; 503 for one that fails now: Prometheus then keeps its list."""
         if path not in self._pages:
             return 404, "text/plain", f"there are {', '.join(self._pages)}\n".encode()
         kind, page = self._pages[path]
@@ -227,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        """The answer to the path."""
+        """Answer with the page of the path."""
         status, kind, body = self.server.answer(self.path.partition("?")[0])
         with suppress(BrokenPipeError, ConnectionResetError):
             self.send_response(status)
@@ -238,4 +238,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Nothing: one line a scrape is noise."""
+        """Log nothing: one line a scrape is noise."""

@@ -116,7 +116,7 @@ class Exporter(Collector):
                 series.values[labels(item)] = value(item)
 
     def collect(self) -> Iterator[Family]:
-        """Every family: ours, then the aliases."""
+        """Yield every family: ours, then the aliases."""
         with self._scraping:
             self._refresh()
             families = [metric.family() for metric in self._metrics]
@@ -125,7 +125,7 @@ class Exporter(Collector):
             yield from aliases(families, self.facts.model_name)
 
     def counts(self) -> Counts:
-        """Every counter's value now, but those of single ranks: what discovery keeps when the group has gone."""
+        """Return every counter's value, but those of single ranks: what discovery keeps when the group has gone."""
         with self._scraping:
             self._refresh()
             lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
@@ -151,13 +151,13 @@ class Exporter(Collector):
 
 
 def _labels(row: Metric) -> Read:
-    """The label values of an event, a pool or a process."""
+    """Makes the reader of the label values of an event, a pool or a process."""
     fields = [_NAMED.get(label, label) for label in row.labels]
     return lambda item: tuple(str(getattr(item, field)) for field in fields)
 
 
 def _count(series: Series, labels: Read, value: Read) -> Callable[[Any], None]:
-    """What moves a counter at an event."""
+    """Makes the function that moves a counter at an event."""
 
     def update(event: Any) -> None:
         names = labels(event)
@@ -169,7 +169,7 @@ def _count(series: Series, labels: Read, value: Read) -> Callable[[Any], None]:
 
 
 def _observation(histogram: FastHistogram, value: Read) -> Callable[[Any], None]:
-    """What a histogram does at an event, which has one value, several or none."""
+    """Makes the function by which a histogram observes an event, which has one value, several or none."""
 
     def update(event: Any) -> None:
         seen = value(event)

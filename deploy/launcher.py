@@ -65,7 +65,7 @@ class Launch:
         return options.get("host", "127.0.0.1"), int(options.get("port", 8000))
 
     def start(self) -> None:
-        """Everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
+        """Do everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
         check_port(*self.address)
         self._check_here()
         _sweep()
@@ -91,7 +91,7 @@ class Launch:
             os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(keys).decode())
 
     def _check_here(self) -> None:
-        """Before Ray is up: the keys can be read, and it can only count what is in this machine."""
+        """Check, before Ray is up, that the keys can be read and that this machine, all that Ray can count, has the GPUs."""
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
         check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
@@ -125,21 +125,21 @@ class Launch:
         self._mark("Serve")
 
     def _wait_running(self) -> None:
-        """Until every application runs. EngineDead with Serve's own words, in brief, when one cannot."""
+        """Wait until every application runs. EngineDead with Serve's own words, in brief, when one cannot."""
         from ray import serve
 
         while True:
             applications = serve.status().applications
             for name, status in applications.items():
                 if status.status == "DEPLOY_FAILED":
-                    raise EngineDead(f"{name} could not start: {_last_words(status)}")
+                    raise EngineDead(f"{name} could not start: {_failure_of(status)}")
             if applications and all(status.status == "RUNNING" for status in applications.values()):
                 break
             time.sleep(_POLL_S)
         self._mark("engine")
 
     def _wait_answering(self) -> None:
-        """Until the ingress routes to the replicas. EngineDead: it does not in time."""
+        """Wait until the ingress routes to the replicas. EngineDead: it does not in time."""
         deadline = time.monotonic() + ROUTED_S
         host, port = self.address
         url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/health/ready"  # noqa: S104 - compared, not bound
@@ -205,7 +205,7 @@ class Launch:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
+    """Makes SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
 
     def raise_it(number: int, _frame: object) -> None:
         raise Interrupted(signal.Signals(number).name)
@@ -219,7 +219,7 @@ def interruptible() -> Iterator[None]:
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed before they could."""
+    """Removes the folders of launchers that were killed before they could."""
     for owner in Path("/tmp").glob(f"q-*/{_OWNER}"):  # noqa: S108 - as in Launch.folder
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
             if not Path(f"/proc/{int(owner.read_text())}").exists():
@@ -240,7 +240,7 @@ def _shut_ray() -> None:
 
 
 def _shut_serve() -> None:
-    """As `serve.shutdown`, whose call of the controller can only fail by the controller's end: Ray would print that it retries."""
+    """Does what `serve.shutdown` does, whose call can only fail by the controller's end: Ray would print that it retries."""
     import ray
     from ray.serve.context import _get_global_client
 
@@ -251,16 +251,16 @@ def _shut_serve() -> None:
         time.sleep(_POLL_S)
 
 
-def _last_words(status: Any) -> str:
-    """The last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
+def _failure_of(status: Any) -> str:
+    """Returns the last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
     messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
     lines = [line.strip() for line in "\n".join([status.message, *messages]).splitlines() if line.strip()]
-    telling = [line for line in lines if "Error: " in line or "EngineDead: " in line]
-    return (telling or lines or ["no reason given"])[-1][:500]
+    errors = [line for line in lines if "Error: " in line or "EngineDead: " in line]
+    return (errors or lines or ["no reason given"])[-1][:500]
 
 
 def _all_routed() -> bool:
-    """Whether HAProxy, where there is one, sends requests to every application's replicas itself, not to Serve's own proxy."""
+    """Asks whether HAProxy, where there is one, sends requests to every application's replicas itself, not to Serve's own proxy."""
     from ray import serve
 
     if (admins := environment.haproxy_sockets(os.environ)) is None:

@@ -9,14 +9,14 @@ from engine.config import Device, EngineConfig, engine_config
 
 
 def place(settings: Settings) -> EngineConfig:
-    """The engine's own settings, on the node where the group will run: it resolves the model reference and the device. ConfigError
-    names what is wrong."""
+    """Makes the engine's own settings on the node where the group will run: it resolves the model reference and the device.
+    ConfigError names what is wrong."""
     device = settings.device if settings.device != "auto" else ("cuda" if settings.needs_gpus and probe().gpus else "cpu")
     return configure(settings, resolve(settings.model, settings.revision), device)
 
 
 def configure(settings: Settings, folder: Path, device: Device) -> EngineConfig:
-    """The engine's own settings for the model in `folder`."""
+    """Makes the engine's own settings for the model in `folder`."""
     drafter = settings.mtp.model if settings.mtp.drafts else None
     return engine_config(
         model=str(folder),

@@ -35,7 +35,7 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints every finding; 1 where one of them is a no."""
+    """Prints every finding; returns 1 where one of them fails."""
     findings = list(look(args.config, args.architecture, kernels=args.kernels))
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
     fine = not counts["fail"] and not (args.strict and counts["warn"])
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def architecture(text: str) -> tuple[int, int]:
-    """`sm100`, `sm_100a` or `10.0` -> (10, 0)."""
+    """Reads `sm100`, `sm_100a` or `10.0` as (10, 0)."""
     match = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability such as sm100, sm90 or 12.0")
@@ -55,7 +55,7 @@ def architecture(text: str) -> tuple[int, int]:
 
 
 def look(path: Path | None, asked: tuple[int, int] | None, *, kernels: bool) -> Iterator[Finding]:
-    """Every check, in the order in which one would set a machine up; `kernels` run if they are asked for.
+    """Runs every check, in the order in which one would set a machine up; `kernels` run if they are asked for.
 
     path: the config that this machine is to serve;   asked: another GPU's compute capability, for attention
     """

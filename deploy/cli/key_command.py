@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """Whoever reads the file meanwhile has it as it was, or with the line."""
+    """Adds a line to a file; who reads it meanwhile has it as it was, or with the line."""
     before = read(KeySettings(file=str(path.absolute()))) if path.exists() else ""
     text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
     parse(text)

@@ -40,7 +40,7 @@ _DISK = 10 << 30
 
 
 def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
-    """Python and the dependencies against the ranges of pyproject.toml."""
+    """Holds Python and the dependencies against the ranges of pyproject.toml."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -67,7 +67,7 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
 
 
 def devices(node: Capability) -> Iterator[Finding]:
-    """GPUs, whether torch can use them, and how they reach each other."""
+    """Lists GPUs, whether torch can use them, and how they reach each other."""
     yield Finding("capability", "ok", str(node))
     if not node.gpus:
         yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
@@ -84,7 +84,7 @@ def devices(node: Capability) -> Iterator[Finding]:
 
 
 def attention(node: Capability, settings: Settings, asked: tuple[int, int] | None) -> Iterator[Finding]:
-    """Which attention backend runs here with `settings`, or on a GPU of compute capability `asked`, and why."""
+    """Says which attention backend runs here with `settings`, or on a GPU of compute capability `asked`, and why."""
     architecture = asked or node.architecture
     chosen_for = architecture if settings.needs_gpus or asked else None
     try:
@@ -99,7 +99,7 @@ def attention(node: Capability, settings: Settings, asked: tuple[int, int] | Non
 
 
 def kernels() -> Finding:
-    """Our kernels against plain torch on the first GPU, as ranks do at start where nobody tried its architecture."""
+    """Holds our kernels against plain torch on the first GPU, as ranks do at start where nobody tried its architecture."""
     import torch
 
     from kernels.selfcheck import CHECKS, failures
@@ -114,7 +114,7 @@ def kernels() -> Finding:
 
 
 def links(indices: list[int]) -> Finding:
-    """How NVML's devices `indices` reach each other, which decides whether sums may go over symmetric memory."""
+    """Says how NVML's devices `indices` reach each other, which decides whether sums may go over symmetric memory."""
     import pynvml
 
     pairs = list(combinations(indices, 2))
@@ -122,7 +122,7 @@ def links(indices: list[int]) -> Finding:
         return Finding("nvlink", "ok", "one GPU: nothing to link")
 
     def apart(way: int) -> str:
-        """The first pairs that do not reach each other that way."""
+        """Names the first pairs that do not reach each other that way."""
         status = {pair: pynvml.nvmlDeviceGetP2PStatus(*(handles[index] for index in pair), way) for pair in pairs}
         return ", ".join([f"{first}-{second}" for first, second in pairs if status[first, second] != pynvml.NVML_P2P_STATUS_OK][:4])
 
@@ -141,7 +141,7 @@ def links(indices: list[int]) -> Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """Cores, priority, memory and limits."""
+    """Looks at cores, priority, memory and limits."""
     cores = len(os.sched_getaffinity(0))
     yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
     nice = os.nice(0)
@@ -162,12 +162,12 @@ def _free(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Returns the folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def ports(api: int = 8000) -> Iterator[Finding]:
-    """What the launcher listens on."""
+    """Tries the ports that the launcher listens on."""
     for port in (api, *HAPROXY_PORTS.values()):
         try:
             check_port("127.0.0.1", port)
@@ -179,7 +179,7 @@ def ports(api: int = 8000) -> Iterator[Finding]:
 
 
 def ingress() -> Finding:
-    """The HAProxy that would carry the streams."""
+    """Runs the HAProxy that would carry the streams, to see its version."""
     binary = environment.haproxy_binary()
     if binary is None:
         slow = "none: streams go through Ray's Python proxy, at several times the CPU"
@@ -192,14 +192,14 @@ def ingress() -> Finding:
 
 
 def ray_environment() -> Finding:
-    """Variables that are set already: the launcher leaves them as they are."""
-    odd = [f"{name}={os.environ[name]}" for name, value in environment.RAY.items() if os.environ.get(name, value) != value]
-    verdict = ", ".join(odd) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
-    return checked("ray settings", not odd, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
+    """Lists variables that are set already: the launcher leaves them as they are."""
+    own = [f"{name}={os.environ[name]}" for name, value in environment.RAY.items() if os.environ.get(name, value) != value]
+    verdict = ", ".join(own) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
+    return checked("ray settings", not own, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
 
 def hub() -> Iterator[Finding]:
-    """Where checkpoints come from and go to. The token itself is not shown."""
+    """Says where checkpoints come from and go to. The token itself is not shown."""
     from huggingface_hub import constants, get_token
 
     offline = constants.HF_HUB_OFFLINE
@@ -215,7 +215,7 @@ def hub() -> Iterator[Finding]:
 
 
 def templates(settings: Settings) -> Iterator[Finding]:
-    """Which chat template an application would use, where it is on this machine: is it one that Google has corrected?"""
+    """Says which chat template an application would use, where it is on this machine, and whether Google has corrected it."""
     name = f"template of {settings.name}"
     instead = Path(settings.chat_template) if settings.chat_template else None
     if instead is not None and not instead.is_file():
@@ -232,7 +232,7 @@ def templates(settings: Settings) -> Iterator[Finding]:
 
 
 def config(name: str, settings: Settings, gpus: int, *, asked: bool) -> Finding:
-    """Whether this machine alone could hold what a config asks for. `asked`: it was named, so a no is a failure."""
+    """Says whether this machine alone could hold what a config asks for. `asked`: it was named, so a no is a failure."""
     try:
         check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])
     except ConfigError as error:

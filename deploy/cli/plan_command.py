@@ -56,14 +56,14 @@ def register(commands: Subparsers) -> None:
 
 
 def sizes() -> dict[str, str]:
-    """The engine's settings that decide what fits into memory, with their help: an option each."""
+    """Returns the engine's settings that decide what fits into memory, with their help: an option each."""
     hints = get_type_hints(EngineSettings, include_extras=True)
     metas = {name: get_args(hint)[1] for name, hint in hints.items()}
     return {name: meta.description for name, meta in metas.items() if meta.extra}
 
 
 def byte_size(text: str) -> int:
-    """`80GiB`, `141GB`, `512Mi` or plain bytes."""
+    """Reads `80GiB`, `141GB`, `512Mi` or plain bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] == "i":
         raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 141GB, 512MiB")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def asked_settings(args: argparse.Namespace) -> Settings:
-    """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
+    """Reads the settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
     names = ("model", "device", *sizes())
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is None:
@@ -90,7 +90,7 @@ def asked_settings(args: argparse.Namespace) -> Settings:
 
 
 def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
+    """Returns everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
     from deploy.cli import sizing
 
     reserve = sizing.RESERVE if args.reserve is None else args.reserve
@@ -112,7 +112,7 @@ def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
-    """Pools and concurrency of a model that fits."""
+    """Returns pools and concurrency, of a model whose weights fit."""
     longest = sized.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
     held = sized.concurrency(longest)
@@ -137,7 +137,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
 
 
 def gpu_memory(args: argparse.Namespace) -> int:
-    """Bytes of one GPU: as asked, else this machine's smallest. ConfigError where neither says."""
+    """Returns the bytes of one GPU: as asked, else this machine's smallest. ConfigError where neither says."""
     if args.gpu_memory is not None:
         return int(args.gpu_memory)
     if args.gpu is not None:

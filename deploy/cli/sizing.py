@@ -41,7 +41,7 @@ class Pool:
     table_bytes: int
 
     def holds(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that it can hold at once; the last token is never computed on, so it needs no page."""
+        """Return how many sequences of `tokens` tokens it holds at once; the last token is not computed on, so it needs no page."""
         return (self.pages - 1) // self.group.worst_pages(max(1, tokens - 1))
 
 
@@ -59,19 +59,19 @@ class Sizing:
         return longest_sequence([pool.group for pool in self.pools], [pool.pages for pool in self.pools])
 
     def concurrency(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens, prompt and output, that run at once and are never preempted."""
+        """Return how many sequences of `tokens` tokens, prompt and output, run at once and are never preempted."""
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
 
 
 def known_folder(settings: Settings) -> Path | None:
-    """A folder with the model's config.json and no promise of anything else: its own, the hub cache's, or that of the public shape
-    that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
+    """Finds a folder with the model's config.json, and no promise of anything else: its own, the hub cache's, or that of the public
+    shape that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
     match = _PUBLISHED.fullmatch(settings.model)
     return folder_here(settings) or (PUBLIC[match[1].lower()] if match else None)
 
 
 def folder_here(settings: Settings) -> Path | None:
-    """The model's own folder, as far as it is on this machine. Nothing is downloaded."""
+    """Finds the model's own folder, if it is on this machine. Nothing is downloaded."""
     own = Path(settings.model).expanduser()
     if settings.model.startswith(("nano:", "dummy:")) or (own / "config.json").is_file():
         return resolve(settings.model)
@@ -84,13 +84,13 @@ def folder_here(settings: Settings) -> Path | None:
 
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
-    """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
+    """Makes the engine's settings as a replica would. ConfigError or CheckpointError names what the shape forbids."""
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
     return configure(settings, folder, device)
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:
-    """The KV cache of a rank that holds `weights` bytes, on a device of `memory` bytes (on a CPU: the engine's own bound).
+    """Sizes the KV cache of a rank that holds `weights` bytes, on a device of `memory` bytes (on a CPU: the engine's own bound).
 
     ConfigError when it does not fit, with the numbers.
     """
@@ -105,7 +105,7 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
 
 def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:
-    """The smallest usual group that would hold the model; None where none does."""
+    """Returns the smallest usual group that would hold the model; None where none does."""
     for tp in TPS:
         try:
             engine = configured(msgspec.structs.replace(settings, tp=tp), folder)
@@ -117,7 +117,7 @@ def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int 
 
 
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
-    """(bytes of one rank's weights, its drafter's and encoders' too, elements of the whole text model)."""
+    """Returns (bytes of one rank's weights, its drafter's and encoders' too, elements of the whole text model)."""
     from engine.rank.load.slices import elements
     from engine.rank.models.gemma4_weights import TENSORS
 
@@ -125,7 +125,7 @@ def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
 
 
 def meta_rank(engine: EngineConfig, size: int) -> "Rank":
-    """Rank 0 of `size`: every rank's shard has the same shapes."""
+    """Builds rank 0 of `size` without memory: every rank's shard has the same shapes."""
     import torch
 
     from engine.rank.builder import load_rank

@@ -35,7 +35,7 @@ def flashinfer_files() -> FlashInferFiles:
 
 
 def _cubins(package: Path, version: str) -> str | None:
-    """The folder that FlashInfer would read, if every kernel that its list names is in it."""
+    """Returns the folder that FlashInfer would read, if every kernel that its list names is in it."""
     folder, kernels = _cubin_folder(version), _kernel_path(package)
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
@@ -45,7 +45,7 @@ def _cubins(package: Path, version: str) -> str | None:
 
 
 def _cubin_folder(version: str) -> Path:
-    """FlashInfer's order: its variable, the package of the same version, the cache."""
+    """Looks in FlashInfer's order: its variable, the package of the same version, the cache."""
     if named := os.environ.get("FLASHINFER_CUBIN_DIR"):
         return Path(named)
     package, unchecked = _folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
@@ -55,7 +55,7 @@ def _cubin_folder(version: str) -> Path:
 
 
 def _kernel_path(package: Path) -> str | None:
-    """`ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of the attention kernels, named by their build."""
+    """Reads `ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of attention kernels, named by their build."""
     tree = ast.parse((package / "artifacts.py").read_text(encoding="utf-8"))
     paths = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ArtifactPath"), None)
     for node in paths.body if paths else ():
@@ -76,7 +76,7 @@ def _launcher(version: str) -> Launcher | None:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of a distribution that is installed; None: it is not."""
+    """Returns the version of a distribution that is installed; None: it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -84,6 +84,6 @@ def installed(distribution: str) -> str | None:
 
 
 def _folder(package: str) -> Path | None:
-    """Where a package lies, without importing it."""
+    """Finds where a package lies, without importing it."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec is not None and spec.origin else None

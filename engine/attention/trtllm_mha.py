@@ -32,7 +32,7 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
 
 
 def _missing(platform: Platform, *, fetched: bool) -> Iterator[Obstacle]:
-    """What FlashInfer lacks here. fetched: the kernels are binaries that it would otherwise fetch at the first request."""
+    """Yields what FlashInfer lacks here. fetched: the kernels are binaries that it would otherwise fetch at the first request."""
     files = platform.flashinfer
     if files.version is None:
         yield Obstacle(f"{platform.gpu} without FlashInfer", "make install-gpu")
