@@ -165,18 +165,13 @@ class Group:
 
         An EngineClient that has taken `front_socket` must send the stop itself (`client.stop()`) before this.
         """
-        self._send_stop()
+        with contextlib.suppress(OSError):  # the socket is taken, or the core is gone or stuck: the wait finds that out
+            self.front_socket.settimeout(_SEND_WAIT_S)
+            self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()
         return orderly
-
-    def _send_stop(self) -> None:
-        if self.front_socket.fileno() < 0:
-            return
-        self.front_socket.settimeout(_SEND_WAIT_S)
-        with contextlib.suppress(OSError):  # the core is gone or stuck: the wait that follows finds that out
-            self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
 
     def kill(self) -> None:
         """Kill every child with SIGKILL and wait for it; idempotent, from any thread."""

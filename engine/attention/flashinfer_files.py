@@ -28,7 +28,7 @@ class FlashInferFiles:
 def flashinfer_files() -> FlashInferFiles:
     """Looks for FlashInfer on this node."""
     version = installed("flashinfer-python")
-    package = _folder("flashinfer")
+    package = package_folder("flashinfer")
     if version is None or package is None:
         return FlashInferFiles()
     return FlashInferFiles(version, _cubins(package, version), _launcher(version))
@@ -48,7 +48,7 @@ def _cubin_folder(version: str) -> Path:
     """Looks in FlashInfer's order: its variable, the package of the same version, the cache."""
     if named := os.environ.get("FLASHINFER_CUBIN_DIR"):
         return Path(named)
-    package, unchecked = _folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
+    package, unchecked = package_folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
     if package is not None and (unchecked or installed("flashinfer-cubin") == version):
         return package / "cubins"
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / "cubins"
@@ -83,7 +83,7 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def _folder(package: str) -> Path | None:
+def package_folder(package: str) -> Path | None:
     """Finds where a package lies, without importing it."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec is not None and spec.origin else None
