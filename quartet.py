@@ -14,7 +14,7 @@ MARK = Path("deploy") / "cli" / "main.py"
 
 
 def candidates() -> Iterator[Path]:
-    """Folders that may be the checkout, the surest first."""
+    """Yields folders that may be the checkout, the surest first."""
     if home := os.environ.get("QUARTET_HOME"):
         yield Path(home)
         return

@@ -13,7 +13,7 @@ a fleet may differ. A setting that asks for what cannot be is a ConfigError with
 
 from dataclasses import dataclass
 
-from engine.attention import BACKENDS, wrong_device
+from engine.attention import BACKENDS, OWN
 from engine.attention.backend_entry import ROW_KINDS, BackendEntry, Obstacle, Platform, RowKind
 from engine.attention.flashinfer_files import FlashInferFiles
 from engine.config import AttentionName, EngineConfig
@@ -46,7 +46,7 @@ class AttentionChoice:
 
 
 def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None, flashinfer: FlashInferFiles) -> AttentionChoice:
-    """For a group on GPUs of compute capability `architecture`, None: on the CPU."""
+    """Chooses the backends of a group on GPUs of compute capability `architecture`; None: on the CPU."""
     platform = Platform(architecture, flashinfer, config.page, config.dtype, config.flashinfer_download)
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
@@ -61,7 +61,7 @@ def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None,
             name = default.name
         names.append(name)
     decode, extend = names
-    if default is None or architecture is None:
+    if default is None:
         return AttentionChoice(decode, extend, f"{platform.gpu}; as the settings ask" if architecture else platform.gpu)
     if passed:
         return AttentionChoice(decode, extend, passed[0].reason, passed[0].advice)
@@ -69,17 +69,18 @@ def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None,
 
 
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:
-    """ConfigError with the reason unless the backend can run here."""
+    """Raises ConfigError with the reason unless the backend can run here."""
     for obstacle in entry.obstacles(kind, platform):
         if not obstacle.by_default:
             advice = f" ({obstacle.advice})" if obstacle.advice else ""
             raise ConfigError(f"attention_{kind}: {entry.name}: {obstacle.reason}{advice}")
-    if wrong := wrong_device(entry, platform.device):
-        raise ConfigError(f"attention_{kind}: {wrong}")
+    if entry.device != platform.device:
+        why = "runs on the CPU; on a GPU" if entry.device == "cpu" else "needs a GPU; this engine runs on the CPU, where"
+        raise ConfigError(f"attention_{kind}: {entry.name} {why} {OWN[platform.device].name} is the backend")
 
 
 def _default(kind: RowKind, platform: Platform, passed: list[Obstacle]) -> BackendEntry:
-    """The last backend that nothing stands against; adds to `passed` what stands against those behind it."""
+    """Returns the last backend that nothing stands against; adds to `passed` what stands against those behind it."""
     for entry in reversed(BACKENDS.values()):
         if entry.device == platform.device:
             obstacles = list(entry.obstacles(kind, platform))

@@ -40,41 +40,37 @@ class Capability:
 
 
 def probe(visible: str | None = None) -> Capability:
-    """This node's capability. `visible` stands for CUDA_VISIBLE_DEVICES, which is read when it is None."""
+    """Returns this node's capability. `visible` stands for CUDA_VISIBLE_DEVICES, which is read when it is None."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     return Capability(visible_gpus(node_gpus(), named), flashinfer_files())
 
 
-def check_group(capability: Capability, tp: int) -> tuple[Gpu, ...]:
-    """The GPUs of a group of `tp` ranks: the first ones visible. ConfigError when they are too few, or differ."""
+def check_group(capability: Capability, tp: int) -> None:
+    """Raises ConfigError when the GPUs of a group of `tp` ranks, which are the first ones visible, are too few, or differ."""
     if tp > len(capability.gpus):
         raise ConfigError(f"tp {tp} needs {tp} GPUs on one node; this one shows {len(capability.gpus)} (CPU: device: cpu)")
     gpus = capability.gpus[:tp]
-    odd = next((gpu for gpu in gpus if (gpu.name, gpu.capability) != (gpus[0].name, gpus[0].capability)), None)
-    if odd is not None:
-        raise ConfigError(f"the GPUs of a group must agree: GPU {gpus[0].index} is {gpus[0].name}, GPU {odd.index} is {odd.name}")
-    return gpus
+    first = gpus[0]
+    for gpu in gpus:
+        if (gpu.name, gpu.capability) != (first.name, first.capability):
+            raise ConfigError(f"the GPUs of a group must agree: GPU {first.index} is {first.name}, GPU {gpu.index} is {gpu.name}")
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], named: str | None) -> tuple[Gpu, ...]:
-    """The devices that `named` (CUDA_VISIBLE_DEVICES) shows, in its order; as in CUDA, an entry that is none hides what follows."""
+    """Returns the devices that `named` (CUDA_VISIBLE_DEVICES) shows, in its order; as in CUDA, an unknown one ends the list."""
     if named is None:
         return gpus
     shown: list[Gpu] = []
-    for entry in named.split(","):
-        matches = [gpu for gpu in gpus if _matches(gpu, entry.strip())]
+    for entry in map(str.strip, named.split(",")):
+        matches = [gpu for gpu in gpus if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))]
         if len(matches) != 1 or matches[0] in shown:
             break
         shown += matches
     return tuple(shown)
 
 
-def _matches(gpu: Gpu, entry: str) -> bool:
-    return entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
-
-
 def node_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the node, in NVML's (PCI) order; none where there is no driver."""
+    """Returns every GPU of the node, in NVML's (PCI) order; none where there is no driver."""
     import pynvml
 
     try:
@@ -82,19 +78,16 @@ def node_gpus() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()  # no driver, or one that does not answer: nothing here could run on a GPU
     try:
-        return tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(
+            Gpu(
+                index=index,
+                name=str(pynvml.nvmlDeviceGetName(handle)),
+                uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+                capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                memory=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for index, handle in enumerate(handles)
+        )
     finally:
         pynvml.nvmlShutdown()
-
-
-def _gpu(index: int) -> Gpu:
-    import pynvml
-
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return Gpu(
-        index=index,
-        name=str(pynvml.nvmlDeviceGetName(handle)),
-        uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        memory=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-    )

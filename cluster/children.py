@@ -4,12 +4,13 @@ Children are spawned without preexec_fn (it would run Python in the fork of a mu
 kills a dead replica's process group, and that must reach the children). PR_SET_PDEATHSIG fires when the spawning *thread* ends.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class ExitStatus:
 
 
 def root_cause(exits: Iterable[ExitStatus]) -> ExitStatus | None:
-    """The cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
+    """Returns the cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
     return min(exits, key=_cause_priority, default=None)
 
 
@@ -84,38 +85,33 @@ class Child:
 
     def send(self, message: BootMessage) -> None:
         """Send a boot message; if the child is gone, its pidfd will tell."""
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.lifeline.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            return
 
-    def receive(self) -> BootMessage | None:
-        """The next boot message, within a second of its socket being readable; None at the end of its lifeline."""
-        self.lifeline.sock.settimeout(1.0)
+    def receive(self, timeout_s: float = 1.0) -> BootMessage | None:
+        """Return the next boot message, within `timeout_s` of its socket being readable; None at the end of its lifeline."""
+        self.lifeline.sock.settimeout(timeout_s)
         message = self.lifeline.receive()
         if isinstance(message, Failed):
             self._last_error = message
         return message
 
     def exit_status(self) -> ExitStatus | None:
-        """How it ended, or the error that it sent; None while it runs without error."""
+        """Return how it ended, or the error that it sent; None while it runs without error."""
         code = self.process.poll()
-        self._listen()
+        self._read_error()
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
 
-    def _listen(self) -> None:
-        """Read messages that it may have sent before it ended."""
-        if self._last_error is not None or self.lifeline.sock.fileno() < 0:
+    def _read_error(self) -> None:
+        """Read the messages that it may have sent before it ended, up to an error."""
+        if self.lifeline.sock.fileno() < 0:
             return
-        self.lifeline.sock.setblocking(False)
-        try:
-            while (message := self.lifeline.receive()) is not None and self._last_error is None:
-                self._last_error = message if isinstance(message, Failed) else None
-        except BlockingIOError:
-            return
+        with contextlib.suppress(BlockingIOError):
+            while self._last_error is None and self.receive(timeout_s=0.0) is not None:
+                continue
 
     def wait(self, timeout_s: float) -> bool:
-        """True when it has ended within `timeout_s`."""
+        """Return whether it has ended within `timeout_s`."""
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -123,25 +119,23 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Close our descriptors of it; the process must have ended."""
+        """Close our descriptors of it, once; the process must have ended."""
         self.lifeline.sock.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        os.close(self.pidfd)
 
 
 def child_name(index: int, tp: int) -> str:
-    """The name, in messages, of the process of status record `index`."""
+    """Returns the name, in messages, of the process of status record `index`."""
     return "the core" if index == tp else f"rank {index}"
 
 
 def child_command(args: BootArgs) -> list[str]:
-    """The real processes' command lines."""
+    """Returns the command line of a real process."""
     return [sys.executable, "-m", _MODULES[args.role], boot_json(args)]
 
 
 def boot_json(args: BootArgs) -> str:
-    """argv[1] of a child."""
+    """Encodes argv[1] of a child."""
     return msgspec.json.encode(args).decode()
 
 
@@ -158,22 +152,26 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:
-    """A child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread.
+    """Makes a child's environment: it finds our packages, talks to its peers over loopback, and on CPU sees no GPU and one thread.
 
     GPUs are numbered as in NVML, so that ranks use the GPUs that `cluster.capability` examined.
     """
-    paths = [str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])]
     usual = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **_KEEP_MEMORY} if device == "cpu" else {}
     kept = {name: value for name, value in inherited.items() if name != "PYTHONBREAKPOINT"}  # Ray's would wait for a debugger
-    return {**usual, **kept, **cpu, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**usual, **kept, **cpu, "PYTHONPATH": python_path(inherited)}
+
+
+def python_path(inherited: Mapping[str, str]) -> str:
+    """Returns a PYTHONPATH with our packages before what `inherited` has there."""
+    return os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """SIGKILL all (a stopped or spinning process obeys nothing else) and wait; the names of those still running."""
+    """Sends all SIGKILL (a stopped or spinning process obeys nothing else) and waits; returns the names of those still running."""
     for child in children:
         child.process.kill()
-    left = [child.name for child in children if not child.wait(KILL_WAIT_S)]
+    still_running = [child.name for child in children if not child.wait(KILL_WAIT_S)]
     for child in children:
         child.close()
-    return left
+    return still_running

@@ -14,7 +14,7 @@ from engine.rank_status import RankStatus
 
 
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
-    """The figures now; from any thread."""
+    """Reads the figures of this moment; from any thread."""
     statuses = group.status()
     figures = processes(statuses, group.running(), time.monotonic_ns(), front.waiting_since)
     return ScrapeGauges(front.open, figures, statuses[0].encoder)
@@ -23,20 +23,19 @@ def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
 def processes(
     statuses: Sequence[RankStatus], up: Sequence[bool], now_ns: int, waiting_ns: int | None
 ) -> tuple[ProcessFigures, ...]:
-    """Figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
+    """Makes figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
     names = [*map(str, range(len(statuses) - 1)), "core"]
     stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
-    return tuple(map(_figures, names, statuses, up, stalled_s))
-
-
-def _figures(name: str, status: RankStatus, up: bool, stall_s: float) -> ProcessFigures:
-    return ProcessFigures(
-        name=name,
-        up=up,
-        stall_s=max(0.0, stall_s),
-        step_s=status.step_us / 1e6,
-        busy_s=status.busy_us / 1e6,
-        idle_s=status.idle_us / 1e6,
-        late_compilations=status.late_compilations,
-        encoder_s=status.encoder.us / 1e6,
+    return tuple(
+        ProcessFigures(
+            name=name,
+            up=running,
+            stall_s=max(0.0, stall_s),
+            step_s=status.step_us / 1e6,
+            busy_s=status.busy_us / 1e6,
+            idle_s=status.idle_us / 1e6,
+            late_compilations=status.late_compilations,
+            encoder_s=status.encoder.us / 1e6,
+        )
+        for name, status, running, stall_s in zip(names, statuses, up, stalled_s, strict=True)
     )

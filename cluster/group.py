@@ -85,12 +85,23 @@ class Group:
         return group
 
     def _spawn(self, shared: Mapping[str, int], core: socket.socket, command: Command) -> None:
-        spin = spin_polls(self.config.tp, len(os.sched_getaffinity(0)))
-        for index in range(self.config.tp + 1):
+        tp = self.config.tp
+        files: dict[str, Any] = {**shared, "store": f"/proc/self/fd/{shared['store']}"}
+        for index in range(tp + 1):
+            is_core = index == tp
             parent_end, child_end = socket.socketpair()
             with child_end:
-                args = _boot_args(index, self.config.tp, shared, core.fileno(), child_end.fileno(), spin)
-                inherited = [args.lifeline, *shared.values(), *([args.front] if args.role == "core" else [])]
+                args = BootArgs(
+                    role="core" if is_core else "rank",
+                    index=0 if is_core else index,
+                    tp=tp,
+                    parent=os.getpid(),
+                    lifeline=child_end.fileno(),
+                    front=core.fileno() if is_core else -1,
+                    spin=spin_polls(tp, len(os.sched_getaffinity(0))),
+                    **files,
+                )
+                inherited = [args.lifeline, *shared.values(), *([args.front] if is_core else [])]
                 try:
                     child = children.spawn(args, parent_end, inherited, self.config.device, command)
                 except BaseException:
@@ -107,7 +118,9 @@ class Group:
         self._note_longest()
         handshake.send(Allocate(self.pages))
         ready = handshake.gather(ranks, Ready)
-        self._note_fallbacks(ready[0].fallbacks)
+        self.attention = dataclasses.replace(self.attention, fallbacks=ready[0].fallbacks)  # every rank leaves the same out
+        for sentence in self.attention.fallbacks:
+            logger.warning("self-check: %s", sentence)
         core = self.children[self.config.tp]
         measured = [message.step_times for message in ready if message.step_times is not None]
         self.step_times = slowest(measured) if measured else None
@@ -123,19 +136,13 @@ class Group:
         if longest < self.config.max_len:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
 
-    def _note_fallbacks(self, fallbacks: tuple[str, ...]) -> None:
-        """Note and log what every rank leaves out, as rank 0 reports it."""
-        self.attention = dataclasses.replace(self.attention, fallbacks=fallbacks)
-        for sentence in fallbacks:
-            logger.warning("self-check: %s", sentence)
-
     @property
-    def pidfds(self) -> Mapping[str, int]:
-        """A pollable descriptor of each child, by its name; valid until the group is killed or closed."""
-        return {child.name: child.pidfd for child in self.children if child.pidfd >= 0}
+    def pidfds(self) -> list[int]:
+        """A pollable descriptor of each child; valid until the group is killed or closed."""
+        return [child.pidfd for child in self.children]
 
     def status(self) -> list[RankStatus]:
-        """The records of the ranks and, last, of the core; after the end, the last ones."""
+        """Return the records of the ranks and, last, of the core; after the end, the last ones."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits
             return self._last
         with self._lock:
@@ -145,11 +152,11 @@ class Group:
         return [self._status.read(index) for index in range(self.config.tp + 1)]
 
     def running(self) -> list[bool]:
-        """Whether each rank and, last, the core runs."""
+        """Return whether each rank and, last, the core runs."""
         return [child.process.poll() is None for child in self.children]
 
     def exits(self) -> list[ExitStatus]:
-        """How children ended, and the errors that they sent; none for those that run without error."""
+        """Return how children ended, and the errors that they sent; nothing of those that run without error."""
         with self._lock:
             return [exit_status for child in self.children if (exit_status := child.exit_status()) is not None]
 
@@ -158,30 +165,28 @@ class Group:
 
         An EngineClient that has taken `front_socket` must send the stop itself (`client.stop()`) before this.
         """
-        self._send_stop()
+        with contextlib.suppress(OSError):  # the socket is taken, or the core is gone or stuck: the wait finds that out
+            self.front_socket.settimeout(_SEND_WAIT_S)
+            self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()
         return orderly
 
-    def _send_stop(self) -> None:
-        if self.front_socket.fileno() < 0:
-            return
-        self.front_socket.settimeout(_SEND_WAIT_S)
-        with contextlib.suppress(OSError):  # the core is gone or stuck: the wait that follows finds that out
-            self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
-
     def kill(self) -> None:
-        """SIGKILL every child and wait for it; idempotent, from any thread."""
+        """Kill every child with SIGKILL and wait for it; idempotent, from any thread."""
         with self._lock:
             if self._last is not None:
                 return
             self._last = self._read()
-            left = children.kill(self.children)
+            still_running = children.kill(self.children)
             self.front_socket.close()
-            _unmap(self._memory)
-        if left:
-            logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(left))
+            mapped = self._memory.obj
+            assert isinstance(mapped, mmap.mmap), type(mapped)
+            self._memory.release()
+            mapped.close()
+        if still_running:
+            logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(still_running))
 
     def __enter__(self) -> Self:
         return self
@@ -191,13 +196,13 @@ class Group:
 
 
 def spin_polls(tp: int, cores: int) -> int:
-    """Polls a ring reader may make before it sleeps: none where the processes (ranks, core, replica) outnumber the cores."""
+    """Returns how often a ring reader polls before it sleeps: never where processes (ranks, core, replica) outnumber the cores."""
     return 0 if tp + 2 > cores else SPIN_POLLS
 
 
 @contextlib.contextmanager
 def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
-    """Descriptors of the shared memory, by its purpose; closed here once the children have inherited them."""
+    """Yields descriptors of the shared memory, by its purpose; they are closed here once the children have inherited them."""
     tp, vocabulary = config.tp, read_geometry(Path(config.model)).vocab
     sizes = {
         "plan": ring_bytes(tp),
@@ -208,30 +213,9 @@ def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
         "reduce": REDUCE_BYTES,
         "store": 0,
     }
-    with contextlib.ExitStack() as stack:
-        made = {name: create_shared(f"quartet-{name}", size) for name, size in sizes.items()}
-        for fd in made.values():
-            stack.callback(os.close, fd)
-        yield made
-
-
-def _boot_args(index: int, tp: int, shared: Mapping[str, int], front: int, lifeline: int, spin: int) -> BootArgs:
-    core = index == tp
-    files: dict[str, Any] = {**shared, "store": f"/proc/self/fd/{shared['store']}"}
-    return BootArgs(
-        role="core" if core else "rank",
-        index=0 if core else index,
-        tp=tp,
-        parent=os.getpid(),
-        lifeline=lifeline,
-        front=front if core else -1,
-        spin=spin,
-        **files,
-    )
-
-
-def _unmap(memory: memoryview) -> None:
-    mapped = memory.obj
-    assert isinstance(mapped, mmap.mmap), type(mapped)
-    memory.release()
-    mapped.close()
+    descriptors = {name: create_shared(f"quartet-{name}", size) for name, size in sizes.items()}
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)

@@ -6,7 +6,7 @@ A child that ends, complains or says something else ends the boot, and the error
 the child's own sentence when that is fit for the user (a bad checkpoint, a bad setting), EngineDead for everything else.
 """
 
-import select
+import selectors
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -25,12 +25,10 @@ class Handshake:
         self._children = children
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._poll = select.poll()
-        self._by_fd: dict[int, Child] = {}
+        self._selector = selectors.PollSelector()
         for child in children:
-            for fd in (child.lifeline.sock.fileno(), child.pidfd):
-                self._poll.register(fd, select.POLLIN)
-                self._by_fd[fd] = child
+            for source in (child.lifeline.sock, child.pidfd):
+                self._selector.register(source, selectors.EVENT_READ, child)
 
     def send(self, message: BootMessage) -> None:
         """Send `message` to every child."""
@@ -38,7 +36,7 @@ class Handshake:
             child.send(message)
 
     def gather(self, children: Sequence[Child], kind: type[M]) -> list[M]:
-        """One message of `kind` from each of `children`, in their order."""
+        """Wait for one message of `kind` from each of `children`; returns them in that order."""
         answers: dict[str, M] = {}
         while len(answers) < len(children):
             for child in self._readable([child.name for child in children if child.name not in answers], kind.__name__):
@@ -49,16 +47,15 @@ class Handshake:
         return [answers[child.name] for child in children]
 
     def _readable(self, missing: list[str], awaited: str) -> list[Child]:
-        """Children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
-        left = self._deadline - time.monotonic()
-        ready = self._poll.poll(max(0.0, left) * 1000)
+        """Wait for children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
+        remaining_s = self._deadline - time.monotonic()
+        ready = [key for key, _ in self._selector.select(max(0.0, remaining_s))]
         if not ready:
             raise EngineDead(f"boot took longer than {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
-        fds = {fd for fd, _ in ready}
-        for child in self._children:
-            if child.pidfd in fds:
-                self._give_up(child, None)
-        return [self._by_fd[fd] for fd in fds]
+        for key in ready:
+            if key.fd == key.data.pidfd:
+                self._give_up(key.data, None)
+        return [key.data for key in ready]
 
     def _give_up(self, child: Child, message: BootMessage | None) -> NoReturn:
         """Raise the cause, once the others have had a moment to tell theirs."""

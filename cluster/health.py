@@ -56,12 +56,12 @@ class Observation:
     waiting: int | None = None
 
     def age_s(self, *stamps: int) -> float:
-        """Seconds since the latest of `stamps` and `since`."""
+        """Return the seconds since the latest of `stamps` and `since`."""
         return (self.now - max(self.since, *stamps)) / _NS
 
 
 def verdict(statuses: Sequence[RankStatus], moment: Observation, heartbeat_s: float, step_s: float) -> Death | None:
-    """Why the group with these records (ranks, then the core) must end; None: it is healthy. Pure.
+    """Returns why the group with these records (ranks, then the core) must end; None: it is healthy. Pure.
 
     `heartbeat_s`: how old a heartbeat may be;   `step_s`: how long a step.
     """
@@ -73,7 +73,7 @@ def verdict(statuses: Sequence[RankStatus], moment: Observation, heartbeat_s: fl
 
 
 def stalls(statuses: Sequence[RankStatus], moment: Observation) -> list[float]:
-    """Seconds for which each process (ranks, then the core) has owed a step; 0.0 if it owes none, however long it idles. Pure.
+    """Returns for how many seconds each process (ranks, then the core) has owed a step; 0.0 if it owes none, however long it idles.
 
     The core owes a commit once all ranks have finished a step, and a plan while requests wait and no plan is out. A rank owes every
     step that any process has launched, unless the core owes a commit: then the rank may be waiting for masks.
@@ -89,7 +89,7 @@ def _owes_commit(ranks: Sequence[RankStatus], core: RankStatus) -> bool:
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
-    """Since the rank made progress, with a step unfinished; with none, since the rank or the core did."""
+    """Counts from the rank's progress if it has begun a step that is due, else from the rank's or the core's."""
     if rank.finished >= due:
         return 0.0
     started = [rank.progress_ns] if rank.launched > rank.finished else [rank.progress_ns, core.progress_ns]
@@ -97,7 +97,7 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
 
 
 def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observation) -> float:
-    """Since any process last made progress, or since requests have been waiting."""
+    """Counts from the last progress of any process, or from when requests began to wait."""
     owes_plan = moment.waiting is not None and core.launched == core.finished
     if not (_owes_commit(ranks, core) or owes_plan):
         return 0.0
@@ -105,7 +105,7 @@ def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observa
 
 
 def _diverged(statuses: Sequence[RankStatus]) -> Death | None:
-    """By the first of the last steps that all ranks have finished, those with the rarest state first."""
+    """Compares the last steps that all ranks have finished; reports the first that differs, ranks with the rarest state first."""
     ranks = statuses[:-1]
     for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
         holders: dict[int, list[int]] = {}
@@ -128,12 +128,12 @@ def _unscheduled(statuses: Sequence[RankStatus], moment: Observation, bound_s: f
 
 
 def _stalled(statuses: Sequence[RankStatus], stalled_s: Sequence[float], bound_s: float) -> Death | None:
-    """Ranks first, and the one furthest behind: the others may only wait for it."""
+    """Blames ranks before the core, and of them those furthest behind: the others may only wait for them."""
     *ranks, core = statuses
     if (age := max(stalled_s[:-1])) > bound_s:
         progress = [(rank.finished, rank.launched) for rank in ranks]
-        last = [index for index, made in enumerate(progress) if made == min(progress)]
-        return Death("rank_stalled", f"{_names(last, statuses)} made no progress in step {min(progress)[0] + 1} for {age:.0f} s")
+        slowest = [index for index, steps in enumerate(progress) if steps == min(progress)]
+        return Death("rank_stalled", f"{_names(slowest, statuses)} made no progress in step {min(progress)[0] + 1} for {age:.0f} s")
     if stalled_s[-1] > bound_s:
         return Death("core_stalled", f"the core made no progress after step {core.finished} for {stalled_s[-1]:.0f} s")
     return None
@@ -161,33 +161,31 @@ class Watcher:
         self._raylet_fd = -1
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._looked_ns = self._since_ns = 0
 
     def start(self) -> None:
         """Start to watch; call it on the event loop that is to watch."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
-        for fd in self.group.pidfds.values():
+        for fd in self.group.pidfds:
             self._read(fd, self._ended)
-        if self.raylet is not None and not self._watch_raylet(self.raylet):
-            return
         self._timer = self._loop.call_later(PERIOD_S, self._look)
+        if self.raylet is not None:
+            self._watch_raylet(self.raylet)
 
     def _read(self, fd: int, callback: Callable[[], None]) -> None:
         self._loop.add_reader(fd, callback)
         self._readers.append(fd)
 
-    def _watch_raylet(self, pid: int) -> bool:
+    def _watch_raylet(self, pid: int) -> None:
         try:
             self._raylet_fd = os.pidfd_open(pid)
         except ProcessLookupError:
             self._loop.call_soon(self._die, Death("raylet", "the raylet is gone"))
-            return False
-        self._read(self._raylet_fd, lambda: self._die(Death("raylet", "the raylet ended")))
-        return True
+        else:
+            self._read(self._raylet_fd, lambda: self._die(Death("raylet", "the raylet ended")))
 
     def _ended(self) -> None:
-        """A child has ended. Unless by a signal, it may only have lost a peer: wait for the others to report."""
+        """React to the end of a child. Unless by a signal, it may only have lost a peer: wait for the others to report."""
         self._stop_reading()
         cause = root_cause(self.group.exits())
         if cause is not None and cause.killed:
@@ -196,7 +194,7 @@ class Watcher:
             self._timer = self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
-        """No signal: if a rank gave up waiting for a hung one at about the bound, the hung one is the cause."""
+        """Blame a hung rank, if another gave up waiting for it at about the bound; else what ended."""
         cause = root_cause(self.group.exits())
         hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
         self._die(hung or _death_of(cause))
@@ -206,14 +204,12 @@ class Watcher:
         if now - self._looked_ns > (PERIOD_S + self.group.config.heartbeat_timeout_s / 2) * _NS:
             self._since_ns = now  # this process itself did not run: ages do not count from before that
         self._looked_ns = now
-        death = self._verdict(1.0)
-        if death is not None:
-            self._die(death)
-            return
         self._timer = self._loop.call_later(PERIOD_S, self._look)
+        if death := self._verdict(1.0):
+            self._die(death)
 
     def _verdict(self, share: float) -> Death | None:
-        """The verdict now, with the bounds times `share`."""
+        """Return the verdict of this moment, with the bounds times `share`."""
         config = self.group.config
         moment = Observation(time.monotonic_ns(), self._since_ns, self.waiting())
         return verdict(self.group.status(), moment, share * config.heartbeat_timeout_s, share * config.step_timeout_s)
@@ -243,14 +239,14 @@ class Watcher:
 
 
 def _death_of(exit_status: ExitStatus | None) -> Death:
-    """The death by a process that ended; None: no exit is known."""
+    """Makes the death of a group of which a process ended; None: no exit is known."""
     if exit_status is None:
         return Death("failed", "a process of the group ended")
     return Death("killed" if exit_status.killed else "failed", str(exit_status))
 
 
 def raylet_pid() -> int | None:
-    """The raylet's process id where Ray started this process (it sets RAY_RAYLET_PID), else None."""
+    """Returns the raylet's process id where Ray started this process (it sets RAY_RAYLET_PID), else None."""
     value = os.environ.get("RAY_RAYLET_PID")
     if value is None:
         return None

@@ -24,7 +24,7 @@ CACHE_CONFIG = "cache_config_info"  # {block_size, num_gpu_blocks}, of quartet_k
 
 
 def aliases(families: Iterable[Family], model_name: str) -> Iterator[Family]:
-    """vLLM's families for ours, which are given as collected. KeyError when a source is missing."""
+    """Yields vLLM's families for ours, which are given as collected. KeyError when a source is missing."""
     by_name = {family.name: family for family in families}
     labels = {"engine": "0", "model_name": model_name}
     for row in ENGINE:
@@ -47,8 +47,7 @@ def _success(source: Family, labels: Mapping[str, str]) -> Family:
     family = Family(name.removesuffix("_total"), "As quartet_requests_total, by vLLM's reasons.", "counter")
     sums = dict.fromkeys(_REASONS.values(), 0.0)
     for sample in source.samples:
-        reason = _REASONS.get(sample.labels["outcome"])
-        if reason is not None:
+        if reason := _REASONS.get(sample.labels["outcome"]):
             sums[reason] += sample.value
     for reason, value in sums.items():
         family.add_sample(name, {**labels, "finished_reason": reason}, value)
@@ -56,7 +55,7 @@ def _success(source: Family, labels: Mapping[str, str]) -> Family:
 
 
 def _cache_config(pages: Family, page: Family, labels: Mapping[str, str]) -> Family:
-    """Nothing until the core has reported its pools."""
+    """Makes a family without samples until the core has reported its pools."""
     name = PREFIX + CACHE_CONFIG
     family = Family(name, "Always 1; the pool of the full layers.", "gauge")
     for sample in pages.samples:

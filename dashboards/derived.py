@@ -42,7 +42,7 @@ class Derivation:
         self.last: EngineLoad | None = None
 
     def __call__(self, event: Event) -> list[Derived]:
-        """What follows from `event`."""
+        """Return what follows from `event`."""
         match event:
             case FirstToken():
                 return [self._judged("ttft", event.ttft_s)]

@@ -13,20 +13,20 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Metric as Family
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RETIRED, Metric
-from dashboards.series import Series
+from dashboards.series import Counts, Series
 from engine.errors import ConfigError
 
 UNLISTED_AFTER_S = 3.5
@@ -36,7 +36,6 @@ TICK_S = 0.5
 _PAUSE_S = 2.0  # the endpoint itself did not run for so long: no replica counts as silent for it
 _REMEMBERED = 4096
 
-Counts = Mapping[tuple[str, tuple[str, ...]], float]
 HeartbeatReply = Literal["ok", "gone"]
 
 _DEAD = ("quartet_requests_total", ("dead",))
@@ -79,7 +78,7 @@ class RetiredCounters:
     """What a deployment's replicas have left behind."""
 
     restarts: Counter[str] = field(default_factory=Counter)
-    counts: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
+    counts: Counts = field(default_factory=dict)
 
 
 class ReplicaRegistry(Collector):
@@ -89,26 +88,26 @@ class ReplicaRegistry(Collector):
         self._clock = clock
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
-        self._retired: dict[tuple[str, str], RetiredCounters] = {}
-        self._down: dict[str, tuple[ScrapeTarget, float]] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._retired: dict[tuple[str, str], RetiredCounters] = defaultdict(RetiredCounters)
+        self._down: list[tuple[ScrapeTarget, float]] = []  # and since when
+        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
         self._ticked = clock()
 
     # -- replicas
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """A replica lives, and has counted so far; the first heartbeat registers it. `gone`: it has left, or was given up."""
+        """Note that a replica lives, and its counts; the first heartbeat registers it. `gone`: it has left, or was given up."""
         with self._lock:
             if target.replica in self._gone:
                 return "gone"
-            retired = self._retired_of(target)
+            retired = self._retired[target.served_by]
             for key in counts:
                 retired.counts.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
             self._members[target.replica] = _Member(target, counts, self._clock())
             return "ok"
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """A replica's last message; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
+        """Take a replica's last message; `cause`: one of CAUSES, or None for an orderly end. Idempotent: the first one counts."""
         with self._lock:
             if target.replica not in self._gone:
                 self._members[target.replica] = _Member(target, counts, self._clock())
@@ -125,38 +124,35 @@ class ReplicaRegistry(Collector):
                 member.silent = now - member.seen > UNLISTED_AFTER_S
                 if now - member.seen > VANISHED_AFTER_S:
                     self._retire(replica, "vanished")
-            self._down = {name: down for name, down in self._down.items() if now - down[1] <= SHOWN_DOWN_S}
+            self._down = [(target, since) for target, since in self._down if now - since <= SHOWN_DOWN_S]
 
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
-        retired = self._retired_of(member.target)
+        retired = self._retired[member.target.served_by]
         if cause is not None:
             retired.restarts[cause if cause in CAUSES else "other"] += 1
         for key, value in final_counts(member.counts).items():
             retired.counts[key] = retired.counts.get(key, 0.0) + value
-        self._down[replica] = member.target, self._clock()
-        self._gone[replica] = None
-        if len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
-
-    def _retired_of(self, target: ScrapeTarget) -> RetiredCounters:
-        return self._retired.setdefault(target.served_by, RetiredCounters())
+        self._down.append((member.target, self._clock()))
+        self._gone.append(replica)
 
     # -- Prometheus
 
     def targets(self) -> list[dict[str, Any]]:
-        """The http_sd list: who is to be scraped now, ordered by replica."""
+        """Return the http_sd list: who is to be scraped now, ordered by replica."""
         with self._lock:
             live = [member.target for _, member in sorted(self._members.items()) if not member.silent]
         return [{"targets": [target.address], "labels": target.labels} for target in live]
 
     def collect(self) -> Iterator[Family]:
-        """The rows of DISCOVERY_METRICS."""
+        """Yield a family for each row of DISCOVERY_METRICS."""
         series = {row.name: Series(row) for row in DISCOVERY_METRICS}
         with self._lock:
-            ups = [(member.target, not member.silent) for member in self._members.values()]
-            for target, up in (*ups, *((target, False) for target, _ in self._down.values())):
-                series["quartet_group_up"].values[tuple(target.labels.values())] = float(up)
+            group_up = series["quartet_group_up"].values
+            for target, _ in self._down:
+                group_up[tuple(target.labels.values())] = 0.0
+            for member in self._members.values():
+                group_up[tuple(member.target.labels.values())] = float(not member.silent)
             for deployment, retired in self._retired.items():
                 members = [member for member in self._members.values() if member.target.served_by == deployment]
                 series["quartet_groups"].values[deployment] = sum(not member.silent for member in members)
@@ -168,38 +164,33 @@ class ReplicaRegistry(Collector):
             yield row.family()
 
 
-def final_counts(counts: Counts) -> dict[tuple[str, tuple[str, ...]], float]:
-    """A replica's last counts, with an end for each request that it had received and not ended: `dead`."""
+def final_counts(counts: Counts) -> Counts:
+    """Returns a replica's last counts, with an end for each request that it had received and not ended: `dead`."""
     ended = sum(value for (name, _), value in counts.items() if name == "quartet_requests_total")
     lost = max(0.0, counts.get(("quartet_requests_received_total", ()), 0.0) - ended)
-    return {**counts, _DEAD: counts.get(_DEAD, 0.0) + lost} if lost else dict(counts)
+    return {**counts, _DEAD: counts.get(_DEAD, 0.0) + lost} if lost else counts
 
 
 def _add_counts(
     series: Mapping[str, Series], rows: Mapping[str, Metric], deployment: tuple[str, str], summands: Sequence[Counts]
 ) -> None:
-    """Add counters up under the names that `rows` have for them."""
+    """Adds counters up under the names that `rows` have for them."""
     for counts in summands:
         for (name, labels), value in counts.items():
             if name in rows:
                 series[rows[name].name].add((*deployment, *labels), value)
 
 
-Listing = Callable[[], list[dict[str, Any]]]
-
-
 class DiscoveryServer(ThreadingHTTPServer):
     """`/targets`, `/ray`, `/metrics` and `/health` of a registry, on a thread of its own, which also ticks."""
 
-    def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Listing = list) -> None:
+    def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], list[dict[str, Any]]] = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
-        collectors = CollectorRegistry(auto_describe=False)
-        collectors.register(registry)
         self._registry = registry
         self._pages: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/targets": ("application/json", lambda: json.dumps(registry.targets()).encode()),
             "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
-            "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(collectors)),
+            "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
             "/health": ("text/plain", lambda: b"ok\n"),
         }
         try:
@@ -217,11 +208,11 @@ class DiscoveryServer(ThreadingHTTPServer):
         self._thread.join()
 
     def service_actions(self) -> None:
-        """Called by serve_forever at every turn."""
+        """Tick; serve_forever calls it at every turn."""
         self._registry.tick()
 
     def answer(self, path: str) -> tuple[int, str, bytes]:
-        """Status, type and body: the page asked for, or 404; 503 for one that fails now: Prometheus then keeps its list."""
+        """Return status, type and body: the page asked for, or 404; 503 for one that fails now: Prometheus then keeps its list."""
         if path not in self._pages:
             return 404, "text/plain", f"there are {', '.join(self._pages)}\n".encode()
         kind, page = self._pages[path]
@@ -236,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        """The answer to the path."""
+        """Answer with the page of the path."""
         status, kind, body = self.server.answer(self.path.partition("?")[0])
         with suppress(BrokenPipeError, ConnectionResetError):
             self.send_response(status)
@@ -247,4 +238,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Nothing: one line a scrape is noise."""
+        """Log nothing: one line a scrape is noise."""

@@ -13,26 +13,25 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
 from dashboards.aliases import aliases
 from dashboards.derived import Derivation, Derived
 from dashboards.metrics import ENGINE, RETIRED, Metric
-from dashboards.series import FastHistogram, Series
+from dashboards.series import Counts, FastHistogram, Series
 from engine.errors import ConfigError
 from engine.events import EngineFailed, Event, ScrapeGauges, Tokens
 
 _MOST_SERIES = 256  # of a row whose labels are free, such as the holders of API keys; those that come later share one
 _NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
 
-Counts = dict[tuple[str, tuple[str, ...]], float]  # (row, label values) -> value
 Read = Callable[[Any], Any]
 
 logger = logging.getLogger(__name__)
@@ -42,21 +41,21 @@ logger = logging.getLogger(__name__)
 class Facts:
     """What the exporter is told of its group. Objectives and bounds in seconds; `aliases`: vLLM's names too."""
 
-    model_name: str = ""
-    build: str = ""
-    attention: str = ""
-    tp: int = 1
-    slots: int = 0
-    page_tokens: int = 0
-    step_bound_s: float = 0.0
-    ttft_objective_s: float = 1.0
-    tpot_objective_s: float = 0.05
-    aliases: bool = True
+    model_name: str
+    build: str
+    attention: str
+    tp: int
+    slots: int
+    page_tokens: int
+    step_bound_s: float
+    ttft_objective_s: float
+    tpot_objective_s: float
+    aliases: bool
     up: int = 1
 
 
 class Exporter(Collector):
-    """A sink of events with its own registry; `serve` opens the port, `close` gives it back.
+    """A sink of events that Prometheus can scrape; `serve` opens the port, `close` gives it back.
 
     read_gauges  called at each scrape, from the scrape's own thread
     """
@@ -64,7 +63,6 @@ class Exporter(Collector):
     def __init__(self, facts: Facts, read_gauges: Callable[[], ScrapeGauges] = ScrapeGauges) -> None:
         self.facts = facts
         self.read_gauges = read_gauges
-        self.registry = CollectorRegistry(auto_describe=False)
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
         self._metrics: list[Series | FastHistogram] = []
         self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class
@@ -72,9 +70,7 @@ class Exporter(Collector):
         for row in ENGINE:
             self._add(row)
         self._scraping = threading.Lock()
-        self._server: WSGIServer | None = None
-        self._thread: threading.Thread | None = None
-        self.registry.register(self)
+        self._cleanup = ExitStack()
 
     def _add(self, row: Metric) -> None:
         origin, _, field = row.source.partition(".")
@@ -120,7 +116,7 @@ class Exporter(Collector):
                 series.values[labels(item)] = value(item)
 
     def collect(self) -> Iterator[Family]:
-        """Every family: ours, then the aliases."""
+        """Yield every family: ours, then the aliases."""
         with self._scraping:
             self._refresh()
             families = [metric.family() for metric in self._metrics]
@@ -128,12 +124,8 @@ class Exporter(Collector):
         if self.facts.aliases:
             yield from aliases(families, self.facts.model_name)
 
-    def text(self) -> str:
-        """What a scrape gets."""
-        return generate_latest(self.registry).decode()
-
     def counts(self) -> Counts:
-        """Every counter's value now, but those of single ranks: what discovery keeps when the group has gone."""
+        """Return every counter's value, but those of single ranks: what discovery keeps when the group has gone."""
         with self._scraping:
             self._refresh()
             lasting = [metric for metric in self._metrics if isinstance(metric, Series) and metric.row.name in RETIRED]
@@ -141,32 +133,31 @@ class Exporter(Collector):
 
     def serve(self, host: str, port: int) -> str:
         """Open the port (0: a free one) in a thread; returns the URL. ConfigError when it is taken."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
+            server, thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
             raise ConfigError(f"metrics: cannot listen on {host}:{port}: {error.strerror}") from error
-        url = f"http://{host}:{self._server.server_port}/metrics"
+        for step in (thread.join, server.server_close, server.shutdown):  # the last one is called first
+            self._cleanup.callback(step)
+        url = f"http://{host}:{server.server_port}/metrics"
         logger.info("metrics on %s", url)
         return url
 
     def close(self) -> None:
         """Give the port back; idempotent."""
-        if self._server is None or self._thread is None:
-            return
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-        self._server = None
+        self._cleanup.close()
 
 
 def _labels(row: Metric) -> Read:
-    """The label values of an event, a pool or a process."""
+    """Makes the reader of the label values of an event, a pool or a process."""
     fields = [_NAMED.get(label, label) for label in row.labels]
     return lambda item: tuple(str(getattr(item, field)) for field in fields)
 
 
 def _count(series: Series, labels: Read, value: Read) -> Callable[[Any], None]:
-    """What moves a counter at an event."""
+    """Makes the function that moves a counter at an event."""
 
     def update(event: Any) -> None:
         names = labels(event)
@@ -178,7 +169,7 @@ def _count(series: Series, labels: Read, value: Read) -> Callable[[Any], None]:
 
 
 def _observation(histogram: FastHistogram, value: Read) -> Callable[[Any], None]:
-    """What a histogram does at an event, which has one value, several or none."""
+    """Makes the function by which a histogram observes an event, which has one value, several or none."""
 
     def update(event: Any) -> None:
         seen = value(event)

@@ -48,6 +48,7 @@ LENGTH_BUCKETS = (
 )  # fmt: skip
 STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+
 @dataclass(frozen=True)
 class Metric:
     """One row. `name` is what a query says: counters end in `_total`, histograms are asked as `<name>_bucket`, `_sum`, `_count`."""
@@ -61,7 +62,7 @@ class Metric:
 
     @property
     def kind(self) -> Kind:
-        """By its name and buckets."""
+        """The kind, which its name and buckets tell."""
         return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     @property
@@ -70,7 +71,8 @@ class Metric:
         return self.name.removesuffix("_total") if self.kind == "counter" else self.name
 
 
-_LATENCY = (
+ENGINE: tuple[Metric, ...] = (
+    # latency
     Metric(
         "quartet_time_to_first_token_seconds",
         "From submission (the prompt is tokenized, the request is written to the core) to the arrival of its first token in the"
@@ -130,9 +132,7 @@ _LATENCY = (
         buckets=PHASE_BUCKETS,
         alias="request_inference_time_seconds",
     ),
-)
-
-_REQUESTS = (
+    # requests
     Metric(
         "quartet_requests_received_total",
         "Requests submitted to the engine (choices, not HTTP calls).",
@@ -198,9 +198,7 @@ _REQUESTS = (
         "KeyTokens.count",
         ("key",),
     ),
-)
-
-_SCHEDULER = (
+    # the scheduler, its caches and drafts
     Metric(
         "quartet_requests_running",
         "Sequences that hold a slot, after the step last reported.",
@@ -314,9 +312,7 @@ _SCHEDULER = (
         "Cached pages given up, of all KV groups.",
         "load.evicted_pages",
     ),
-)
-
-_ENCODER = (
+    # encoders of media
     Metric("quartet_encoded_images_total", "Images that encoders have made soft tokens of.", "encoder.images"),
     Metric("quartet_encoded_frames_total", "The same of frames of videos.", "encoder.frames"),
     Metric("quartet_encoded_clips_total", "The same of audio clips.", "encoder.clips"),
@@ -361,9 +357,7 @@ _ENCODER = (
         "Time that sequences have waited so, in steps that went on without them: of all together.",
         "load.encoder_wait_s",
     ),
-)
-
-_GROUP = (
+    # the group and its processes
     Metric("quartet_rank_up", "1 while the process runs: of each rank, and of the core.", "processes.up", ("rank",)),
     Metric(
         "quartet_rank_stall_seconds",
@@ -406,11 +400,9 @@ _GROUP = (
     Metric("quartet_build_info", "Always 1; what runs here.", "facts", ("model_name", "build", "attention", "tp")),
 )
 
-ENGINE: tuple[Metric, ...] = (*_LATENCY, *_REQUESTS, *_SCHEDULER, *_ENCODER, *_GROUP)
-
 
 def deployment_counter(row: Metric, prefix: str, description: str) -> Metric:
-    """A deployment's own counter beside one of its replicas'."""
+    """Makes a deployment's own counter beside one of its replicas'."""
     name = row.name.replace("quartet_", prefix, 1)
     return Metric(name, f"{row.name}, {description}", labels=("application", "deployment", *row.labels))
 

@@ -13,6 +13,8 @@ from prometheus_client.utils import floatToGoString
 
 from dashboards.metrics import LABEL_VALUES, Metric
 
+Counts = dict[tuple[str, tuple[str, ...]], float]  # (counter, label values) -> value
+
 
 class Series:
     """A counter or gauge: `values` holds a figure for each combination of label values, known ones at zero from the start."""
@@ -23,11 +25,11 @@ class Series:
         self.values: dict[tuple[str, ...], float] = dict.fromkeys(known, 0.0)
 
     def add(self, labels: tuple[str, ...], amount: float) -> None:
-        """Move one series on."""
+        """Add `amount` to the series with these label values."""
         self.values[labels] = self.values.get(labels, 0.0) + amount
 
     def family(self) -> Family:
-        """What Prometheus reads."""
+        """Make the family that Prometheus reads."""
         family = Family(self.row.stem, self.row.help, self.row.kind)
         for labels, value in self.values.copy().items():
             family.add_sample(self.row.name, dict(zip(self.row.labels, labels, strict=True)), value)
@@ -49,7 +51,7 @@ class FastHistogram:
         self._sum += value
 
     def family(self) -> Family:
-        """What Prometheus reads, as prometheus-client's own histogram gives it."""
+        """Make the family that Prometheus reads, as prometheus-client's own histogram does."""
         bounds = [*map(floatToGoString, self._row.buckets), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         return HistogramMetricFamily(self._row.name, self._row.help, buckets=buckets, sum_value=self._sum)

@@ -62,7 +62,7 @@ logger = logging.getLogger("ray.serve")
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
+    """Makes the application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
     settings = Settings.read(args)
     environment.refuse_kernels_distribution()
     check_nodes(settings, ray.nodes())
@@ -71,7 +71,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def deployment_options(settings: Settings) -> dict[str, Any]:
-    """Serve's options where the YAML's `deployments:` says nothing else."""
+    """Returns Serve's options where the YAML's `deployments:` says nothing else."""
     logging_config = logs.serve_config(settings.logs)
     gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
@@ -90,7 +90,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 
 def exporter_facts(settings: Settings, config: EngineConfig, attention: str) -> Facts:
-    """What the exporter states beside what it counts."""
+    """Collects what the exporter states beside what it counts."""
     return Facts(
         model_name=settings.name,
         build=settings.build,
@@ -106,7 +106,7 @@ def exporter_facts(settings: Settings, config: EngineConfig, attention: str) -> 
 
 
 def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, GrammarCheck]:
-    """A checkpoint's tokenizer, with its template or the one given, and the check of grammars, whose vocabulary holds the
+    """Loads a checkpoint's tokenizer, with its template or the one given, and the check of grammars, whose vocabulary holds the
     interpreter for 1.6 s at 262 144 pieces: it is made from now on."""
     text = TextProcessor.load(folder, template)
     return text, GrammarCheck(lambda: vocabulary_of(text))
@@ -134,13 +134,11 @@ class Quartet:
         reading = loop.run_in_executor(None, read_text, Path(config.model), template)
         try:
             self._group = await booting
-        except BaseException:
-            reading.cancel()
-            raise
-        try:
             await self._open(self._group, config, *await reading)
         except BaseException:
-            self._group.kill()
+            reading.cancel()
+            if self._group is not None:
+                self._group.kill()
             raise
         logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
 
@@ -149,7 +147,6 @@ class Quartet:
         folder = Path(config.model)
         replica = serve.get_replica_context()
         chosen = group.attention.name
-        tp = str(settings.tp)
         self._exporter = Exporter(exporter_facts(settings, config, chosen))
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
@@ -171,7 +168,7 @@ class Quartet:
             thinking=settings.thinking,
             capacity=settings.capacity,
             queue_tokens=settings.queue_tokens,
-            fingerprint=fingerprint(folder, settings.build, tp, config.dtype, chosen, text.template or ""),
+            fingerprint=fingerprint(folder, settings.build, str(settings.tp), config.dtype, chosen, text.template or ""),
         )
         self._service = Service(
             served,
@@ -194,10 +191,11 @@ class Quartet:
 
     def _start_heartbeats(self, metrics: str) -> HeartbeatSender | None:
         """Have Prometheus find the exporter at `metrics`."""
-        if not self._settings.metrics.discovery.enabled:
+        discovery = self._settings.metrics.discovery
+        if not discovery.enabled:
             return None
         target = target_here(self._settings.name, metrics)
-        registry = RayRegistryClient(self._settings.metrics.discovery)
+        registry = RayRegistryClient(discovery)
         return HeartbeatSender(registry, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
@@ -209,11 +207,11 @@ class Quartet:
             self._client.health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve collects for the autoscaling policy."""
+        """Return what Serve collects for the autoscaling policy."""
         return self._demand.figures()
 
     def _died(self, death: Death) -> None:
-        """The group is gone: tell every stream, then end this process."""
+        """Tell every stream that the group is gone, then end this process."""
         if self._closing:
             return
         self._closing = True
@@ -221,7 +219,7 @@ class Quartet:
         self._exit = asyncio.ensure_future(self._exit_replica(death))
 
     async def _exit_replica(self, death: Death) -> None:
-        """Children first (they may hold GPUs), flushing meanwhile; then the fastest way to a new replica."""
+        """Kill the children (they may hold GPUs), flushing meanwhile; then exit, which is the fastest way to a new replica."""
         try:
             assert self._group is not None
             ending = asyncio.gather(asyncio.to_thread(self._group.kill), self._deregister(death.cause))
@@ -241,7 +239,7 @@ class Quartet:
             await asyncio.to_thread(self._heartbeats.deregister, cause)
 
     async def __del__(self) -> None:
-        """Serve's orderly end: open answers are done, or their time is up."""
+        """End in order, when Serve asks: open answers are done, or their time is up."""
         if self._closing or self._group is None or not hasattr(self, "_service"):
             return
         self._closing = True
@@ -256,7 +254,7 @@ class Quartet:
 
 
 def _warn_about_ray_settings() -> None:
-    """Once a replica: settings that a plain `ray start` leaves at costly defaults."""
+    """Logs, once a replica, the settings that a plain `ray start` leaves at costly defaults."""
     if (niceness := os.nice(0)) > 0:
         logger.warning("this replica runs at niceness %d, and so do its ranks: start Ray with RAY_worker_niceness=0", niceness)
     for name, cost in _COSTLY_DEFAULTS.items():

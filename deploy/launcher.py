@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.capability import node_gpus, visible_gpus
+from cluster.capability import probe
+from cluster.children import python_path
 from deploy import environment
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, guard_limits
 from deploy.edge.keys.key_file import parse, read
@@ -34,7 +34,6 @@ from deploy.processes import adopt_orphans, command_line, descendants, is_ray_se
 from deploy.settings import Settings
 from engine.errors import EngineDead
 
-ROOT = Path(__file__).resolve().parents[1]
 _POLL_S = 0.1
 ROUTED_S = 60.0  # HAProxy learns of a replica within a few seconds
 _OWNER = "launcher.pid"
@@ -66,7 +65,7 @@ class Launch:
         return options.get("host", "127.0.0.1"), int(options.get("port", 8000))
 
     def start(self) -> None:
-        """Everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
+        """Do everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
         check_port(*self.address)
         self._check_here()
         _sweep()
@@ -76,7 +75,7 @@ class Launch:
         ingress_errors.write(self.folder)
         adopt_orphans()
         environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ["PYTHONPATH"] = python_path(os.environ)
         self._guard()
         self._init_ray()
         self._deploy()
@@ -92,11 +91,10 @@ class Launch:
             os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(keys).decode())
 
     def _check_here(self) -> None:
-        """Before Ray is up: the keys can be read, and it can only count what is in this machine."""
-        gpus = visible_gpus(node_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        """Check, before Ray is up, that the keys can be read and that this machine, all that Ray can count, has the GPUs."""
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
-        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(gpus)}}])
+        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
 
     def _init_ray(self) -> None:
         import ray
@@ -105,7 +103,6 @@ class Launch:
             address="local",
             namespace="serve",
             include_dashboard=False,
-            log_to_driver=True,
             logging_level="warning",
             _temp_dir=str(self.folder / "ray"),
         )
@@ -128,21 +125,21 @@ class Launch:
         self._mark("Serve")
 
     def _wait_running(self) -> None:
-        """Until every application runs. EngineDead with Serve's own words, in brief, when one cannot."""
+        """Wait until every application runs. EngineDead with Serve's own words, in brief, when one cannot."""
         from ray import serve
 
         while True:
             applications = serve.status().applications
             for name, status in applications.items():
                 if status.status == "DEPLOY_FAILED":
-                    raise EngineDead(f"{name} could not start: {_last_words(status)}")
+                    raise EngineDead(f"{name} could not start: {_failure_of(status)}")
             if applications and all(status.status == "RUNNING" for status in applications.values()):
                 break
             time.sleep(_POLL_S)
         self._mark("engine")
 
     def _wait_answering(self) -> None:
-        """Until the ingress routes to the replicas. EngineDead: it does not in time."""
+        """Wait until the ingress routes to the replicas. EngineDead: it does not in time."""
         deadline = time.monotonic() + ROUTED_S
         host, port = self.address
         url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/health/ready"  # noqa: S104 - compared, not bound
@@ -208,7 +205,7 @@ class Launch:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
+    """Makes SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
 
     def raise_it(number: int, _frame: object) -> None:
         raise Interrupted(signal.Signals(number).name)
@@ -222,7 +219,7 @@ def interruptible() -> Iterator[None]:
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed before they could."""
+    """Removes the folders of launchers that were killed before they could."""
     for owner in Path("/tmp").glob(f"q-*/{_OWNER}"):  # noqa: S108 - as in Launch.folder
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
             if not Path(f"/proc/{int(owner.read_text())}").exists():
@@ -231,17 +228,19 @@ def _sweep() -> None:
 
 def _shut_ray() -> None:
     import ray
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
     if not ray.is_initialized():
         return
-    _silence_workers()
+    for name, _ in list(global_worker_stdstream_dispatcher.handlers):  # from here on workers only report each other's end
+        global_worker_stdstream_dispatcher.remove_handler(name)
     with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
         _shut_serve()
     ray.shutdown()
 
 
 def _shut_serve() -> None:
-    """As `serve.shutdown`, whose call of the controller can only fail by the controller's end: Ray would print that it retries."""
+    """Does what `serve.shutdown` does, whose call can only fail by the controller's end: Ray would print that it retries."""
     import ray
     from ray.serve.context import _get_global_client
 
@@ -252,30 +251,22 @@ def _shut_serve() -> None:
         time.sleep(_POLL_S)
 
 
-def _silence_workers() -> None:
-    """From here on workers only report each other's end."""
-    from ray._private.ray_logging import global_worker_stdstream_dispatcher
-
-    for name, _ in list(global_worker_stdstream_dispatcher.handlers):
-        global_worker_stdstream_dispatcher.remove_handler(name)
-
-
-def _last_words(status: Any) -> str:
-    """The last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
+def _failure_of(status: Any) -> str:
+    """Returns the last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
     messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
     lines = [line.strip() for line in "\n".join([status.message, *messages]).splitlines() if line.strip()]
-    telling = [line for line in lines if "Error: " in line or "EngineDead: " in line]
-    return (telling or lines or ["no reason given"])[-1][:500]
+    errors = [line for line in lines if "Error: " in line or "EngineDead: " in line]
+    return (errors or lines or ["no reason given"])[-1][:500]
 
 
 def _all_routed() -> bool:
-    """Whether HAProxy, where there is one, sends requests to every application's replicas itself, not to Serve's own proxy."""
+    """Asks whether HAProxy, where there is one, sends requests to every application's replicas itself, not to Serve's own proxy."""
     from ray import serve
 
     if (admins := environment.haproxy_sockets(os.environ)) is None:
         return True
-    deployments = [status.deployments.values() for status in serve.status().applications.values()]
-    running = sum(any(one.replica_states.get("RUNNING") for one in statuses) for statuses in deployments)
+    deployments = [application.deployments.values() for application in serve.status().applications.values()]
+    running = sum(any(status.replica_states.get("RUNNING") for status in statuses) for statuses in deployments)
     return any(routed(admin) >= running for admin in admins)
 
 
@@ -283,5 +274,5 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - our own http address
             return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:  # urllib's own errors, too
         return False

@@ -10,7 +10,7 @@ FALLBACK = "without GPUs, deploy/nano.yaml runs the embedded nano model on CPU"
 
 
 def check_nodes(settings: Settings, nodes: Iterable[Mapping[str, Any]]) -> None:
-    """`nodes` as ray.nodes() gives them. ConfigError of one line: what is missing, and what to do instead."""
+    """Raises ConfigError of one line: what is missing, and what to do instead. `nodes`: as ray.nodes() gives them."""
     if not settings.needs_gpus or settings.wait_for_nodes:
         return
     sizes = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node.get("Alive")]

@@ -5,24 +5,23 @@ from pathlib import Path
 from cluster.capability import probe
 from deploy.models.resolve import resolve, suppressed_token_ids
 from deploy.settings import Settings
-from engine.config import Device, EngineConfig, LoadFormat, engine_config
+from engine.config import Device, EngineConfig, engine_config
 
 
 def place(settings: Settings) -> EngineConfig:
-    """The engine's own settings, on the node where the group will run: it resolves the model reference and the device. ConfigError
-    names what is wrong."""
+    """Makes the engine's own settings on the node where the group will run: it resolves the model reference and the device.
+    ConfigError names what is wrong."""
     device = settings.device if settings.device != "auto" else ("cuda" if settings.needs_gpus and probe().gpus else "cpu")
-    load_format = settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors")
-    return configure(settings, resolve(settings.model, settings.revision), device, load_format)
+    return configure(settings, resolve(settings.model, settings.revision), device)
 
 
-def configure(settings: Settings, folder: Path, device: Device, load_format: LoadFormat) -> EngineConfig:
-    """The engine's own settings."""
+def configure(settings: Settings, folder: Path, device: Device) -> EngineConfig:
+    """Makes the engine's own settings for the model in `folder`."""
     drafter = settings.mtp.model if settings.mtp.drafts else None
     return engine_config(
         model=str(folder),
         device=device,
-        load_format=load_format,
+        load_format=settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors"),
         suppress=suppressed_token_ids(folder),
         **settings.engine | {"mtp": {"model": drafter and str(resolve(drafter)), "drafts": settings.mtp.drafts}},
     )

@@ -23,12 +23,12 @@ class Ports:
         self._kept: list[socket.socket] = []
 
     def choose(self, seed: int) -> dict[str, int]:
-        """By variable."""
+        """Choose and keep a port for each variable; returns them by variable."""
         haproxy = {name: free_port(port) for name, port in HAPROXY_PORTS.items()}
         return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | self._replicas(seed)
 
     def _replicas(self, seed: int) -> dict[str, int]:
-        """Where Serve puts its replicas' HTTP servers. HAProxy knows a port for a moment longer than its replica lives."""
+        """Find a block for its replicas' HTTP servers. HAProxy knows a port for a moment longer than its replica lives."""
         for turn in range(_BLOCKS):
             first = _FIRST + REPLICA_BLOCK * ((seed + turn) % _BLOCKS)
             try:
@@ -39,7 +39,7 @@ class Ports:
         raise ConfigError(f"no block of {REPLICA_BLOCK} ports from {_FIRST} on is free")
 
     def _keep(self, port: int) -> int:
-        """`port`, or any free one for 0. OSError: somebody has it."""
+        """Keep `port`, or any free one for 0. OSError: somebody has it."""
         kept = socket.socket()
         try:
             kept.bind(("", port))
@@ -57,7 +57,7 @@ class Ports:
 
 
 def check_port(host: str, port: int) -> None:
-    """ConfigError when clients could not connect here because somebody else listens."""
+    """Raises ConfigError when clients could not connect here because somebody else listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,13 +69,11 @@ def check_port(host: str, port: int) -> None:
 
 
 def free_port(preferred: int) -> int:
-    """`preferred` where it is free on all interfaces, else one that is."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise ConfigError("no free port on this machine")
+    """Returns `preferred` where it is free on all interfaces, else a port that is."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", preferred))
+        except OSError:
+            probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -12,7 +12,7 @@ _OWNER_S = 0.2
 
 
 def adopt_orphans() -> None:
-    """From now on an orphan below this process becomes its child, and is waited for when it ends."""
+    """Makes orphans below this process its children from now on, and waits for each when it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -20,7 +20,7 @@ def adopt_orphans() -> None:
 
 
 def _reap_orphans() -> None:
-    """Wait for every child that has ended a while ago: whoever started it here has waited for it by then."""
+    """Waits for every child that has ended a while ago: whoever started it here has waited for it by then."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
@@ -33,7 +33,7 @@ def _reap_orphans() -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Process ids below `ancestor`."""
+    """Lists the process ids below `ancestor`."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
     below = {ancestor}
@@ -43,17 +43,17 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def is_ray_server(command: bytes) -> bool:
-    """GCS or raylet, by the program that runs."""
+    """Recognizes GCS and raylet by the program that runs."""
     return Path(command.split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
 
 
 def lives(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Tells whether it is neither gone nor a zombie."""
     return _stat(pid)[:1] not in ([], ["Z"])
 
 
 def _stat(pid: int) -> list[str]:
-    """Its state, its parent and so on: the fields of /proc/PID/stat behind its name; empty when it has ended."""
+    """Reads state, parent and so on: the fields of /proc/PID/stat behind the name; empty when the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -61,7 +61,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def command_line(pid: int) -> bytes:
-    """Its arguments, each ended by a zero byte; empty when it has ended."""
+    """Reads the arguments, each ended by a zero byte; empty when the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -69,7 +69,7 @@ def command_line(pid: int) -> bytes:
 
 
 def reap() -> None:
-    """Wait for every child."""
+    """Waits for every child."""
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)

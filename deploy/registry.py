@@ -14,7 +14,8 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from dashboards.discovery import Counts, DiscoveryServer, HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.discovery import DiscoveryServer, HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.series import Counts
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
@@ -42,7 +43,7 @@ class Discovery(ReplicaRegistry):
             logger.warning("%s; it is %s instead", error, self._server.url)
 
     def url(self) -> str:
-        """The address of the http_sd list."""
+        """Return the address of the http_sd list."""
         return self._server.url
 
 
@@ -54,15 +55,15 @@ class RayRegistryClient:
     _actor: Any = None
 
     def url(self) -> str:
-        """Its address; raises RayError when it cannot be started."""
-        return str(ray.get(self._reach().url.remote(), timeout=_START_TIMEOUT_S))
+        """Return the list's address; starts the actor where there is none."""
+        return str(self._ask("url", _START_TIMEOUT_S))
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """As ReplicaRegistry.heartbeat."""
+        """Call ReplicaRegistry.heartbeat."""
         return self._ask("heartbeat", _HEARTBEAT_TIMEOUT_S, target, counts)  # type: ignore[no-any-return]
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """As ReplicaRegistry.deregister."""
+        """Call ReplicaRegistry.deregister."""
         self._ask("deregister", _DEREGISTER_TIMEOUT_S, target, cause, counts)
 
     def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
@@ -75,8 +76,8 @@ class RayRegistryClient:
     def _reach(self) -> Any:
         if self._actor is None:
             options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
-            made = ray.remote(Discovery).options(num_cpus=0, resources=_HEAD, **options)
-            self._actor = made.remote(self.settings.host, self.settings.port)
+            actor_class = ray.remote(Discovery).options(num_cpus=0, resources=_HEAD, **options)
+            self._actor = actor_class.remote(self.settings.host, self.settings.port)
         return self._actor
 
 
@@ -92,15 +93,13 @@ class HeartbeatSender:
     counts: Callable[[], Counts]
     on_url: Callable[[str], None]
     period_s: float = PERIOD_S
-    _complained: bool = False
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def _run(self) -> None:
-        known = False
+        known = complained = False
         while True:
             try:
                 if not known:
@@ -110,19 +109,16 @@ class HeartbeatSender:
                     if not self._over.is_set():
                         logger.error("discovery has given this replica up: Prometheus does not see it any more")
                     return
-                self._complained = False
+                complained = False
             except RayError as error:
-                self._complain(error)
+                if not complained and not self._over.is_set():
+                    logger.warning("discovery does not answer (%s); Prometheus may not see this replica", type(error).__name__)
+                complained = True
             if self._over.wait(self.period_s):
                 return
 
-    def _complain(self, error: RayError) -> None:
-        if not self._complained and not self._over.is_set():
-            logger.warning("discovery does not answer (%s); Prometheus may not see this replica", type(error).__name__)
-        self._complained = True
-
     def deregister(self, cause: str | None) -> None:
-        """The last word: the end's cause (None: in order), and the last counts. Blocks for half a second at most; once."""
+        """Send the end's cause (None: in order) and the last counts, once. Blocks for half a second at most."""
         if self._over.is_set():
             return
         self._over.set()
@@ -133,7 +129,7 @@ class HeartbeatSender:
 
 
 def ray_exporters() -> list[dict[str, Any]]:
-    """The http_sd list of Ray's own exporters: each living node's, whether Ray's dashboard runs or not. ConfigError: no answer."""
+    """Makes the http_sd list of Ray's own exporters: each living node's, with or without Ray's dashboard. ConfigError: no reply."""
     try:
         nodes = ray.nodes()
     except RayError as error:
@@ -142,13 +138,13 @@ def ray_exporters() -> list[dict[str, Any]]:
 
 
 def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """http_sd of what `ray.nodes()` says: living nodes that export metrics, by address."""
+    """Makes an http_sd list of what `ray.nodes()` says: living nodes that export metrics, by address."""
     addresses = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
     return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(addresses) if port > 0]
 
 
 def target_here(model: str, metrics_url: str) -> ScrapeTarget:
-    """This replica, as Serve and Ray call it, with the exporter at `metrics_url`."""
+    """Describes this replica, as Serve and Ray call it, with the exporter at `metrics_url`."""
     context = serve.get_replica_context()
     node = ray.util.get_node_ip_address()
     address = address_of(metrics_url, node)
@@ -156,6 +152,6 @@ def target_here(model: str, metrics_url: str) -> ScrapeTarget:
 
 
 def address_of(metrics_url: str, node: str) -> str:
-    """host:port as Prometheus reaches it: an exporter on all interfaces is called by its node's address."""
+    """Returns host:port as Prometheus reaches it: an exporter on all interfaces is called by its node's address."""
     host, _, port = metrics_url.removeprefix("http://").partition("/")[0].rpartition(":")
     return f"{node if host in _EVERYWHERE else host}:{port}"

@@ -56,7 +56,7 @@ class Demand:
             case FirstToken():
                 self._tokenless.pop(event.request, None)
                 self._ttfts.append((self.clock(), event.ttft_s))
-                self._forget()  # here, too: without autoscaling nobody asks for figures
+                self._drop_old()  # here, too: without autoscaling nobody asks for figures
             case RequestFinished():
                 self._open -= 1
                 self._tokenless.pop(event.request, None)
@@ -64,7 +64,7 @@ class Demand:
                 self._load = event.load
 
     def figures(self) -> dict[str, float]:
-        """By the names of Scaling's targets, each as a share or a sum that adds up over replicas; and `late`.
+        """Return a figure by the name of each of Scaling's targets, a share or a sum that adds up over replicas; and `late`.
 
         late: the worst of the recent TTFTs (the slowest tenth left out) and of the waits that still last, over the objective.
         """
@@ -75,13 +75,13 @@ class Demand:
             "late": max(self._slow_ttft(), self._longest_wait()) / self.objective_s,
         }
 
-    def _forget(self) -> None:
+    def _drop_old(self) -> None:
         since = self.clock() - TTFT_WINDOW_S
         while self._ttfts and self._ttfts[0][0] < since:
             self._ttfts.popleft()
 
     def _slow_ttft(self) -> float:
-        self._forget()
+        self._drop_old()
         recent = sorted(ttft for _, ttft in self._ttfts)
         return recent[math.ceil(_WORST * len(recent)) - 1] if recent else 0.0
 
@@ -111,56 +111,56 @@ class Scaling:
     def __post_init__(self) -> None:
         for target in fields(self):
             value = getattr(self, target.name)
-            most = math.inf if target.name == "waiting_tokens" else 1.0
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-                raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {most:g}]")
+            ceiling = math.inf if target.name == "waiting_tokens" else 1.0
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= ceiling:
+                raise ValueError(f"policy_kwargs.{target.name}: {value!r} is not a number in (0, {ceiling:g}]")
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-        """(replicas, state), as Serve asks every tick."""
+        """Decide on (replicas, state), as Serve asks every tick."""
         metrics = context.aggregated_metrics or {}
-        now = context.target_num_replicas
+        target = context.target_num_replicas
         sums = {name: sum(metrics.get(name, {}).values()) for name in SUMMED_FIGURES}
         late = max(metrics.get("late", {}).values(), default=0.0)
         settled = self._settled(context)
         if context.current_num_replicas and not any(metrics.get(name) for name in SUMMED_FIGURES):
-            return now, {"wanted": now, "settled": settled}
+            return target, {"wanted": target, "settled": settled}
         replicas, why = max(self._needed(sums, 1.0))
-        if late > 1 and sums["waiting_tokens"] and _seen(context, settled):
-            replicas, why = max((replicas, why), (math.ceil(now * min(late, 2.0)), "late"))
-        if replicas < now:
+        if late > 1 and sums["waiting_tokens"] and _figures_are_recent(context, settled):
+            replicas, why = max((replicas, why), (math.ceil(target * min(late, 2.0)), "late"))
+        if replicas < target:
             replicas, why = max(self._needed(sums, self.downscale_threshold))
-            replicas = min(replicas, now)
+            replicas = min(replicas, target)
         if not replicas:
             replicas, why = (1, "requests at no replica") if context.total_queued_requests else (0, "idleness")
-        self._say(context, replicas, why, sums | {"late": late})
+        self._log_change(context, replicas, why, sums | {"late": late})
         return replicas, {"wanted": replicas, "settled": settled}
 
     def _needed(self, sums: Mapping[str, float], share: float) -> Iterator[tuple[int, str]]:
-        """(replicas at which a figure just stays within `share` of its target, its name)."""
+        """Yield (replicas at which a figure just stays within `share` of its target, its name)."""
         for name, total in sums.items():
             yield math.ceil(total / (share * getattr(self, name)) - _ROUNDING), name
 
     def _settled(self, context: "AutoscalingContext") -> float | None:
-        """Since when all wanted replicas run; None while some are starting or ending."""
+        """Return since when all wanted replicas run; None while some are starting or ending."""
         if context.current_num_replicas != context.target_num_replicas:
             return None
         since: float | None = context.policy_state.get("settled")
         return context.current_time if since is None else since
 
-    def _say(self, context: "AutoscalingContext", replicas: int, why: str, figures: Mapping[str, float]) -> None:
-        """One line at each change of mind."""
+    def _log_change(self, context: "AutoscalingContext", replicas: int, why: str, figures: Mapping[str, float]) -> None:
+        """Log one line at each change of the decision."""
         if replicas != context.policy_state.get("wanted", context.target_num_replicas):
             shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
             logger.info("scaling: %d replicas wanted, by %s (%s)", replicas, why, shown)
 
 
-def _seen(context: "AutoscalingContext", settled: float | None) -> bool:
-    """Whether the figures speak of the replicas that there are now, and of no time before."""
+def _figures_are_recent(context: "AutoscalingContext", settled: float | None) -> bool:
+    """Tells whether the figures speak of the replicas that there are now, and of no time before."""
     return settled is not None and context.current_time - settled >= TTFT_WINDOW_S + context.config.look_back_period_s
 
 
 def check_policies(config: Mapping[str, Any], source: str) -> None:
-    """ConfigError names what is wrong in the `policy_kwargs` of our policy, which Serve's controller would stumble over."""
+    """Raises ConfigError that names what is wrong in our policy's `policy_kwargs`, which Serve's controller would stumble over."""
     deployments = (options for app in config["applications"] for options in app.get("deployments") or ())
     for options in deployments:
         policy = (options.get("autoscaling_config") or {}).get("policy") or {}

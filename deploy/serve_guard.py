@@ -17,13 +17,13 @@ _LOST = ("UNHEALTHY", "DEPLOY_FAILED")
 
 
 def outermost() -> list[Any]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
+    """Returns the guards; RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function."""
     is_proxy = (ray.get_runtime_context().get_actor_name() or "").startswith(_PROXY)
     return limits.outermost(routes if is_proxy else None)
 
 
 def routes() -> dict[str, bool]:
-    """Of each application its prefix, and whether some deployment of it lacks a replica that runs, and should have one.
+    """Maps each application's prefix to whether some deployment of it lacks a replica that runs, and should have one.
 
     Empty while Serve's controller does not answer: it may be starting again.
     """
@@ -35,5 +35,5 @@ def routes() -> dict[str, bool]:
 
 
 def is_lost(deployment: dict[str, Any]) -> bool:
-    """By its status and its replicas' states, as Serve names them."""
+    """Judges by a deployment's status and its replicas' states, as Serve names them."""
     return deployment["status"] in _LOST and all(replica["state"] != "RUNNING" for replica in deployment["replicas"])

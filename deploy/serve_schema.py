@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 
 
 def check_schema(config: dict[str, Any], source: str) -> None:
-    """ConfigError names the keys that Serve itself would refuse."""
+    """Raises ConfigError that names the keys that Serve itself would refuse or ignore."""
     try:
         ServeDeploySchema.model_validate(config)
     except ValidationError as error:
@@ -21,7 +21,7 @@ def check_schema(config: dict[str, Any], source: str) -> None:
 
 
 def unknown_keys(schema: type[BaseModel], value: Any, path: str) -> Iterator[str]:
-    """Dotted paths in `value` that `schema` and the models inside it have no field for: Serve drops them without a word."""
+    """Yields dotted paths in `value` that `schema` and the models inside it have no field for: Serve drops them without a word."""
     if not isinstance(value, dict) or schema.model_config.get("extra") == "allow":
         return
     for key, inner in value.items():
@@ -36,7 +36,7 @@ def unknown_keys(schema: type[BaseModel], value: Any, path: str) -> Iterator[str
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The one model that an annotation holds, as itself, optional or in a list; none where it holds several, or other things."""
+    """Returns the one model that an annotation holds, as itself, optional or in a list; none where it holds several or others."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     models = [model for inner in get_args(annotation) for model in _models(inner)]

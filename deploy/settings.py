@@ -123,7 +123,7 @@ class Settings(EngineSettings, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, args: Mapping[str, Any]) -> Self:
-        """Settings from the YAML's `args`; ConfigError names every key that is wrong."""
+        """Read settings from the YAML's `args`; ConfigError names every key that is wrong."""
         wrong: list[str] = []
         settings = _read(cls, args, "", wrong)
         if settings is None:
@@ -135,7 +135,7 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct | None:
-    """The settings in a mapping; None, and what is wrong with its keys is added to `wrong`."""
+    """Reads the settings in a mapping; None where a key is wrong, and `wrong` then has a line for it."""
     if not isinstance(given, Mapping):
         wrong.append(f"{path}: expected a mapping, not {given!r:.80}")
         return None
@@ -167,22 +167,22 @@ def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
         if isinstance(value, float) and isinf(value):
             raise msgspec.ValidationError("Expected a finite number")
     except msgspec.ValidationError as error:
-        said = str(error).partition(", got ")[0].removeprefix("Expected ").replace("`", "")
-        expected = " or ".join([*choices, *([said] if "=" in said or not choices else [])])
+        expectation = str(error).partition(", got ")[0].removeprefix("Expected ").replace("`", "")
+        expected = " or ".join([*choices, *([expectation] if "=" in expectation or not choices else [])])
         wrong.append(f"{key}: expected {expected}, not {given!r:.80}")
         return None
     return value
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The words that a setting may be; none if it may be anything else."""
+    """Returns the words that a setting may be; none if it may be anything else."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none."""
+    """Reads the Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -195,17 +195,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def application(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Ours in a Serve config; there can be one, as it has all paths. ConfigError names the file and the key."""
-    ours = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
-    if len(ours) != 1:
-        raise ConfigError(f"{source}: {'only one' if ours else 'no'} application has import_path {IMPORT_PATH}")
-    if ours[0].get("route_prefix", "/") != "/":
+    """Finds our application in a Serve config; there can be one, as it has all paths. ConfigError names the file and the key."""
+    quartets = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
+    if len(quartets) != 1:
+        raise ConfigError(f"{source}: {'only one' if quartets else 'no'} application has import_path {IMPORT_PATH}")
+    if quartets[0].get("route_prefix", "/") != "/":
         raise ConfigError(f"{source}: route_prefix: only /, because the paths of the API are OpenAI's")
-    return ours[0]
+    return quartets[0]
 
 
 def read_settings(config: Mapping[str, Any], source: str) -> Settings:
-    """The settings of our application in a Serve config; ConfigError names the file and the key."""
+    """Reads the settings of our application in a Serve config; ConfigError names the file and the key."""
     app = application(config, source)
     try:
         return Settings.read(app.get("args") or {})

@@ -48,8 +48,15 @@ def run(args: argparse.Namespace) -> int:
     check_schema(config, source)
     check_policies(config, source)
     app = application(config, source)
+    http = config.get("http_options") or {}
     try:
-        notes = list(all_notes(app, config.get("http_options") or {}, settings))
+        notes = [
+            *deployment_notes(app, settings),
+            *model_notes(settings),
+            *template_notes(settings),
+            *key_notes(http, settings),
+            *time_notes(app, http, settings),
+        ]
     except (ConfigError, CheckpointError) as error:
         raise ConfigError(f"{source}: {error}") from error
     entry = {"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes}
@@ -58,17 +65,8 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def all_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """What the operator should know of an application. ConfigError, CheckpointError: it cannot be deployed."""
-    yield from deployment_notes(app, settings)
-    yield from model_notes(settings)
-    yield from template_notes(settings)
-    yield from key_notes(http, settings)
-    yield from time_notes(app, http, settings)
-
-
 def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """What in `deployments:` would not do what it says. ConfigError: a deployment that we do not have."""
+    """Notes what in `deployments:` would not do what it says. ConfigError: a deployment that we do not have."""
     for options in app.get("deployments") or ():
         if options.get("name") != DEPLOYMENT:
             raise ConfigError(f"deployments: {options.get('name')!r} is not {DEPLOYMENT!r}, the one deployment there is")
@@ -81,7 +79,7 @@ def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
 
 
 def template_notes(settings: Settings) -> Iterator[str]:
-    """Whether the chat template that is named can be used. ConfigError: it does not compile."""
+    """Checks whether the chat template that is named can be used. ConfigError: it does not compile."""
     from engine.front.template import ChatTemplate
     from engine.front.text import template_source
 
@@ -98,7 +96,7 @@ def template_notes(settings: Settings) -> Iterator[str]:
 
 
 def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """How many may ask, and whether anybody may. ConfigError: the file of keys is not as it should be."""
+    """Notes how many keys there are, and whether anybody may ask without. ConfigError: the file of keys is not as it should be."""
     if not settings.keys.needed:
         if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
             yield f"no keys, and http_options.host is {host}: anybody who reaches the port may use it"
@@ -112,7 +110,7 @@ def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
 
 
 def time_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """Where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
+    """Notes where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
     deployments = app.get("deployments") or ()
     bound = http.get("request_timeout_s")
     own = settings.limits.request_timeout_s
@@ -139,7 +137,7 @@ def model_notes(settings: Settings) -> Iterator[str]:
 
 
 def _check_checkpoint(folder: Path) -> None:
-    """CheckpointError: a replica would refuse it."""
+    """Raises CheckpointError where a replica would refuse the checkpoint."""
     from engine.front.text import TextProcessor
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cluster.capability import probe
+from cluster.children import ROOT
 from deploy.cli.finding import Finding
 from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
-from deploy.launcher import ROOT
-from deploy.settings import read_config
+from deploy.settings import Settings, read_config, read_settings
 
 HELP = """\
 Looks, and changes nothing; Ray is not started, and torch is loaded for --kernels alone. `ok` is as it should be, `warn` works with
@@ -35,11 +35,10 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints every finding; 1 where one of them is a no."""
+    """Prints every finding; returns 1 where one of them fails."""
     findings = list(look(args.config, args.architecture, kernels=args.kernels))
-    bad = {"fail", "warn"} if args.strict else {"fail"}
-    fine = not any(finding.state in bad for finding in findings)
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
+    fine = not counts["fail"] and not (args.strict and counts["warn"])
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
     rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
     value = {**counts, "fine": fine, "findings": [asdict(finding) for finding in findings]}
@@ -48,37 +47,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def architecture(text: str) -> tuple[int, int]:
-    """`sm100`, `sm_100a` or `10.0` -> (10, 0)."""
+    """Reads `sm100`, `sm_100a` or `10.0` as (10, 0)."""
     match = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability such as sm100, sm90 or 12.0")
     return int(match[1] or match[2]), int(match[3])
 
 
-def look(config: Path | None, asked: tuple[int, int] | None = None, *, kernels: bool = False) -> Iterator[Finding]:
-    """Every check, in the order in which one would set a machine up; `kernels` run if they are asked for.
+def look(path: Path | None, asked: tuple[int, int] | None, *, kernels: bool) -> Iterator[Finding]:
+    """Runs every check, in the order in which one would set a machine up; `kernels` run if they are asked for.
 
-    asked: another GPU's compute capability, for attention
+    path: the config that this machine is to serve;   asked: another GPU's compute capability, for attention
     """
     from deploy.cli import machine_checks as checks
 
     capability = probe()
+    config = read_config(path) if path else {}
+    settings = read_settings(config, str(path)) if path else Settings(model="any")
     yield from checks.software()
     yield from checks.devices(capability)
-    yield from checks.attention(capability, config, asked)
+    yield from checks.attention(capability, settings, asked)
     if kernels:
         yield checks.kernels()
     yield from checks.machine()
-    yield from checks.ports(_port(config))
+    yield from checks.ports(int((config.get("http_options") or {}).get("port", 8000)))
     yield checks.ingress()
     yield checks.ray_environment()
     yield from checks.hub()
-    paths = [config] if config else sorted(ROOT.glob("deploy/*.yaml"))
-    for path in paths:
-        yield checks.config(path, len(capability.gpus), asked=config is not None)
-        yield from checks.templates(path)
-
-
-def _port(config: Path | None) -> int:
-    options = (read_config(config) if config else {}).get("http_options") or {}
-    return int(options.get("port", 8000))
+    for file in [path] if path else sorted(ROOT.glob("deploy/*.yaml")):
+        settings = read_settings(read_config(file), str(file))
+        yield checks.config(file.name, settings, len(capability.gpus), asked=path is not None)
+        yield from checks.templates(settings)

@@ -17,5 +17,5 @@ class Finding:
 
 
 def checked(name: str, good: bool, detail: str, advice: str, bad: State = "warn") -> Finding:
-    """`ok` with nothing to do, or `bad` with the advice."""
+    """Makes a finding that is `ok` with nothing to do, or `bad` with the advice."""
     return Finding(name, "ok", detail) if good else Finding(name, bad, detail, advice)

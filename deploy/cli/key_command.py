@@ -3,9 +3,8 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
-from deploy.cli.output import OK, Part, Subparsers, command, emit
+from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.edge_settings import KeySettings
 from deploy.edge.keys.key_file import digest_of, new_key, parse, read
 from engine.errors import ConfigError
@@ -37,28 +36,31 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the key and its line. ConfigError: an option is wrong, or does not go with what the file has."""
-    given = {name: getattr(args, name) for name in ("rights", "requests", "tokens", "concurrent", "expires")}
-    options = (f"{name}={value}" for name, value in given.items() if value is not None)
+    names = ("rights", "requests", "tokens", "concurrent", "expires")
+    options = [f"{name}={value}" for name in names if (value := getattr(args, name)) is not None]
     key = new_key()
-    (made,) = parse(" ".join([digest_of(key.encode()).hex(), args.name, *options]))
+    (entry,) = parse(" ".join([digest_of(key.encode()).hex(), args.name, *options]))
+    line, file = entry.line(), None
+    where = ["line for the file of keys:", line]
     if args.append is not None:
-        _append(args.append, made.line())
-    value: dict[str, Any] = {"name": made.name, "key": key, "line": made.line(), "file": str(args.append) if args.append else None}
-    where: list[Part] = [f"added to {args.append}"] if args.append else ["line for the file of keys:", made.line()]
+        _append(args.append, line)
+        file = str(args.append)
+        where = [f"added to {file}"]
+    value = {"name": entry.name, "key": key, "line": line, "file": file}
     emit(value, ["key, shown only now:", key, *where], as_json=args.json)
     return OK
 
 
 def _append(path: Path, line: str) -> None:
-    """Whoever reads the file meanwhile has it as it was, or with the line."""
+    """Adds a line to a file; who reads it meanwhile has it as it was, or with the line."""
     before = read(KeySettings(file=str(path.absolute()))) if path.exists() else ""
     text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
     parse(text)
-    made = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        made.touch(mode=path.stat().st_mode & 0o777 if path.exists() else 0o600, exist_ok=False)
-        made.write_text(text, encoding="utf-8")
-        made.replace(path)
+        temporary.touch(mode=path.stat().st_mode & 0o777 if path.exists() else 0o600, exist_ok=False)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {error.strerror}") from error

@@ -15,18 +15,18 @@ from itertools import combinations
 from pathlib import Path
 
 from cluster.attention_choice import choose_attention
-from cluster.capability import Capability, Gpu
+from cluster.capability import Capability
+from cluster.children import ROOT
 from deploy import environment
 from deploy.cli.finding import Finding, State, checked
 from deploy.cli.sizing import folder_here
-from deploy.launcher import ROOT
 from deploy.models.google_template import CORRECTED, edition
 from deploy.nodes import check_nodes
 from deploy.ports import HAPROXY_PORTS, check_port
-from deploy.settings import Settings, read_config, read_settings
+from deploy.settings import Settings
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import Platform
-from engine.attention.flashinfer_files import FlashInferFiles, installed
+from engine.attention.flashinfer_files import installed
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.front.text import template_source
@@ -40,7 +40,7 @@ _DISK = 10 << 30
 
 
 def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
-    """Python and the dependencies against the ranges of pyproject.toml."""
+    """Holds Python and the dependencies against the ranges of pyproject.toml."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -55,7 +55,7 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
         requirement = Requirement(text)
         name = requirement.name
         supported = requirement.specifier
-        version = installed(requirement.name)
+        version = installed(name)
         good = version is not None and supported.contains(version, prereleases=True)
         if name in NAMED or not good:
             state = f"{version or 'not installed'} (supported: {supported})"
@@ -67,12 +67,14 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
 
 
 def devices(node: Capability) -> Iterator[Finding]:
-    """GPUs, whether torch can use them, and how they reach each other."""
+    """Lists GPUs, whether torch can use them, and how they reach each other."""
     yield Finding("capability", "ok", str(node))
     if not node.gpus:
         yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
         return
-    kinds = sorted({_kind(gpu) for gpu in node.gpus})
+    kinds = sorted(
+        {f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]}, {gpu.memory / 2**30:.0f} GiB)" for gpu in node.gpus}
+    )
     advice = "the GPUs of a group must agree: choose with CUDA_VISIBLE_DEVICES"
     yield checked("gpus", len(kinds) == 1, f"{len(node.gpus)} x {' and '.join(kinds)}", advice)
     torch = installed("torch") or ""
@@ -81,27 +83,23 @@ def devices(node: Capability) -> Iterator[Finding]:
     yield links([gpu.index for gpu in node.gpus])
 
 
-def attention(node: Capability, path: Path | None, asked: tuple[int, int] | None) -> Iterator[Finding]:
-    """Which attention backend runs here, or on a GPU of compute capability `asked`, and why; with the settings of config `path`."""
+def attention(node: Capability, settings: Settings, asked: tuple[int, int] | None) -> Iterator[Finding]:
+    """Says which attention backend runs here with `settings`, or on a GPU of compute capability `asked`, and why."""
     architecture = asked or node.architecture
-    settings = read_settings(read_config(path), str(path)) if path else Settings(model="any")
-    yield _attention(settings, architecture if settings.needs_gpus or asked else None, node.flashinfer)
+    chosen_for = architecture if settings.needs_gpus or asked else None
+    try:
+        engine = EngineConfig(model="", device="cuda" if chosen_for else "cpu", **settings.engine)
+        choice = choose_attention(engine, chosen_for, node.flashinfer)
+        yield checked("attention", not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
+    except ConfigError as error:
+        yield Finding("attention", "fail", str(error))
     for entry in BACKENDS.values():
         if package := entry.package(Platform(architecture, node.flashinfer)):
             yield checked(*package)
 
 
-def _attention(settings: Settings, architecture: tuple[int, int] | None, files: FlashInferFiles) -> Finding:
-    try:
-        config = EngineConfig(model="", device="cuda" if architecture else "cpu", **settings.engine)
-        choice = choose_attention(config, architecture, files)
-    except ConfigError as error:
-        return Finding("attention", "fail", str(error))
-    return checked("attention", not choice.advice, f"{choice.name}: {choice.reason}", choice.advice)
-
-
 def kernels() -> Finding:
-    """Our kernels against plain torch on the first GPU, as ranks do at start where nobody tried its architecture."""
+    """Holds our kernels against plain torch on the first GPU, as ranks do at start where nobody tried its architecture."""
     import torch
 
     from kernels.selfcheck import CHECKS, failures
@@ -115,12 +113,8 @@ def kernels() -> Finding:
     return checked("kernel checks", not wrong, verdict, "no rank starts on such a GPU: please report it", "fail")
 
 
-def _kind(gpu: Gpu) -> str:
-    return f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]}, {gpu.memory / 2**30:.0f} GiB)"
-
-
 def links(indices: list[int]) -> Finding:
-    """How NVML's devices `indices` reach each other, which decides whether sums may go over symmetric memory."""
+    """Says how NVML's devices `indices` reach each other, which decides whether sums may go over symmetric memory."""
     import pynvml
 
     pairs = list(combinations(indices, 2))
@@ -128,7 +122,7 @@ def links(indices: list[int]) -> Finding:
         return Finding("nvlink", "ok", "one GPU: nothing to link")
 
     def apart(way: int) -> str:
-        """The first pairs that do not reach each other that way."""
+        """Names the first pairs that do not reach each other that way."""
         status = {pair: pynvml.nvmlDeviceGetP2PStatus(*(handles[index] for index in pair), way) for pair in pairs}
         return ", ".join([f"{first}-{second}" for first, second in pairs if status[first, second] != pynvml.NVML_P2P_STATUS_OK][:4])
 
@@ -147,12 +141,13 @@ def links(indices: list[int]) -> Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """Cores, priority, memory and limits."""
+    """Looks at cores, priority, memory and limits."""
     cores = len(os.sched_getaffinity(0))
     yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
     nice = os.nice(0)
     yield checked("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
-    yield _room("memory", _available_memory(), _MEMORY, "Ray and an engine on CPU need about that")
+    memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    yield _room("memory", int(memory["MemAvailable"].split()[0]) << 10, _MEMORY, "Ray and an engine on CPU need about that")
     yield _room(SHARED, _free(Path(SHARED)), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield checked("open files", files >= _FILES, str(files), f"every stream is a descriptor or two: ulimit -n {16 * _FILES}")
@@ -162,22 +157,17 @@ def _room(name: str, free: int, least: int, why: str) -> Finding:
     return checked(name, free >= least, f"{free / 2**30:.1f} GiB free", f"{why} ({least / 2**30:.0f} GiB)")
 
 
-def _available_memory() -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
-
-
 def _free(folder: Path) -> int:
     return shutil.disk_usage(_existing(folder)).free
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Returns the folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def ports(api: int = 8000) -> Iterator[Finding]:
-    """What the launcher listens on."""
+    """Tries the ports that the launcher listens on."""
     for port in (api, *HAPROXY_PORTS.values()):
         try:
             check_port("127.0.0.1", port)
@@ -189,7 +179,7 @@ def ports(api: int = 8000) -> Iterator[Finding]:
 
 
 def ingress() -> Finding:
-    """The HAProxy that would carry the streams."""
+    """Runs the HAProxy that would carry the streams, to see its version."""
     binary = environment.haproxy_binary()
     if binary is None:
         slow = "none: streams go through Ray's Python proxy, at several times the CPU"
@@ -202,14 +192,14 @@ def ingress() -> Finding:
 
 
 def ray_environment() -> Finding:
-    """Variables that are set already: the launcher leaves them as they are."""
-    odd = [f"{name}={os.environ[name]}" for name, value in environment.RAY.items() if os.environ.get(name, value) != value]
-    verdict = ", ".join(odd) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
-    return checked("ray settings", not odd, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
+    """Lists variables that are set already: the launcher leaves them as they are."""
+    own = [f"{name}={os.environ[name]}" for name, value in environment.RAY.items() if os.environ.get(name, value) != value]
+    verdict = ", ".join(own) or f"nothing stands against the {len(environment.RAY)} that the launcher sets"
+    return checked("ray settings", not own, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
 
 def hub() -> Iterator[Finding]:
-    """Where checkpoints come from and go to. The token itself is not shown."""
+    """Says where checkpoints come from and go to. The token itself is not shown."""
     from huggingface_hub import constants, get_token
 
     offline = constants.HF_HUB_OFFLINE
@@ -224,29 +214,27 @@ def hub() -> Iterator[Finding]:
     yield checked("hub cache", free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
 
 
-def templates(path: Path) -> Iterator[Finding]:
-    """Which chat template the config's application would use, where it is on this machine."""
-    settings = read_settings(read_config(path), str(path))
+def templates(settings: Settings) -> Iterator[Finding]:
+    """Says which chat template an application would use, where it is on this machine, and whether Google has corrected it."""
     name = f"template of {settings.name}"
     instead = Path(settings.chat_template) if settings.chat_template else None
     if instead is not None and not instead.is_file():
         yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
     elif (folder := folder_here(settings)) is not None and (source := template_source(folder, instead)) is not None:
-        yield template(name, source)
+        origins = {
+            "corrected": f"Google's, of {CORRECTED} or later",
+            "older": f"Google's, from before {CORRECTED}",
+            None: "not Google's",
+        }
+        advice = "tool loops go wrong with it: fetch the model's chat_template.jinja again, or name another file as chat_template"
+        kind = edition(source)
+        yield checked(name, kind != "older", origins[kind], advice)
 
 
-def template(name: str, source: str) -> Finding:
-    """Whether a chat template is the one that Google has corrected."""
-    of = {"corrected": f"Google's, of {CORRECTED} or later", "older": f"Google's, from before {CORRECTED}", None: "not Google's"}
-    advice = "tool loops go wrong with it: fetch the model's chat_template.jinja again, or name another file as chat_template"
-    kind = edition(source)
-    return checked(name, kind != "older", of[kind], advice)
-
-
-def config(path: Path, gpus: int, *, asked: bool) -> Finding:
-    """Whether this machine alone could hold what `path` asks for. `asked`: it was named, so a no is a failure."""
+def config(name: str, settings: Settings, gpus: int, *, asked: bool) -> Finding:
+    """Says whether this machine alone could hold what a config asks for. `asked`: it was named, so a no is a failure."""
     try:
-        check_nodes(read_settings(read_config(path), str(path)), [{"Alive": True, "Resources": {"GPU": gpus}}])
+        check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])
     except ConfigError as error:
-        return Finding(path.name, "fail" if asked else "warn", str(error))
-    return Finding(path.name, "ok", "fits this machine's GPUs")
+        return Finding(name, "fail" if asked else "warn", str(error))
+    return Finding(name, "ok", "fits this machine's GPUs")

@@ -23,7 +23,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command(commands: Subparsers, name: str, summary: str, teach: str, *, as_json: bool = True) -> argparse.ArgumentParser:
-    """A subcommand whose --help ends with `teach`, shown as it stands."""
+    """Adds a subcommand whose --help ends with `teach`, shown as it stands."""
     raw = argparse.RawDescriptionHelpFormatter
     about = f"{summary[:1].upper()}{summary[1:]}."
     parser = commands.add_parser(name, help=summary, description=about, epilog=teach, formatter_class=raw)
@@ -33,7 +33,7 @@ def command(commands: Subparsers, name: str, summary: str, teach: str, *, as_jso
 
 
 def emit(value: Any, parts: Iterable[Part], *, as_json: bool) -> None:
-    """`value` as JSON, or `parts` as text, on stdout."""
+    """Writes `value` as JSON, or `parts` as text, to stdout."""
     if as_json:
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
     else:
@@ -42,7 +42,7 @@ def emit(value: Any, parts: Iterable[Part], *, as_json: bool) -> None:
 
 
 def plain(parts: Iterable[Part]) -> Iterator[str]:
-    """Lines: tables as columns two blanks apart, with no borders."""
+    """Yields lines: tables as columns two blanks apart, with no borders."""
     for part in parts:
         if isinstance(part, str):
             yield part
@@ -60,5 +60,5 @@ def _columns(table: Table) -> Iterator[str]:
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB, or as MiB below one."""
+    """Formats bytes as GiB, or as MiB below one."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -12,7 +12,7 @@ from cluster.capability import probe
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import EngineSettings
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
 from engine.geometry import read_geometry
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
-TPS = (1, 2, 4, 8)
+_POOL_COLUMNS = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 HELP = """\
@@ -56,14 +56,14 @@ def register(commands: Subparsers) -> None:
 
 
 def sizes() -> dict[str, str]:
-    """The engine's settings that decide what fits into memory, with their help: an option each."""
+    """Returns the engine's settings that decide what fits into memory, with their help: an option each."""
     hints = get_type_hints(EngineSettings, include_extras=True)
     metas = {name: get_args(hint)[1] for name, hint in hints.items()}
     return {name: meta.description for name, meta in metas.items() if meta.extra}
 
 
 def byte_size(text: str) -> int:
-    """`80GiB`, `141GB`, `512Mi` or plain bytes."""
+    """Reads `80GiB`, `141GB`, `512Mi` or plain bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] == "i":
         raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 141GB, 512MiB")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def asked_settings(args: argparse.Namespace) -> Settings:
-    """The settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
+    """Reads the settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
     names = ("model", "device", *sizes())
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is None:
@@ -90,7 +90,7 @@ def asked_settings(args: argparse.Namespace) -> Settings:
 
 
 def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
+    """Returns everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
     from deploy.cli import sizing
 
     reserve = sizing.RESERVE if args.reserve is None else args.reserve
@@ -108,25 +108,11 @@ def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     try:
         return {**question, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
     except ConfigError as error:
-        return {**question, "fits": False, "reason": str(error), "fits_at_tp": fits_at(settings, folder, memory, reserve)}
-
-
-def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:
-    """The smallest usual group that would hold it; None where none does."""
-    from deploy.cli import sizing
-
-    for tp in TPS:
-        try:
-            engine = sizing.configured(msgspec.structs.replace(settings, tp=tp), folder)
-            sizing.size(engine, sizing.weight_bytes_and_count(engine)[0], memory, reserve)
-        except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
-            continue
-        return tp
-    return None
+        return {**question, "fits": False, "reason": str(error), "fits_at_tp": sizing.fits_at(settings, folder, memory, reserve)}
 
 
 def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
-    """Pools and concurrency of a model that fits."""
+    """Returns pools and concurrency, of a model whose weights fit."""
     longest = sized.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
     held = sized.concurrency(longest)
@@ -136,7 +122,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
         "fits": held > 0,
         **({} if held else {"reason": f"{short}: {remedy}"}),
         "kv_budget": sized.budget,
-        "pool_bytes": sized.pool_bytes,
+        "pool_bytes": sum(pool.pool_bytes for pool in sized.pools),
         "pools": [
             {
                 "name": pool.group.name, "layers": len(pool.group.layers), "kv_heads": pool.group.kv_heads,
@@ -151,7 +137,7 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
 
 
 def gpu_memory(args: argparse.Namespace) -> int:
-    """Bytes of one GPU: as asked, else this machine's smallest. ConfigError where neither says."""
+    """Returns the bytes of one GPU: as asked, else this machine's smallest. ConfigError where neither says."""
     if args.gpu_memory is not None:
         return int(args.gpu_memory)
     if args.gpu is not None:
@@ -168,22 +154,13 @@ def parts(report: dict[str, Any]) -> Iterator[Part]:
     yield f"weights per rank  {gib(report['weights_per_rank'])}"
     if "pools" in report:
         yield f"KV per rank       {gib(report['pool_bytes'])} of {gib(report['kv_budget'])} that may be spent on it"
-        yield _pools(report["pools"])
-        yield _sequences(report)
+        yield Table(_POOL_COLUMNS, [
+            (row["name"], str(row["layers"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "all"),
+             f"{row['pages']:,}", f"{row['page_bytes'] / 1024:g} KiB", gib(row["bytes"]), f"{row['tokens']:,}")
+            for row in report["pools"]
+        ])  # fmt: skip
+        sequences = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
+        yield Table((">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), sequences)
     yield "it fits" if report["fits"] else f"it does not fit: {report['reason']}"
     if report.get("fits_at_tp"):
         yield f"it would fit at tp {report['fits_at_tp']}"
-
-
-def _pools(rows: list[dict[str, Any]]) -> Table:
-    columns = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
-    return Table(columns, [
-        (row["name"], str(row["layers"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "all"),
-         f"{row['pages']:,}", f"{row['page_bytes'] / 1024:g} KiB", gib(row["bytes"]), f"{row['tokens']:,}")
-        for row in rows
-    ])  # fmt: skip
-
-
-def _sequences(report: dict[str, Any]) -> Table:
-    rows = [(f"{row['tokens']:,}", f"{row['sequences']:,}") for row in report["concurrency"]]
-    return Table((">tokens a sequence", f">run at once, of max_seqs {report['max_seqs']}"), rows)

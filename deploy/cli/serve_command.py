@@ -37,7 +37,7 @@ def register(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code. ConfigError: it cannot run like this."""
+    """Serves until a signal; returns the exit code. ConfigError: it cannot run like this."""
     config = read_config(args.config)
     settings = read_settings(config, str(args.config))
     check_policies(config, str(args.config))
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(launch: Launch, drain_s: float) -> int:
-    """Start, wait for a signal, drain; a second signal ends the drain."""
+    """Starts, waits for a signal, drains; a second signal ends the drain."""
     try:
         with interruptible():
             launch.start()

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from deploy.models.resolve import PUBLIC, resolve
 from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.geometry import KVGroup, read_geometry
 from engine.memory import INBOX_BYTES, kv_budget, longest_sequence, pages_of
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from engine.rank.builder import Rank
 
 RESERVE = 3 << 29  # 1.5 GiB
+TPS = (1, 2, 4, 8)
 _PUBLISHED = re.compile(r"(?:(?:.*/)?gemma-4-)?(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
 
 
@@ -38,22 +41,17 @@ class Pool:
     table_bytes: int
 
     def holds(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that it can hold at once; the last token is never computed on, so it needs no page."""
+        """Return how many sequences of `tokens` tokens it holds at once; the last token is not computed on, so it needs no page."""
         return (self.pages - 1) // self.group.worst_pages(max(1, tokens - 1))
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """The KV cache of one rank. `budget`: bytes that may be spent on pools."""
+    """The KV cache of one rank. `budget`: bytes that may be spent on pools; page tables come on top."""
 
     config: EngineConfig
     budget: int
     pools: tuple[Pool, ...]
-
-    @property
-    def pool_bytes(self) -> int:
-        """All pools; what `budget` bounds. Page tables come on top."""
-        return sum(pool.pool_bytes for pool in self.pools)
 
     @property
     def longest(self) -> int:
@@ -61,19 +59,19 @@ class Sizing:
         return longest_sequence([pool.group for pool in self.pools], [pool.pages for pool in self.pools])
 
     def concurrency(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens, prompt and output, that run at once and are never preempted."""
+        """Return how many sequences of `tokens` tokens, prompt and output, run at once and are never preempted."""
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
 
 
 def known_folder(settings: Settings) -> Path | None:
-    """A folder with the model's config.json and no promise of anything else: its own, the hub cache's, or that of the public shape
-    that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
+    """Finds a folder with the model's config.json, and no promise of anything else: its own, the hub cache's, or that of the public
+    shape that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
     match = _PUBLISHED.fullmatch(settings.model)
     return folder_here(settings) or (PUBLIC[match[1].lower()] if match else None)
 
 
 def folder_here(settings: Settings) -> Path | None:
-    """The model's own folder, as far as it is on this machine. Nothing is downloaded."""
+    """Finds the model's own folder, if it is on this machine. Nothing is downloaded."""
     own = Path(settings.model).expanduser()
     if settings.model.startswith(("nano:", "dummy:")) or (own / "config.json").is_file():
         return resolve(settings.model)
@@ -86,25 +84,40 @@ def folder_here(settings: Settings) -> Path | None:
 
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
-    """The engine's settings as a replica would make them. ConfigError or CheckpointError names what the shape forbids."""
+    """Makes the engine's settings as a replica would. ConfigError or CheckpointError names what the shape forbids."""
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
-    return configure(settings, folder, device, settings.load_format or "safetensors")
+    return configure(settings, folder, device)
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:
-    """The KV cache of a rank that holds `weights` bytes, on a device of `memory` bytes (on a CPU: the engine's own bound).
+    """Sizes the KV cache of a rank that holds `weights` bytes, on a device of `memory` bytes (on a CPU: the engine's own bound).
 
     ConfigError when it does not fit, with the numbers.
     """
     inboxes = INBOX_BYTES if engine.tp > 1 and engine.widest > 1 else 0  # those of one row a sequence are in the reserve
     budget = kv_budget(engine, memory, weights + reserve + inboxes)
     if budget <= 0:
-        raise ConfigError(_too_large(engine, weights, reserve, memory))
+        raise ConfigError(
+            f"weights do not fit: a rank of tp {engine.tp} holds {weights / 2**30:.2f} GiB, {reserve / 2**30:.2f} GiB are reserved "
+            f"of {memory * engine.memory_fraction / 2**30:.2f} GiB that memory_fraction {engine.memory_fraction:g} allows; raise tp"
+        )
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
 
 
+def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:
+    """Returns the smallest usual group that would hold the model; None where none does."""
+    for tp in TPS:
+        try:
+            engine = configured(msgspec.structs.replace(settings, tp=tp), folder)
+            size(engine, weight_bytes_and_count(engine)[0], memory, reserve)
+        except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
+            continue
+        return tp
+    return None
+
+
 def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
-    """(bytes of one rank's weights, its drafter's and encoders' too, elements of the whole text model)."""
+    """Returns (bytes of one rank's weights, its drafter's and encoders' too, elements of the whole text model)."""
     from engine.rank.load.slices import elements
     from engine.rank.models.gemma4_weights import TENSORS
 
@@ -112,14 +125,13 @@ def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
 
 
 def meta_rank(engine: EngineConfig, size: int) -> "Rank":
-    """Rank 0 of `size`: every rank's shard has the same shapes."""
+    """Builds rank 0 of `size` without memory: every rank's shard has the same shapes."""
     import torch
 
     from engine.rank.builder import load_rank
     from engine.rank.parallel import Single
 
-    meta = torch.device("meta")
-    return load_rank(engine, Single(size), meta, checked=False)
+    return load_rank(engine, Single(size), torch.device("meta"), checked=False)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
@@ -131,11 +143,4 @@ def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
     return tuple(
         Pool(cache.group, count, cache.pool.nbytes // count, cache.pool.nbytes, cache.table.nbytes)
         for cache, count in zip(caches, pages, strict=True)
-    )
-
-
-def _too_large(engine: EngineConfig, weights: int, reserve: int, memory: int) -> str:
-    return (
-        f"weights do not fit: a rank of tp {engine.tp} holds {weights / 2**30:.2f} GiB, {reserve / 2**30:.2f} GiB are reserved "
-        f"of {memory * engine.memory_fraction / 2**30:.2f} GiB that memory_fraction {engine.memory_fraction:g} allows; raise tp"
     )

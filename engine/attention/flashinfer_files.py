@@ -28,14 +28,14 @@ class FlashInferFiles:
 def flashinfer_files() -> FlashInferFiles:
     """Looks for FlashInfer on this node."""
     version = installed("flashinfer-python")
-    package = _folder("flashinfer")
+    package = package_folder("flashinfer")
     if version is None or package is None:
         return FlashInferFiles()
     return FlashInferFiles(version, _cubins(package, version), _launcher(version))
 
 
 def _cubins(package: Path, version: str) -> str | None:
-    """The folder that FlashInfer would read, if every kernel that its list names is in it."""
+    """Returns the folder that FlashInfer would read, if every kernel that its list names is in it."""
     folder, kernels = _cubin_folder(version), _kernel_path(package)
     if kernels is None or not (folder / kernels / "checksums.txt").is_file():
         return None
@@ -45,17 +45,17 @@ def _cubins(package: Path, version: str) -> str | None:
 
 
 def _cubin_folder(version: str) -> Path:
-    """FlashInfer's order: its variable, the package of the same version, the cache."""
+    """Looks in FlashInfer's order: its variable, the package of the same version, the cache."""
     if named := os.environ.get("FLASHINFER_CUBIN_DIR"):
         return Path(named)
-    package, unchecked = _folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
+    package, unchecked = package_folder("flashinfer_cubin"), os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK")
     if package is not None and (unchecked or installed("flashinfer-cubin") == version):
         return package / "cubins"
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / "cubins"
 
 
 def _kernel_path(package: Path) -> str | None:
-    """`ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of the attention kernels, named by their build."""
+    """Reads `ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of attention kernels, named by their build."""
     tree = ast.parse((package / "artifacts.py").read_text(encoding="utf-8"))
     paths = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ArtifactPath"), None)
     for node in paths.body if paths else ():
@@ -76,14 +76,14 @@ def _launcher(version: str) -> Launcher | None:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of a distribution that is installed; None: it is not."""
+    """Returns the version of a distribution that is installed; None: it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _folder(package: str) -> Path | None:
-    """Where a package lies, without importing it."""
+def package_folder(package: str) -> Path | None:
+    """Finds where a package lies, without importing it."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec is not None and spec.origin else None

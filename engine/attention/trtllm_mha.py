@@ -20,9 +20,9 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
     gpu, major = platform.gpu, platform.architecture[0]
     if major in _XQA:
         yield Obstacle(f"{gpu} is not of the SM100 family: triton by default", by_default=True)
-    if major in _XQA and kind == "extend":
-        yield Obstacle(f"{gpu} is not of the SM100 family, which alone has the kernels for prefill")
-    if major != _SM100 and major not in _XQA:
+        if kind == "extend":
+            yield Obstacle(f"{gpu} is not of the SM100 family, which alone has the kernels for prefill")
+    elif major != _SM100:
         yield Obstacle(f"{gpu} is not of the SM100 family, and FlashInfer has no such kernels for it")
     if platform.page not in PAGES:
         yield Obstacle(f"its kernels take pages of 16, 32 or 64 tokens, not {platform.page}")
@@ -32,7 +32,7 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
 
 
 def _missing(platform: Platform, *, fetched: bool) -> Iterator[Obstacle]:
-    """What FlashInfer lacks here. fetched: the kernels are binaries that it would otherwise fetch at the first request."""
+    """Yields what FlashInfer lacks here. fetched: the kernels are binaries that it would otherwise fetch at the first request."""
     files = platform.flashinfer
     if files.version is None:
         yield Obstacle(f"{platform.gpu} without FlashInfer", "make install-gpu")

@@ -146,8 +146,8 @@ class FakeGroup:
         self.records = [RankStatus()] * 3
 
     @property
-    def pidfds(self) -> dict[str, int]:
-        return {f"rank {index}": read for index, (read, _) in enumerate(self.ends)}
+    def pidfds(self) -> list[int]:
+        return [read for read, _ in self.ends]
 
     def status(self) -> list[RankStatus]:
         beat = self.last_beat or time.monotonic_ns()

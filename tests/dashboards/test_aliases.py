@@ -12,7 +12,7 @@ from dashboards.metrics import ENGINE
 from engine.events import EngineLoad, Event, RequestFinished, ScrapeGauges
 from engine.rank_status import EncoderFigures
 from tests.support.engine.load_figures import load
-from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, MODEL, exporter_after, pools
+from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, MODEL, exporter_after, pools, scraped
 
 pytestmark = pytest.mark.pure
 
@@ -53,7 +53,7 @@ def scrape(*, on: bool = True) -> Samples:
     """What a scrape parses to after EVENTS."""
     exporter = exporter_after(*EVENTS, page_tokens=32, aliases=on)
     exporter.read_gauges = lambda: ScrapeGauges(encoder=EncoderFigures(queries=12, hits=5))
-    families = text_string_to_metric_families(exporter.text())
+    families = text_string_to_metric_families(scraped(exporter))
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 

@@ -21,12 +21,12 @@ from dashboards.discovery import (
     TICK_S,
     UNLISTED_AFTER_S,
     VANISHED_AFTER_S,
-    Counts,
     DiscoveryServer,
     ReplicaRegistry,
     ScrapeTarget,
 )
 from dashboards.metrics import CAUSES, DISCOVERY_METRICS, RETIRED
+from dashboards.series import Counts
 from engine.errors import ConfigError
 
 pytestmark = pytest.mark.pure

@@ -34,7 +34,7 @@ from engine.events import (
 from engine.protocol import DraftPosition, DraftSwitches, Load, PoolLoad
 from engine.rank_status import EncoderFigures
 from tests.support.engine.load_figures import load
-from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, exporter_after, pools
+from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, exporter_after, pools, scraped
 
 pytestmark = pytest.mark.pure
 
@@ -122,17 +122,17 @@ def test_events_become_figures() -> None:
     """Every figure of the table above; a second round of events moves the counters on, and a scrape between moves nothing."""
     exporter = exporter_after(*EVENTS, **GROUP)
     for _ in range(2):
-        shown = values(exporter.text())
+        shown = values(scraped(exporter))
         assert {name: shown[name] for name in EXPECTED} == pytest.approx(EXPECTED)
     for event in EVENTS:
         exporter(event)
-    assert values(exporter.text())["quartet_generation_tokens_total"] == 8
-    assert values(exporter.text())["quartet_preemptions_total"] == 1, "the core counts since boot: told twice is not done twice"
+    assert values(scraped(exporter))["quartet_generation_tokens_total"] == 8
+    assert values(scraped(exporter))["quartet_preemptions_total"] == 1, "the core counts since boot: told twice is not done twice"
 
 
 def test_every_row_of_the_table_is_exposed_with_its_help_and_kind() -> None:
     """And nothing else of ours is; what counts is a counter, and no series has a `_created` beside it."""
-    text = exporter_after(*EVENTS, **GROUP).text()
+    text = scraped(exporter_after(*EVENTS, **GROUP))
     exposed = set(re.findall(r"^# TYPE (quartet_\w+) (\w+)$", text, re.MULTILINE))
     assert exposed == {(metric.name, metric.kind) for metric in ENGINE}
     assert all(f"# HELP {metric.name} {metric.help}\n" in text for metric in ENGINE)
@@ -150,10 +150,11 @@ def faults_of(row: Metric) -> list[str]:
     """What is wrong with the source of a row."""
     origin, _, field = row.source.partition(".")
     kind = (EVENT_TYPES | SCRAPED).get(origin)
+    if kind is None:
+        return [row.source]
     named = {"group", "rank"} if origin in ("pools", "processes") else set()
-    return [row.source] if kind is None or (field and not hasattr(kind, field)) else [
-        label for label in row.labels if label not in named and not (hasattr(kind, label) or label in kind.__annotations__)
-    ]  # fmt: skip
+    needed = {*row.labels} - named | {*filter(None, [field])}
+    return [name for name in needed if not (hasattr(kind, name) or name in kind.__annotations__)]
 
 
 def test_every_source_is_a_field_of_what_happens() -> None:
@@ -171,8 +172,8 @@ def test_a_metric_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (folding, vllm):
         monkeypatch.setattr(module, "ENGINE", (*ENGINE, row))
     shown = exporter_after(*EVENTS)
-    assert values(shown.text())["quartet_draft_tokens_total"] == 50
-    assert f'vllm:{alias}{{engine="0",model_name="google/gemma-4-31B-it"}} 50.0' in shown.text()
+    assert values(scraped(shown))["quartet_draft_tokens_total"] == 50
+    assert f'vllm:{alias}{{engine="0",model_name="google/gemma-4-31B-it"}} 50.0' in scraped(shown)
     assert shown.counts()["quartet_draft_tokens_total", ()] == 50
 
 
@@ -204,7 +205,7 @@ def test_names_follow_the_convention() -> None:
 )
 def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
     """At the first token, or at an end without one that was ours or late; a refusal and an early leaver are not judged."""
-    shown = values(exporter_after(event, **OBJECTIVES).text())
+    shown = values(scraped(exporter_after(event, **OBJECTIVES)))
     judged = {f"{slo} {verdict}" for slo in ("ttft", "tpot") for verdict in ("good", "bad")
               if shown[f'quartet_slo_requests_total{{slo="{slo}",verdict="{verdict}"}}']}  # fmt: skip
     assert judged == ({moved} if moved else set())
@@ -213,7 +214,7 @@ def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_every_end_counts_once(outcome: Outcome) -> None:
     """Under its own name."""
-    shown = values(exporter_after(RequestFinished(1, outcome, 9, 0, None, None, 0.1)).text())
+    shown = values(scraped(exporter_after(RequestFinished(1, outcome, 9, 0, None, None, 0.1))))
     ends = {name: shown[f'quartet_requests_total{{outcome="{name}"}}'] for name in OUTCOMES}
     assert ends == {**dict.fromkeys(OUTCOMES, 0), outcome: 1}
 
@@ -224,7 +225,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
     for stall, late in ((0.0, 0), (7.5, 1)):
         rank = ProcessFigures("1", True, stall, 0.011, 0.009, 2e-5, late, 1.5)
         exporter.read_gauges = partial(ScrapeGauges, 3, (rank,), EncoderFigures(*range(11)))
-        shown = values(exporter.text())
+        shown = values(scraped(exporter))
         assert shown['quartet_rank_stall_seconds{rank="1"}'] == stall
         assert shown['quartet_rank_up{rank="1"}'] == 1
         assert shown['quartet_rank_device_busy_seconds{rank="1"}'] == 0.009
@@ -241,7 +242,7 @@ def test_key_holders_have_so_many_series_at_most() -> None:
     exporter = exporter_after()
     for number in [*range(300), *range(300)]:
         exporter(KeyTokens(f"k{number}", 2))
-    shown = {name: value for name, value in values(exporter.text()).items() if name.startswith("quartet_key_tokens_total")}
+    shown = {name: value for name, value in values(scraped(exporter)).items() if name.startswith("quartet_key_tokens_total")}
     assert len(shown) == 257
     assert shown['quartet_key_tokens_total{key="k255"}'] == 4
     assert shown['quartet_key_tokens_total{key="other"}'] == 4 * 44
@@ -251,7 +252,7 @@ def test_counts_are_what_a_scrape_says() -> None:
     """Every counter but the ranks', with its labels: what is left in the registry when the group is gone."""
     exporter = exporter_after(*EVENTS, **GROUP)
     exporter.read_gauges = partial(ScrapeGauges, processes=(ProcessFigures("1", True, 0.0, 0.011, late_compilations=2),))
-    shown = values(exporter.text())
+    shown = values(scraped(exporter))
     counts = exporter.counts()
     assert counts["quartet_generation_tokens_total", ()] == 4
     assert counts["quartet_requests_total", ("stop",)] == 1
@@ -327,7 +328,7 @@ def test_a_token_costs_microseconds() -> None:
         def __call__(self, event: Event) -> None:
             super().__call__(event)
             for _ in range(10):
-                self.text()
+                scraped(self)
 
     assert cost_us(exporter_after(*EVENTS, **GROUP), Tokens(1, [0.01])) < 30
     assert cost_us(Scraping(FACTS), Tokens(1, [0.01]), repeats=2) > 3000

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from dashboards.discovery import Counts, HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.discovery import HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.series import Counts
 from deploy.registry import Discovery, HeartbeatSender, address_of, listed_nodes
 
 pytestmark = pytest.mark.pure

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from deploy.cli import machine_checks as checks
 from deploy.cli.main import main
 from deploy.models.nano import TRAINED
+from deploy.settings import Settings
 from engine.rank.load.tensor_files import INDEX
 from tests.support.repo_rules import ROOT
 
@@ -90,10 +91,10 @@ def test_doctor_knows_templates(copy: Path, template: str, state: str, what: str
     (copy / "other.jinja").write_text(OLDER)
     for named, expected in ((None, (state, what)), ("other.jinja", ("warn", "before")), ("absent", ("warn", "absent is not here"))):
         chosen = {} if named is None else {"chat_template": str(copy / named)}
-        (finding,) = checks.templates(nano_yaml(copy / "mine.yaml", model=str(copy), served_model_name="mine", **chosen))
+        (finding,) = checks.templates(Settings(model=str(copy), served_model_name="mine", **chosen))
         assert (finding.name, finding.state) == ("template of mine", expected[0])
         assert expected[1] in finding.found
-    assert list(checks.templates(nano_yaml(copy / "mine.yaml", model="someone/else"))) == []
+    assert list(checks.templates(Settings(model="someone/else"))) == []
 
 
 def test_doctor_looks_at_templates(copy: Path, capsys: Captured) -> None:

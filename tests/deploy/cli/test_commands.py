@@ -20,6 +20,7 @@ from deploy import environment
 from deploy.cli import machine_checks as checks
 from deploy.cli.main import main
 from deploy.cli.output import Table, gib, plain
+from deploy.settings import read_config, read_settings
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -157,7 +158,8 @@ def test_a_config_that_this_machine_cannot_hold_fails(capsys: Captured, monkeypa
     gemma = str(ROOT / "deploy" / "gemma4.yaml")
     assert "tp 4 needs 4 GPUs" in doctor(capsys, gemma, code=1)["gemma4.yaml"]["found"]
     assert doctor(capsys)["gemma4.yaml"]["state"] == "warn"
-    assert checks.config(Path(gemma), 4, asked=True).state == "ok"
+    settings = read_settings(read_config(Path(gemma)), gemma)
+    assert checks.config("gemma4.yaml", settings, 4, asked=True).state == "ok"
 
 
 def fake_nvml(monkeypatch: pytest.MonkeyPatch, linked: set[tuple[int, int]], readable: set[tuple[int, int]]) -> None:

@@ -8,27 +8,30 @@ import pytest
 
 from cluster import capability
 from cluster.capability import Capability, Gpu
+from deploy.cli import doctor_command
 from deploy.cli import machine_checks as checks
 from deploy.cli.doctor_command import architecture
 from deploy.cli.main import main
+from deploy.settings import Settings
 from engine.attention.flashinfer_files import FlashInferFiles
 
 pytestmark = pytest.mark.pure
 
 B200 = Gpu(0, "NVIDIA B200", "GPU-0", (10, 0), 180 << 30)
 WHOLE = FlashInferFiles("0.7.2.post1", "/kernels", "nvcc")
+ANY = Settings(model="any")
 
 
 def test_doctor_says_which_attention_runs_and_why() -> None:
     """On a GPU with all of FlashInfer, without its kernels, and on none: the choice, its reason, and what would change it."""
-    here, files = checks.attention(Capability((B200,), WHOLE), None, None)
+    here, files = checks.attention(Capability((B200,), WHOLE), ANY, None)
     assert (here.state, here.found) == ("ok", "trtllm_mha: SM100 with FlashInfer 0.7.2.post1, kernels in /kernels")
     assert (files.state, files.found) == ("ok", "0.7.2.post1: kernels in /kernels, launchers built by nvcc")
-    here, files = checks.attention(Capability((B200,), replace(WHOLE, cubins=None)), None, None)
+    here, files = checks.attention(Capability((B200,), replace(WHOLE, cubins=None)), ANY, None)
     assert (here.state, here.found.partition(":")[0]) == ("warn", "triton")
     assert "flashinfer download-cubin" in here.advice
     assert "no kernels of trtllm-gen on disk" in files.found
-    (here,) = checks.attention(Capability(), None, None)
+    (here,) = checks.attention(Capability(), ANY, None)
     assert (here.state, here.found) == ("ok", "reference: no GPU")
 
 
@@ -51,11 +54,17 @@ def test_doctor_as_another_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: 
         main(["doctor", "--as", "hopper"])
 
 
-def test_doctor_reads_the_config_for_attention(tmp_path: Path) -> None:
+def test_doctor_reads_the_config_for_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that asks for trtllm_mha where it cannot be fails, with the reason; the same that asks for decode rows does not."""
     config = "applications: [{import_path: 'deploy.app:build', args: {model: 'dummy:31b', tp: 4, %s: trtllm_mha}}]\n"
-    node, path = Capability((replace(B200, capability=(9, 0)),), WHOLE), tmp_path / "asked.yaml"
+    path = tmp_path / "asked.yaml"
+    monkeypatch.setattr(doctor_command, "probe", lambda: Capability((replace(B200, capability=(9, 0)),), WHOLE))
+    monkeypatch.setattr(checks, "devices", lambda node: [])
+
+    def attention() -> checks.Finding:
+        return next(finding for finding in doctor_command.look(path, None, kernels=False) if finding.name == "attention")
+
     path.write_text(config % "attention")
-    assert next(checks.attention(node, path, None)).state == "fail"
+    assert attention().state == "fail"
     path.write_text(config % "attention_decode")
-    assert next(checks.attention(node, path, None)).found.startswith("trtllm_mha decode, triton extend: SM90")
+    assert attention().found.startswith("trtllm_mha decode, triton extend: SM90")

@@ -56,7 +56,7 @@ def test_a_taken_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_distribution_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its package would stand in the place of ours."""
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
     assert main(["serve", str(NANO)]) == 2
     assert "pip uninstall kernels" in capsys.readouterr().err
 

@@ -1,7 +1,9 @@
-"""Exporters for tests: their labels, one request as events, and an exporter that has received given events."""
+"""Exporters for tests: their labels, one request as events, an exporter that has received given events, and its text."""
 
 from dataclasses import replace
 from typing import Any
+
+from prometheus_client import generate_latest
 
 from dashboards.exporter import Exporter, Facts
 from engine.events import Event, FirstToken, RequestFinished, RequestStarted, Scheduled, Tokens
@@ -9,7 +11,18 @@ from engine.protocol import PoolLoad
 from tests.support.engine.load_figures import pool
 
 MODEL = "google/gemma-4-31B-it"
-FACTS = Facts(MODEL, "1", "reference", tp=4)
+FACTS = Facts(
+    model_name=MODEL,
+    build="1",
+    attention="reference",
+    tp=4,
+    slots=0,
+    page_tokens=0,
+    step_bound_s=0.0,
+    ttft_objective_s=1.0,
+    tpot_objective_s=0.05,
+    aliases=True,
+)
 
 
 def begun(request: int, prompt: int, queue_s: float, ttft_s: float) -> list[Event]:
@@ -37,3 +50,8 @@ def exporter_after(*events: Event, **facts: Any) -> Exporter:
     for event in events:
         exporter(event)
     return exporter
+
+
+def scraped(exporter: Exporter) -> str:
+    """What a scrape gets."""
+    return generate_latest(exporter).decode()

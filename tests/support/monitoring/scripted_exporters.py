@@ -29,7 +29,16 @@ from tests.support.monitoring.tables import EXTERNAL_METRICS, RULES
 
 PLACE = {"application": "quartet", "deployment": "gemma", "node": "node-1", "model": "nano-31b"}
 FACTS = Facts(
-    "nano-31b", "scripted", "reference", 4, slots=64, page_tokens=32, step_bound_s=30, ttft_objective_s=0.2, tpot_objective_s=0.02
+    model_name="nano-31b",
+    build="scripted",
+    attention="reference",
+    tp=4,
+    slots=64,
+    page_tokens=32,
+    step_bound_s=30,
+    ttft_objective_s=0.2,
+    tpot_objective_s=0.02,
+    aliases=True,
 )
 HEARTBEAT_S = 1.0
 SCRAPES_BEFORE = 3  # each series is seen at zero before anything happens, or its first events would be missed
