@@ -64,8 +64,5 @@ class Recovery:
         said = self._said
         await asyncio.wait({said}, timeout=PERIOD_S)
         routes = said.result() if said.done() else {}
-        return routes.get(max((route for route in routes if _leads(route, path)), key=len, default=""), False)
-
-
-def _leads(route: str, path: str) -> bool:
-    return path == route or path.startswith(route.rstrip("/") + "/")
+        prefixes = [route for route in routes if f"{path}/".startswith(route.rstrip("/") + "/")]
+        return routes.get(max(prefixes, key=len, default=""), False)
