@@ -29,7 +29,7 @@ class BodyReader(Generic[R]):
 
     def read(self, body: bytes | Raw) -> R:
         """What it says. InvalidRequest names the first key that is wrong."""
-        request: R = decode(body, "", self._decoder)
+        request = decode(body, "", self._decoder)
         for name, neutral in self._absent.items():
             if not _is_neutral(short_value(getattr(request, name), name), neutral):
                 raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))

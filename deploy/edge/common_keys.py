@@ -1,9 +1,9 @@
 """What several APIs' requests have in common: bounds, stop strings, content parts, and functions as chat templates take them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
@@ -15,7 +15,7 @@ MESSAGES = 4096
 PARTS = 1024
 TOOLS = 128
 STOPS = 64
-TOOLS_SCHEMA = kt.array(kt.OBJECT, maxItems=TOOLS)
+RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 # To an image's soft tokens.
 DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
@@ -66,8 +66,7 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
 
 def read_stops(raw: Json, key: str) -> tuple[str, ...]:
     """Stop strings. InvalidRequest: they are none, or too many."""
-    given = not_null(raw)
-    text = None if given is None else read_text(given, key)
+    text = read_text(raw, key)
     return tuple(_STOPS.read(raw, key)) if text is None else (text,)
 
 

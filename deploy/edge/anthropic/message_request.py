@@ -222,10 +222,8 @@ def _text(block: ContentBlock, where: str) -> Text:
 
 def _parts(raw: Json, where: str, part: Callable[[ContentBlock, str], P]) -> list[P]:
     """Of a text, or of blocks, each as `part` has it."""
-    if (given := not_null(raw)) is None:
-        return []
-    text = read_text(given, where)
-    blocks = _BLOCKS.read(given, where) if text is None else [ContentBlock("text", text)]
+    text = read_text(raw, where)
+    blocks = _BLOCKS.read(raw, where) if text is None else [ContentBlock("text", text)]
     return [part(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
 
 

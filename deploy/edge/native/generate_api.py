@@ -6,7 +6,6 @@ What sampling_params says is a text completion's by the same names, or by SGLang
 """
 
 import secrets
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
 from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
-from deploy.edge.response_format import OneChoice, ServedModel, Usage
+from deploy.edge.response_format import OneChoice, Usage
 from engine.front.generation import Delta
 
 _MAX_NEW_TOKENS = 128  # SGLang's default
@@ -85,7 +84,7 @@ _PARAMS = BodyReader(GenerateParams, COMMON)
 class GenerateFormat(OneChoice, DataEvents):
     """The answer: a stream repeats all of the text in every event, as SGLang does."""
 
-    def __init__(self, model: ServedModel, rid: str | None) -> None:  # noqa: ARG002 - it does not say what model it is
+    def __init__(self, rid: str | None) -> None:
         super().__init__()
         self.id = rid or secrets.token_hex(16)
         self._usage = Usage(0, 0)
@@ -122,7 +121,7 @@ class GenerateFormat(OneChoice, DataEvents):
 
 def _read(body: bytes) -> ParsedRequest:
     request = _REQUEST.read(body)
-    return ParsedRequest(request.ask(), partial(GenerateFormat, rid=request.rid))
+    return ParsedRequest(request.ask(), lambda _: GenerateFormat(request.rid))  # it does not say what model it is
 
 
 GENERATE = GenerationApi(

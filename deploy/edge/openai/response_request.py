@@ -29,9 +29,9 @@ from deploy.edge.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
-    TOOLS_SCHEMA,
     CommonSamplingKeys,
     InputAudio,
+    RawTools,
     check_bounds,
     content_of,
     declared_function,
@@ -95,7 +95,7 @@ class DeclaredTool(Struct, frozen=True):
     description: str | None = None
     parameters: kt.RawObject = UNSET
     strict: bool | None = None
-    tools: Annotated[Raw, kt.shown_as(TOOLS_SCHEMA)] | UnsetType = UNSET
+    tools: RawTools = UNSET
 
 
 @dataclass(frozen=True)
@@ -275,11 +275,11 @@ def _thought(item: InputItem, where: str) -> str:
 
 
 def _output(item: InputItem, where: str) -> str | list[Part]:
-    if (given := not_null(item.output)) is None:
-        raise invalid(f"{where}.output", "is required")
     where = f"{where}.output"
-    text = read_text(given, where)
-    return _content(_PART_LIST.read(given, where), where) if text is None else text
+    if not_null(item.output) is None:
+        raise invalid(where, "is required")
+    text = read_text(item.output, where)
+    return _content(_PART_LIST.read(item.output, where), where) if text is None else text
 
 
 def _part(part: InputPart, where: str) -> Part:
