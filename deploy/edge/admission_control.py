@@ -132,14 +132,11 @@ class AdmissionTicket:
     _answers: int = 1
     _clocks: Sequence[Clock] = ()
     _refuse: Callable[[], None] | None = None
-    _left: bool = False
 
     @property
     def waits(self) -> bool:
         """Whether its prompt has yet to be computed."""
-        if self._left:
-            return False
-        return bool(self._reserved) or any(clock.scheduled is None for clock in self._clocks)
+        return self._reserved > 0 or any(clock.scheduled is None for clock in self._clocks)
 
     @property
     def may_give_way(self) -> bool:
@@ -173,6 +170,6 @@ class AdmissionTicket:
 
     def leave(self) -> None:
         """It has ended, whichever way. Idempotent."""
-        if not self._left:
-            self._left = True
-            self.admission._give_back(self._reserved, self._answers)
+        self.admission._give_back(self._reserved, self._answers)
+        self._reserved = self._answers = 0
+        self._clocks = ()

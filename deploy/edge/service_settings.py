@@ -37,8 +37,7 @@ def media_kinds(folder: Path, text: TextProcessor) -> frozenset[MediaKind]:
 
 def audio_row_samples(folder: Path) -> int:
     """Samples of each row that its audio encoder takes; 0: it takes log-mel frames."""
-    samples: int = (read_optional(folder / "config.json").get("audio_config") or {}).get("audio_embed_dim", 0)
-    return samples
+    return (read_optional(folder / "config.json").get("audio_config") or {}).get("audio_embed_dim", 0)
 
 
 @dataclass(frozen=True)

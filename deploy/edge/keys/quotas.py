@@ -72,8 +72,7 @@ class Allowance:
         return QuotaGrant(self)
 
     def _check(self, *, begins: bool) -> None:
-        reached = list(self._reached(self._clock(), begins=begins))
-        if reached:
+        if reached := list(self._reached(self._clock(), begins=begins)):
             wait_s, limit = max(reached)
             raise QuotaExceeded(f"This API key has reached its limit of {limit}.", retry_after_s=max(1, math.ceil(wait_s)))
 

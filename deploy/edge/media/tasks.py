@@ -1,7 +1,7 @@
 """What a side process is asked to do, and what it answers, over a socket for each task.
 
     edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
-    process --> edge    BEGUN, an answer as msgpack, the end
+    process --> edge    BEGUN, an answer as msgpack (Prepared, or why it cannot be done, for the client), the end
 """
 
 import struct
@@ -30,7 +30,7 @@ class DecodeTask(MediaSettings, frozen=True, kw_only=True):
     row_samples: int = 0
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A medium as MediaItem has it (`kind`, `shape`, `data`, `digest`), and `text`, which stands for it in the prompt.
 
     `runs`: of soft tokens in the text. Each is a span or, of audio, a clip: `clips` are their rows.
@@ -45,12 +45,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
     clips: tuple[int, ...] = ()
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why it cannot be done, for the client."""
-
-    why: str
-
-
 CPU_S: dict[MediaKind, int] = {"image": 2, "video": 10, "audio": 10}  # that a process may take
 MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
 BEGUN = b"+"  # a process has the task
@@ -58,4 +52,4 @@ LENGTH = struct.Struct("<I")
 
 encode = msgspec.msgpack.Encoder().encode
 decode_task = msgspec.msgpack.Decoder(DecodeTask).decode
-decode_answer = msgspec.msgpack.Decoder(Prepared | Refused).decode
+decode_answer = msgspec.msgpack.Decoder(Prepared | str).decode

@@ -121,7 +121,7 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
     """By OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
-    error = type(record.error).__name__ if record.error is not None else None
+    error = "client_gone" if record.gone else None
     attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",
@@ -138,7 +138,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         "http.request.method": record.method,
         "http.route": record.route,
         "http.response.status_code": record.status,
-        "error.type": error or ("client_gone" if record.gone else None),
+        "error.type": type(record.error).__name__ if record.error is not None else error,
         "quartet.request.id": record.id,
         "quartet.finish": record.finish,
     }
