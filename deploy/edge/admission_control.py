@@ -120,7 +120,7 @@ class AdmissionControl:
 
 @dataclass(eq=False)
 class AdmissionTicket:
-    """One request's. `turn`: lower ones go first."""
+    """What one request holds. `turn`: lower ones go first."""
 
     admission: AdmissionControl
     client: str
@@ -163,13 +163,13 @@ class AdmissionTicket:
         self._reserved = 0
 
     def give_way(self) -> None:
-        """To another client's."""
+        """Have the engine refuse it, for another client's."""
         refuse, self._refuse = self._refuse, None
         assert refuse is not None
         refuse()
 
     def leave(self) -> None:
-        """It has ended, whichever way. Idempotent."""
+        """Give all back: the request has ended, whichever way. Idempotent."""
         self.admission._give_back(self._reserved, self._answers)
         self._reserved = self._answers = 0
         self._clocks = ()

@@ -42,7 +42,7 @@ class _StructuralTag(Struct, frozen=True):
 
 
 def form_of(request: Any) -> LazyForm | None:
-    """Of a request with KEYS; None: it has none of them."""
+    """Return the form that a request with KEYS demands; None: it has none of them."""
     given = {name: raw for name in KEYS if (raw := not_null(getattr(request, name))) is not None}
     return partial(_only_form, given) if given else None
 
@@ -55,12 +55,12 @@ def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
 
 
 def response_form(raw: Json, key: str) -> LazyForm | None:
-    """Of what stands under `key` where response_format is called otherwise; None: nothing does."""
+    """Return the form under `key`, where response_format is called otherwise; None: nothing stands there."""
     return None if (given := not_null(raw)) is None else partial(read_form, given, key, _response_format)
 
 
 def read_form(raw: Raw, key: str, rules_of: RulesReader) -> AnswerForm | None:
-    """None: what stands under `key` demands nothing. InvalidRequest names the key."""
+    """Return the form that stands under `key`; None: it demands nothing. InvalidRequest names the key."""
     try:
         rules = rules_of(read_small(raw, key, ANYTHING, _MAX_BYTES), key)
     except RecursionError:

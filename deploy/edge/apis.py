@@ -32,6 +32,6 @@ def endpoint_of(path: str) -> HttpEndpoint:
 
 
 def error_shape_of(path: str) -> ErrorShape:
-    """Of the API that `path` is of or lies below, whatever stands before it; of any other path OpenAI's."""
+    """Return the shape of the API that `path` is of or lies below, whatever stands before it; OpenAI's for any other path."""
     apis = (api for api in GENERATION_APIS if f"{api.path}/" in f"{path}/")
     return next((api.error for api in apis), OPENAI_ERROR)

@@ -44,7 +44,7 @@ class PastCall:
     id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the call as chat templates take it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -60,7 +60,7 @@ class ChatMessage:
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it, without what is not said."""
+        """Return the turn as chat templates take it, without what is not said."""
         content = self.content
         fields = {
             "role": self.role,

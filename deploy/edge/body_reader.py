@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Struct)
 
 
 class BodyReader(Generic[R]):
-    """Of `kind`; `absent` keys stay raw JSON."""
+    """Reads a `kind`; `absent` keys stay raw JSON."""
 
     def __init__(self, kind: type[R], absent: AbsentKeys) -> None:
         self._absent = absent

@@ -35,7 +35,7 @@ class InputAudio(Struct, frozen=True):
         return f"data:audio/{self.format};base64,{self.data}" if self.data else None
 
 
-class CommonSamplingKeys(Struct, frozen=True, kw_only=True):
+class CommonSamplingKeys(Struct, frozen=True):
     """How tokens are chosen, and when they end."""
 
     temperature: kt.Temperature | None = None
@@ -71,7 +71,7 @@ def read_stops(raw: Json, key: str) -> tuple[str, ...]:
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
-    """Of a content part. InvalidRequest: it is of no kind that is text, or has none."""
+    """Return a content part of text. InvalidRequest: it is of no kind that is text, or has none."""
     if kind not in kinds:
         raise invalid(where, f"parts of type {kind!r} are not supported here, only 'text'")
     if text is None:
@@ -80,7 +80,7 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
 
 
 def media_part(kind: MediaKind, url: str | None, where: str, detail: str | None = None) -> Media:
-    """Of a content part. InvalidRequest: it has no URL that can be read, or an unknown `detail`."""
+    """Return a content part of another kind. InvalidRequest: it has no URL that can be read, or an unknown `detail`."""
     if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs a URL: data:, http: or https:")
     if detail not in DETAILS:
@@ -95,7 +95,7 @@ def content_of(parts: list[Part]) -> str | list[Part]:
 
 
 def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> dict[str, Any]:
-    """As chat templates take it; what is wrong with it is found by engine.front.tools."""
+    """Return a function as chat templates take it; what is wrong with it is found by engine.front.tools."""
     schema = not_null(parameters)
     about = {
         "name": name,

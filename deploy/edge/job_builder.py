@@ -5,7 +5,7 @@ import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,9 +50,9 @@ class JobBuilder:
     text: TextProcessor
     pool: TextPool
     grammars: GrammarCheck
-    side_pool: SidePool = field(default_factory=SidePool)
 
     def __post_init__(self) -> None:
+        self.side_pool = SidePool()
         self._decoding = {remote: asyncio.Semaphore(DECODED_AT_ONCE) for remote in (False, True)}  # who waits for servers, apart
 
     def check_model(self, name: str | None) -> None:
@@ -115,7 +115,7 @@ class JobBuilder:
         return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
-        """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
+        """Return a reply's grammar; what only we want gives way. InvalidRequest: it cannot be kept; Overloaded: not now."""
         reply_grammar = await self.pool.run(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
         if reply_grammar is None:
             return None
@@ -197,12 +197,13 @@ class JobBuilder:
         return _with(Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=shown), adjustments=adjustments)
 
     def _choices(self, ask: Ask, prompt: list[int], limit: int, scored: int) -> list[SamplingParams]:
-        """Of one prompt: with the seeds that it has when it comes alone."""
-        if len(prompt) + 1 > self.settings.max_len:
-            raise too_long(f"{len(prompt)} tokens", self.settings.max_len, ask.keys.prompt)
+        """Return the choices of one prompt, with the seeds that it has when it comes alone."""
+        context = self.settings.max_len
+        if len(prompt) + 1 > context:
+            raise too_long(f"{len(prompt)} tokens", context, ask.keys.prompt)
         if not prompt:
             raise invalid(ask.keys.prompt, "must not be empty")
-        limit = min(limit, self.settings.max_len - len(prompt))
+        limit = min(limit, context - len(prompt))
         if (least := ask.sampling.min_tokens) > limit:
             raise invalid(ask.keys.min_tokens, f"{least} exceeds the {limit} tokens to generate")
         params = self._params(ask, limit)
@@ -254,7 +255,7 @@ def _form(ask: Ask) -> AnswerForm | None:
 
 
 def _check_end(ask: Ask, what: str) -> None:
-    """With it an answer ends when it is complete, and not later."""
+    """Raise where a request with `what`, whose answer ends when it is complete, asks for more."""
     for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.keys.min_tokens, ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")

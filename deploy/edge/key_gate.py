@@ -19,7 +19,7 @@ from engine.errors import QuartetError
 
 @dataclass(frozen=True)
 class KeyGate:
-    """In front of an application, and in front of whatever reads bodies for it."""
+    """Stands in front of an application, and in front of whatever reads bodies for it."""
 
     ring: KeyRing
 

@@ -181,7 +181,7 @@ class Uploads:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """Its reader gets the timeout at its next turn."""
+        """Let the oldest time out at its reader's next turn."""
         waiting = (upload.timeout for upload in self._coming if upload.timeout is not None and not upload.timeout.expired())
         next(waiting).reschedule(asyncio.get_running_loop().time())
 
@@ -228,7 +228,7 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
 
 
 def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:
-    """Around Serve's servers, the outermost last; the launcher has put its settings into the environment. `routes`: of Recovery."""
+    """List what stands around Serve's servers, the outermost last, by settings in the environment. `routes`: Recovery's."""
     keys = os.environ.get(KEYS_VARIABLE)
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
     check_key = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))).may_send if keys else None

@@ -56,7 +56,7 @@ def not_null(raw: Json) -> Raw | None:
 
 
 def copied(raw: Json) -> Raw | None:
-    """As `not_null`, and it keeps no more of the body in memory than it says."""
+    """Return what `not_null` does, and keep no more of the body in memory than that."""
     given = not_null(raw)
     return None if given is None else given.copy()
 
@@ -85,7 +85,7 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
 
 
 def check_commas(raw: Raw, key: str, most: int) -> None:
-    """In what may only hold numbers, a comma ends each but the last."""
+    """Raise where a list of numbers, of which a comma ends each but the last, is too long."""
     if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
         raise invalid(key, f"more than {most} token ids")
 
@@ -142,7 +142,7 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
 
 
 def read_text(raw: Json, key: str) -> str | None:
-    """None: it is no string, but a list of what may stand for one, or nothing."""
+    """Return a string; None: it is a list of what may stand for one, or nothing."""
     return decode(raw, key, _TEXT) if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"' else None
 
 

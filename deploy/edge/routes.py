@@ -47,7 +47,7 @@ _GENERATED: Responses = {
 
 
 def _error_schema(shape: ErrorShape) -> dict[str, Any]:
-    """Of an object whose `error` has the shape's fields, each a text or null."""
+    """Return the schema of an object whose `error` has the shape's fields, each a text or null."""
     fields = {name: {"type": ["string", "null"]} for name in shape.fields}
     inner = {"type": "object", "required": list(shape.fields), "properties": fields}
     return {"type": "object", "required": ["error"], "properties": {"error": inner}}
@@ -131,7 +131,7 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
 
 @asynccontextmanager
 async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[AdmissionTicket]:
-    """With a ticket, and until the deadline. The access log gives it back when the request has ended, whichever way."""
+    """Give a ticket, and time until the deadline. The access log gives it back when the request has ended, whichever way."""
     service.engine.health()
     _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
@@ -160,8 +160,13 @@ def _check_media_type(request: Request, media_type: str, origins: Sequence[str])
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    card = {"id": service.settings.name, "object": "model", "created": int(time.time()), "owned_by": "quartet"}
-    card["max_model_len"] = service.settings.max_len
+    card = {
+        "id": service.settings.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "quartet",
+        "max_model_len": service.settings.max_len,
+    }
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -64,7 +64,7 @@ class Service:
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:
-        """Around each answer."""
+        """Count the choices of an answer while it is under way."""
         self.open += choices
         self.idle.clear()
         try:
@@ -94,9 +94,10 @@ class Service:
 
         InvalidRequest: it is too urgent.
         """
-        most = self.settings.limits.min_priority
+        limits = self.settings.limits
+        most = limits.min_priority
         if ask.priority < most:
             raise invalid("priority", f"{ask.priority} is more urgent than {most}, the most urgent allowed here")
-        isolated = self.keys is not None if self.settings.limits.isolate_cache is None else self.settings.limits.isolate_cache
+        isolated = self.keys is not None if limits.isolate_cache is None else limits.isolate_cache
         shared = sha256(tenant.encode()).hexdigest() if isolated else ""
         return replace(job, priority=ask.priority, salt=f"{len(shared)}:{shared}{ask.salt}")

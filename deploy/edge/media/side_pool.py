@@ -52,7 +52,7 @@ class SidePool:
         return decoded
 
     def start(self) -> socket.socket:
-        """Its control socket; ahead of the first task, as it takes seconds."""
+        """Start the process, which takes seconds, unless it runs; return the socket that controls it."""
         with self._lock:
             if self._control is None:
                 self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -67,7 +67,7 @@ class SidePool:
             return self._control
 
     def close(self) -> None:
-        """No more of it."""
+        """End the process and the threads."""
         with self._lock:
             self._end()
         self.decoders.shutdown(wait=False, cancel_futures=True)

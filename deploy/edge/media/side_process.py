@@ -38,7 +38,7 @@ _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
 
 
 def main() -> None:
-    """Until the edge closes its end."""
+    """Serve until the edge closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the edge's to handle
     _warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them

@@ -18,15 +18,14 @@ BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
 class DecodeTask(MediaSettings, frozen=True, kw_only=True):
     """Decode a source, base64 of a media type or where `is_remote` a URL, and make of it what the encoder gets.
 
-    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `frames` of a video are
-    looked at; `row_samples`: of each row of audio, 0: it is log-mel frames.
+    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `row_samples`: of each row
+    of audio, 0: it is log-mel frames.
     """
 
     kind: MediaKind = "image"
     media_type: str = ""
     is_remote: bool = False
     budget: int | None = None
-    frames: int = 32
     row_samples: int = 0
 
 

@@ -33,7 +33,7 @@ _ABSENT = {name: neutral for name, neutral in COMMON.items() if name != "input_i
 _KEYS = msgspec.json.Decoder(dict[str, Raw])
 
 
-class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
+class GenerateParams(SamplingKeys, frozen=True):
     """How tokens are chosen."""
 
     max_new_tokens: Count | None = None
@@ -41,7 +41,7 @@ class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
     sampling_seed: Seed | None = None
 
 
-class GenerateTextRequest(Struct, frozen=True, kw_only=True):
+class GenerateTextRequest(Struct, frozen=True):
     """POST /generate: of `text`, or of `input_ids`."""
 
     text: str | None = None
@@ -90,7 +90,7 @@ class GenerateFormat(OneChoice, DataEvents):
         self._usage = Usage(0, 0)
 
     def begin(self, usage: Usage) -> bytes:
-        """Nothing yet."""
+        """Say nothing yet."""
         self._usage = usage
         return b""
 
@@ -100,7 +100,7 @@ class GenerateFormat(OneChoice, DataEvents):
         return data_event(self._said())
 
     def end(self, usage: Usage) -> bytes:  # noqa: ARG002 - every event has the counts
-        """No more of it."""
+        """Say that it is complete."""
         return DONE
 
     def full(self, usage: Usage) -> bytes:

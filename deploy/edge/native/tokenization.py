@@ -20,7 +20,7 @@ from deploy.edge.service import Service
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}
 
 
-class TokenizeRequest(Struct, frozen=True, kw_only=True):
+class TokenizeRequest(Struct, frozen=True):
     """POST /tokenize: of `prompt`, or of `messages`."""
 
     model: ModelName | None = None
@@ -44,7 +44,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
         return read_chat(messages, self.tools, self.chat_template_kwargs, generation_prompt=self.add_generation_prompt)
 
 
-class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(Struct, frozen=True):
     """POST /detokenize"""
 
     tokens: Annotated[Raw, Meta(extra_json_schema=array(ID, maxItems=PROMPT_IDS))]

@@ -72,7 +72,7 @@ class RequestRecord:
 
     @property
     def failed(self) -> bool:
-        """By our fault: 5xx, or an error after a good head."""
+        """Whether it failed by our fault: 5xx, or an error after a good head."""
         by_client = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
         return self.shown_status >= 500 or (self.status == 200 and not by_client)
 
@@ -94,7 +94,7 @@ class RequestRecord:
 
     @property
     def used_tokens(self) -> int:
-        """Of its prompt and its answers; none of a request that the engine never began."""
+        """Tokens of its prompt and its answers; none of a request that the engine never began."""
         begun = any(clock.scheduled is not None for clock in self.clocks)
         return (self.prompt_tokens or 0) + (self.tokens or 0) if begun else 0
 
@@ -105,7 +105,7 @@ class RequestRecord:
 
     @property
     def prepare_s(self) -> float | None:
-        """From the request's head to its submission: its body, its checks, its tokens."""
+        """Seconds from the request's head to its submission: its body, its checks, its tokens."""
         return min((clock.submitted - self.began for clock in self.clocks), default=None)
 
 
@@ -133,8 +133,7 @@ def access_fields(record: RequestRecord) -> dict[str, Any]:
         **_error_fields(record.error),
         "trace_id": record.trace_id,
     }
-    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in shown.items()}
-    return {name: value for name, value in rounded.items() if value is not None}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in shown.items() if value is not None}
 
 
 def _error_fields(error: Exception | None) -> dict[str, Any]:

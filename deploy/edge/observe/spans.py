@@ -111,16 +111,14 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
         yield SpanPhase("queue", clock.submitted, clock.scheduled or ended, about)
-    begun = clock.submitted if clock.scheduled is None else clock.scheduled
+    if clock.scheduled is not None or clock.first is not None:
+        yield SpanPhase("prefill", clock.scheduled or clock.submitted, clock.first or ended, about)
     if clock.first is not None:
-        yield SpanPhase("prefill", begun, clock.first, about)
         yield SpanPhase("decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens})
-    elif clock.scheduled is not None:
-        yield SpanPhase("prefill", begun, ended, about)
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """By OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
+    """Name them by OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
     error = "client_gone" if record.gone else None
     attributes = {
         "gen_ai.operation.name": record.operation,

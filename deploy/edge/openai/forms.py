@@ -124,7 +124,7 @@ class _Base(DataEvents, abc.ABC):
         return DONE if self._usage_chunks == "none" else counts + DONE
 
     def add(self, index: int, delta: Delta) -> None:
-        """One more of a choice."""
+        """Add a delta to its choice."""
         choice = self._choices.setdefault(index, _ChoiceSoFar())
         choice.reply.add(delta)
         for name, values in (self._logprobs(choice, delta) or {}).items():
@@ -263,7 +263,7 @@ class TextFormat(_Base):
         return delta.prompt.tokens, entries
 
     def _top(self, token: int, entry: Logprobs | None) -> dict[str, float] | None:
-        """By text, the token itself among them, as OpenAI has it; of alternatives that show alike the likeliest."""
+        """Return logprobs by text, the token's among them, as OpenAI has it; of alternatives that show alike the likeliest."""
         by_text: dict[str, float] = {}
         for other, value in () if entry is None else (*entry.top, (token, entry.chosen)):
             by_text.setdefault(self.model.text_of(other), _finite(value))

@@ -75,7 +75,7 @@ class ResponseObject(BlockFormat):
         return added if block.kind == "call" else added + self._part_event("added", block)
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
-        """More of it."""
+        """Return the event of more text."""
         return self._delta % (next(self._sequence), encode(text))
 
     def closed(self, block: ReplyBlock) -> bytes:
@@ -135,7 +135,7 @@ class ResponseObject(BlockFormat):
         return "incomplete" if self.choice.finish == "length" else "completed"
 
     def _status_of(self, block: ReplyBlock) -> str:
-        """Of an item that gets no more."""
+        """Return the status of an item that gets no more."""
         if self.choice.finish not in (None, "length") or block is not self.choice.blocks[-1]:
             return "completed"
         return "completed" if block.kind == "call" and is_json(block.text) else "incomplete"

@@ -53,7 +53,7 @@ _BIAS = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=
 _ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
 
 
-class SamplingKeys(CommonSamplingKeys, frozen=True, kw_only=True):
+class SamplingKeys(CommonSamplingKeys, frozen=True):
     """What is said of how tokens are chosen, and of the answer's form."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None

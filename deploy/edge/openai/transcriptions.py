@@ -27,7 +27,7 @@ Follow these specific instructions for formatting the output:
 * When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
 
 
-class TranscriptionRequest(Struct, frozen=True, kw_only=True):
+class TranscriptionRequest(Struct, frozen=True):
     """POST /v1/audio/transcriptions, as a form."""
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
