@@ -19,4 +19,4 @@ _SENTENCES = {
 
 def why_absent(path: str) -> str | None:
     """The sentence for a path that has no route; None: nobody would expect it here."""
-    return next((text for prefix, text in _SENTENCES.items() if path == prefix or path.startswith(f"{prefix}/")), None)
+    return next((text for prefix, text in _SENTENCES.items() if f"{path}/".startswith(f"{prefix}/")), None)

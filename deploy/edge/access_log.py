@@ -40,8 +40,9 @@ class AccessLog:
         began = scope.get(BEGAN, time.monotonic())
         deadline = began + self.service.settings.limits.request_timeout_s
         endpoint = endpoint_of(scope["path"].removeprefix(scope.get("root_path", "")))
-        route, operation = (endpoint.path, endpoint.operation) if endpoint else ("unknown", None)  # never the client's own path
-        record = RequestRecord(request_id(scope["headers"]), method_of(scope), route, send, began, deadline, operation)
+        route = endpoint.path  # never the client's own path
+        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        record = RequestRecord(request_id(scope["headers"]), method, route, send, began, deadline, endpoint.operation)
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
@@ -70,21 +71,10 @@ class AccessLog:
     def _close(self, record: RequestRecord) -> None:
         if self.service.tracer is not None and record.operation is not None:
             record.trace_id = self.service.tracer.trace(record)
-        level = _level(record)
+        level = logging.ERROR if record.failed else logging.DEBUG if record.route in PROBES else logging.INFO
         logs = self.service.settings.logs
         if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
             detail = "".join(f" {name}={value}" for name, value in fields.items()) if logs.format == "text" else ""
             where = {"request_id": record.id, "http_method": record.method, "http_route": record.route}
             logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**fields, **where})
-
-
-def _level(record: RequestRecord) -> int:
-    if record.failed:
-        return logging.ERROR
-    return logging.DEBUG if record.route in PROBES else logging.INFO
-
-
-def method_of(scope: Scope) -> str:
-    """One of HTTP's methods, or OTHER."""
-    return scope["method"] if scope["method"] in _METHODS else "OTHER"

@@ -120,7 +120,7 @@ class AdmissionControl:
 
 @dataclass(eq=False)
 class AdmissionTicket:
-    """One request's. `turn`: lower ones go first."""
+    """What one request holds. `turn`: lower ones go first."""
 
     admission: AdmissionControl
     client: str
@@ -132,14 +132,11 @@ class AdmissionTicket:
     _answers: int = 1
     _clocks: Sequence[Clock] = ()
     _refuse: Callable[[], None] | None = None
-    _left: bool = False
 
     @property
     def waits(self) -> bool:
         """Whether its prompt has yet to be computed."""
-        if self._left:
-            return False
-        return bool(self._reserved) or any(clock.scheduled is None for clock in self._clocks)
+        return self._reserved > 0 or any(clock.scheduled is None for clock in self._clocks)
 
     @property
     def may_give_way(self) -> bool:
@@ -166,13 +163,13 @@ class AdmissionTicket:
         self._reserved = 0
 
     def give_way(self) -> None:
-        """To another client's."""
+        """Have the engine refuse it, for another client's."""
         refuse, self._refuse = self._refuse, None
         assert refuse is not None
         refuse()
 
     def leave(self) -> None:
-        """It has ended, whichever way. Idempotent."""
-        if not self._left:
-            self._left = True
-            self.admission._give_back(self._reserved, self._answers)
+        """Give all back: the request has ended, whichever way. Idempotent."""
+        self.admission._give_back(self._reserved, self._answers)
+        self._reserved = self._answers = 0
+        self._clocks = ()

@@ -14,9 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from deploy.edge.api import JSON
 from deploy.edge.bounded import bounded, finish, start
 from deploy.edge.http_errors import DeadlineExceeded
 from deploy.edge.observe.record import RequestRecord, record_of
@@ -40,9 +39,10 @@ _SSE_HEADERS = [
 class CompletionResponse(Response):
     """Submits `job` when it is called as an ASGI app, and answers in `form`."""
 
-    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool, media_type: str = JSON) -> None:
+    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool, media_type: str) -> None:
         super().__init__(media_type=media_type)
         self._service = service
+        self._limits = service.settings.limits
         self._job = job
         self._format = form
         self._streams = stream
@@ -53,8 +53,7 @@ class CompletionResponse(Response):
         self._send_more: Send
         self._unsent: Awaitable[None] | None = None
         self._stuck = False
-        timeout_s = service.settings.limits.request_timeout_s
-        self._late: QuartetError = DeadlineExceeded(f"The request took longer than {timeout_s:g} s.")
+        self._late: QuartetError = DeadlineExceeded(f"The request took longer than {self._limits.request_timeout_s:g} s.")
         self._record: RequestRecord
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,21 +86,17 @@ class CompletionResponse(Response):
             record.grant.reserve(record.prompt_tokens + sum(params.max_tokens for params in self._job.params))
 
     async def _serve(self, send: Send) -> None:
-        limits = self._service.settings.limits
+        wait_s = self._limits.queue_timeout_s
         loop = asyncio.get_running_loop()
         timers = [
             loop.call_at(self._record.deadline, self._abort, AbortReason.deadline),
-            loop.call_later(limits.queue_timeout_s, self._refuse, f"has waited {limits.queue_timeout_s:g} s for its turn"),
+            loop.call_later(wait_s, self._refuse, f"has waited {wait_s:g} s for its turn"),
         ]
         try:
             self._submit()
             await (self._stream(send) if self._streams else self._whole(send))
             if not self._is_complete:  # an aborted generation ends without a word, and only the timers abort one from outside
                 await self._fail(self._late, send)
-        except SlowReader as error:
-            self._record.error = error
-            if not self._stuck:
-                await self._fail(error, send)
         except QuartetError as error:
             await self._fail(error, send)
         finally:
@@ -135,7 +130,7 @@ class CompletionResponse(Response):
                     await asyncio.sleep(0)  # others' turn: there may be many
         if not self._is_complete:
             return
-        body = self._format.full(self._final_usage())
+        body = self._format.full(self._usage())
         headers = [(b"content-type", str(self.media_type).encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -171,20 +166,18 @@ class CompletionResponse(Response):
             events += self._format.events(index, delta)
             if len(events) > _PIECE_BYTES and not self._is_complete:
                 return events, deltas
-        return events + self._format.end(self._final_usage()) if self._is_complete else events, None
+        return events + self._format.end(self._usage()) if self._is_complete else events, None
 
     def _count(self, index: int, delta: Delta) -> None:
         self._tokens += len(delta.tokens)
         if delta.finish is not None:
             self._record.finishes[index] = delta.finish
+        if self._is_complete:
+            self._record.output_tokens = self._tokens
 
     @property
     def _is_complete(self) -> bool:
         return len(self._record.finishes) == len(self._job.params)
-
-    def _final_usage(self) -> Usage:
-        self._record.output_tokens = self._tokens
-        return self._usage()
 
     def _usage(self) -> Usage:
         """All choices together. What one of them computed of its prompt was not cached, though the others found it then."""
@@ -192,34 +185,37 @@ class CompletionResponse(Response):
         per_prompt = self._job.choices_each
         cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
         reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        accepted, rejected = (sum(getattr(one, name) for one in self._generations) for name in ("accepted", "rejected"))
+        accepted = sum(generation.accepted for generation in self._generations)
+        rejected = sum(generation.rejected for generation in self._generations)
         return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._media_tokens, accepted, rejected)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
         unsent, self._unsent = self._unsent, None
         try:
-            await finish(unsent, self._service.settings.limits.write_timeout_s)
+            await finish(unsent, self._limits.write_timeout_s)
             if more and not body:
                 return
             if not self._started:
                 self._started = True
                 head = send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                await bounded(head, self._service.settings.limits.write_timeout_s)
+                await bounded(head, self._limits.write_timeout_s)
             send = self._send_more if more else self._record.send
             write = send({"type": "http.response.body", "body": body, "more_body": more})
-            await bounded(write, self._service.settings.limits.write_timeout_s)
+            await bounded(write, self._limits.write_timeout_s)
         except TimeoutError as error:
             self._stuck = True
             self._abort(AbortReason.slow_reader)
-            raise SlowReader(f"the client took nothing for {self._service.settings.limits.write_timeout_s:g} s") from error
+            raise SlowReader(f"the client took nothing for {self._limits.write_timeout_s:g} s") from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:
-        """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event."""
+        """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event, unless
+        the client takes nothing."""
         self._record.error = error
         if not self._started:
             raise error
-        await self._write(self._format.failure(error), send, more=False)
+        if not self._stuck:
+            await self._write(self._format.failure(error), send, more=False)
 
     def _abort(self, reason: AbortReason) -> None:
         for generation in self._generations:
@@ -228,6 +224,5 @@ class CompletionResponse(Response):
 
 async def _disconnected(receive: Receive) -> None:
     """Returns when the client has gone."""
-    message: Message = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()
+    while (await receive())["type"] != "http.disconnect":
+        pass

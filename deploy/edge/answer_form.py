@@ -24,6 +24,7 @@ from engine.front.string_schema import FORMATS
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
+RulesReader = Callable[[Any, str], str | None]  # from what a key holds, and the key
 
 
 class _Structure(Struct, frozen=True):
@@ -41,7 +42,7 @@ class _StructuralTag(Struct, frozen=True):
 
 
 def form_of(request: Any) -> LazyForm | None:
-    """Of a request with KEYS; None: it has none of them."""
+    """Return the form that a request with KEYS demands; None: it has none of them."""
     given = {name: raw for name in KEYS if (raw := not_null(getattr(request, name))) is not None}
     return partial(_only_form, given) if given else None
 
@@ -54,12 +55,12 @@ def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
 
 
 def response_form(raw: Json, key: str) -> LazyForm | None:
-    """Of what stands under `key` where response_format is called otherwise; None: nothing does."""
+    """Return the form under `key`, where response_format is called otherwise; None: nothing stands there."""
     return None if (given := not_null(raw)) is None else partial(read_form, given, key, _response_format)
 
 
-def read_form(raw: Raw, key: str, rules_of: Callable[[Any, str], str | None]) -> AnswerForm | None:
-    """None: what stands under `key` demands nothing. InvalidRequest names the key."""
+def read_form(raw: Raw, key: str, rules_of: RulesReader) -> AnswerForm | None:
+    """Return the form that stands under `key`; None: it demands nothing. InvalidRequest names the key."""
     try:
         rules = rules_of(read_small(raw, key, ANYTHING, _MAX_BYTES), key)
     except RecursionError:
@@ -123,15 +124,13 @@ def _without_unknown_formats(schema: Any) -> Any:
     """JSON Schema has them as annotations: pydantic writes "password", zod "cuid"."""
     match schema:
         case dict():
-            items = ((name, value) for name, value in schema.items() if name != "format" or not _is_unknown(value))
-            return {name: value if name in _VALUES else _without_unknown_formats(value) for name, value in items}
+            kept = dict(schema)
+            if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+                del kept["format"]
+            return {name: value if name in _VALUES else _without_unknown_formats(value) for name, value in kept.items()}
         case list():
             return [_without_unknown_formats(element) for element in schema]
     return schema
-
-
-def _is_unknown(name: Any) -> bool:
-    return isinstance(name, str) and name not in FORMATS
 
 
 def _any_object(value: Any, key: str) -> str | None:
@@ -173,7 +172,7 @@ def _structure(structure: _Structure, triggers: Sequence[str], where: str) -> St
     return Structure(trigger, structure.begin, {} if structure.schema is True else structure.schema, structure.end)
 
 
-_FORMS: Mapping[str, Callable[[Any, str], str | None]] = {
+_FORMS: Mapping[str, RulesReader] = {
     "json": _schema,
     "json_object": _any_object,
     "regex": partial(_text, regex_answer),
@@ -183,7 +182,7 @@ _FORMS: Mapping[str, Callable[[Any, str], str | None]] = {
 }
 
 
-KEYS: Mapping[str, Callable[[Any, str], str | None]] = {
+KEYS: Mapping[str, RulesReader] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "guided_json": _schema,

@@ -1,20 +1,35 @@
-"""An API, as the routes see it: an endpoint, how its body is read, and the format of its answer.
+"""What is known of a path before its request is read, and of an API: how its body is read, and the format of its answer.
 
 What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
 """
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from deploy.edge.ask import Ask
-from deploy.edge.http_endpoint import HttpEndpoint, Right
+from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
 from deploy.edge.response_format import ResponseFormat, ServedModel
 from deploy.edge.service import Service
 
 JSON = "application/json"
+
+Right = Literal["open", "generate", "tokenize", "models", "docs", "all"]  # "open": no key is needed; "all": all rights are
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpEndpoint:
+    """A path, the right that an API key needs for it, and the shape of its errors.
+
+    `operation`: OpenTelemetry's gen_ai.operation.name, of those that generate.
+    """
+
+    path: str
+    right: Right
+    error: ErrorShape = OPENAI_ERROR
+    operation: str | None = None
 
 
 @dataclass(frozen=True)

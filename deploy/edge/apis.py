@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
+from deploy.edge.api import HttpEndpoint, Right
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
-from deploy.edge.http_endpoint import HttpEndpoint, Right
 from deploy.edge.native.generate_api import GENERATE
 from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
 from deploy.edge.openai.completions import CHAT, COMPLETIONS
@@ -15,6 +15,7 @@ GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE, TRANSCR
 TOKEN_APIS = (COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 
 PROBES = ("/health", "/health/live", "/health/ready")
+UNKNOWN = HttpEndpoint(path="unknown", right="all")
 _MODEL = "/v1/models/{model}"
 _OTHERS: Mapping[Right, tuple[str, ...]] = {
     "open": PROBES,
@@ -25,12 +26,12 @@ _OTHER = [HttpEndpoint(path=path, right=right) for right, paths in _OTHERS.items
 ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in (*GENERATION_APIS, *TOKEN_APIS, *_OTHER)}
 
 
-def endpoint_of(path: str) -> HttpEndpoint | None:
-    """None: there is none."""
-    return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path)
+def endpoint_of(path: str) -> HttpEndpoint:
+    """What is served at `path`, or UNKNOWN."""
+    return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path, UNKNOWN)
 
 
 def error_shape_of(path: str) -> ErrorShape:
-    """Of the API that `path` is of or lies below, whatever stands before it; of any other path OpenAI's."""
-    apis = (api for api in GENERATION_APIS if path.endswith(api.path) or f"{api.path}/" in path)
+    """Return the shape of the API that `path` is of or lies below, whatever stands before it; OpenAI's for any other path."""
+    apis = (api for api in GENERATION_APIS if f"{api.path}/" in f"{path}/")
     return next((api.error for api in apis), OPENAI_ERROR)

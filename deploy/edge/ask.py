@@ -43,6 +43,10 @@ class PastCall:
     arguments: Any = None
     id: str | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """Return the call as chat templates take it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
@@ -56,14 +60,14 @@ class ChatMessage:
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it, without what is not said."""
+        """Return the turn as chat templates take it, without what is not said."""
         content = self.content
         fields = {
             "role": self.role,
             "name": self.name,
             "content": content if isinstance(content, str | None) else [_plain_part(part) for part in content],
             "reasoning": self.thought,
-            "tool_calls": [_plain_call(call) for call in self.calls] or None,
+            "tool_calls": [call.plain() for call in self.calls] or None,
             "tool_call_id": self.call_id,
         }
         return {key: value for key, value in fields.items() if value is not None}
@@ -71,10 +75,6 @@ class ChatMessage:
 
 def _plain_part(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind}
-
-
-def _plain_call(call: PastCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 @dataclass(frozen=True)

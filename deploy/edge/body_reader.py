@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Struct)
 
 
 class BodyReader(Generic[R]):
-    """Of `kind`; `absent` keys stay raw JSON."""
+    """Reads a `kind`; `absent` keys stay raw JSON."""
 
     def __init__(self, kind: type[R], absent: AbsentKeys) -> None:
         self._absent = absent
@@ -29,7 +29,7 @@ class BodyReader(Generic[R]):
 
     def read(self, body: bytes | Raw) -> R:
         """What it says. InvalidRequest names the first key that is wrong."""
-        request: R = decode(body, "", self._decoder)
+        request = decode(body, "", self._decoder)
         for name, neutral in self._absent.items():
             if not _is_neutral(short_value(getattr(request, name), name), neutral):
                 raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))

@@ -1,8 +1,7 @@
 """Awaiting with a bound that costs nothing where nothing is awaited: most writes end at once, and would pay for a timer each."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
-from functools import partial
+from collections.abc import Awaitable, Generator
 from types import coroutine
 from typing import Any
 
@@ -31,15 +30,12 @@ def start(work: Awaitable[None]) -> Awaitable[None] | None:
 @coroutine
 def _rest(steps: Generator[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
     """What is left of `steps`, which has begun and waits for `awaited`."""
-    resume: Callable[[], Any]
-    while True:
+    rest = steps
+    try:
+        yield awaited
+    except BaseException as error:  # noqa: BLE001 - a cancellation, say: it is for whoever waits inside
         try:
-            yield awaited
-        except BaseException as error:  # noqa: BLE001 - a cancellation, say: it is for whoever waits inside
-            resume = partial(steps.throw, error)
-        else:
-            resume = partial(steps.send, None)
-        try:
-            awaited = resume()
+            rest = _rest(steps, steps.throw(error))
         except StopIteration:
             return
+    yield from rest

@@ -1,9 +1,9 @@
 """What several APIs' requests have in common: bounds, stop strings, content parts, and functions as chat templates take them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
@@ -15,7 +15,7 @@ MESSAGES = 4096
 PARTS = 1024
 TOOLS = 128
 STOPS = 64
-TOOLS_SCHEMA = kt.array(kt.OBJECT, maxItems=TOOLS)
+RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 # To an image's soft tokens.
 DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
@@ -35,7 +35,7 @@ class InputAudio(Struct, frozen=True):
         return f"data:audio/{self.format};base64,{self.data}" if self.data else None
 
 
-class CommonSamplingKeys(Struct, frozen=True, kw_only=True):
+class CommonSamplingKeys(Struct, frozen=True):
     """How tokens are chosen, and when they end."""
 
     temperature: kt.Temperature | None = None
@@ -66,13 +66,12 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
 
 def read_stops(raw: Json, key: str) -> tuple[str, ...]:
     """Stop strings. InvalidRequest: they are none, or too many."""
-    given = not_null(raw)
-    text = None if given is None else read_text(given, key)
+    text = read_text(raw, key)
     return tuple(_STOPS.read(raw, key)) if text is None else (text,)
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
-    """Of a content part. InvalidRequest: it is of no kind that is text, or has none."""
+    """Return a content part of text. InvalidRequest: it is of no kind that is text, or has none."""
     if kind not in kinds:
         raise invalid(where, f"parts of type {kind!r} are not supported here, only 'text'")
     if text is None:
@@ -81,7 +80,7 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
 
 
 def media_part(kind: MediaKind, url: str | None, where: str, detail: str | None = None) -> Media:
-    """Of a content part. InvalidRequest: it has no URL that can be read, or an unknown `detail`."""
+    """Return a content part of another kind. InvalidRequest: it has no URL that can be read, or an unknown `detail`."""
     if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs a URL: data:, http: or https:")
     if detail not in DETAILS:
@@ -96,7 +95,7 @@ def content_of(parts: list[Part]) -> str | list[Part]:
 
 
 def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> dict[str, Any]:
-    """As chat templates take it; what is wrong with it is found by engine.front.tools."""
+    """Return a function as chat templates take it; what is wrong with it is found by engine.front.tools."""
     schema = not_null(parameters)
     about = {
         "name": name,

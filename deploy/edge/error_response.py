@@ -31,13 +31,6 @@ class ErrorFields:
     param: str | None = None
     code: str | None = None
 
-    @property
-    def type(self) -> str:
-        """In OpenAI's words."""
-        if self.status == 429:
-            return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
-
 
 @dataclass(frozen=True)
 class ErrorShape:
@@ -54,13 +47,24 @@ class ErrorShape:
 
 
 def _openai_body(error: ErrorFields) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 OPENAI_ERROR = ErrorShape("Error", ("message", "type", "param", "code"), _openai_body)
 
 
-class Refusal(Response):
+class JsonResponse(Response):
+    """A JSON reply."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """As msgspec writes it."""
+        return msgspec.json.encode(content)
+
+
+class Refusal(JsonResponse):
     """An error as a reply."""
 
     def __init__(self, error: QuartetError, shape: ErrorShape) -> None:
@@ -68,7 +72,7 @@ class Refusal(Response):
         headers = dict(status.headers)
         if isinstance(error, Overloaded):
             headers["retry-after"] = str(error.retry_after_s)
-        super().__init__(msgspec.json.encode(shape.body(error)), status.status, headers, media_type="application/json")
+        super().__init__(shape.body(error), status.status, headers)
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,17 +87,12 @@ class Refusal(Response):
         await super().__call__(scope, receive, send)
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON reply."""
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
-
-
 def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
     headers = {**(headers or {}), **(NO_RETRY if status >= 500 else {})}
-    return json_response(shape.write(ErrorFields(status, _cut(message), code=code)), status, headers)
+    return JsonResponse(shape.write(ErrorFields(status, _cut(message), code=code)), status, headers)
 
 
 def message_of(error: QuartetError) -> str:

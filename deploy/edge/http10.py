@@ -16,7 +16,7 @@ class Unchunked:
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As the app does it, without chunks."""
+        """Answer as the app does, without chunks."""
         is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
         await self.app(scope, receive, _until_close(send) if is_old else send)
 

@@ -95,7 +95,7 @@ _TABLE: dict[type[QuartetError], HttpStatus] = {
 
 
 def status_of(error: QuartetError) -> HttpStatus:
-    """Of the most derived class that has one."""
+    """Return what the most derived class in the table has."""
     return next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
 
 

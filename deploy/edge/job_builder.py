@@ -5,7 +5,7 @@ import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,9 +50,9 @@ class JobBuilder:
     text: TextProcessor
     pool: TextPool
     grammars: GrammarCheck
-    side_pool: SidePool = field(default_factory=SidePool)
 
     def __post_init__(self) -> None:
+        self.side_pool = SidePool()
         self._decoding = {remote: asyncio.Semaphore(DECODED_AT_ONCE) for remote in (False, True)}  # who waits for servers, apart
 
     def check_model(self, name: str | None) -> None:
@@ -93,16 +93,16 @@ class JobBuilder:
         with _naming(key):
             if not chat.media:
                 return []
-            settings = self.settings
             async with self._decoding[any(part.is_remote for part in chat.media)]:
-                return await read_media(chat, settings.media_kinds, settings.media, self.side_pool, settings.row_samples)
+                return await read_media(chat, self.settings, self.side_pool)
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
         """Without its grammar; takes a while."""
-        prompt, tools = self._render(chat, media, ask.keys.prompt, self.settings.max_len)
+        settings = self.settings
+        prompt, tools = self._render(chat, media, ask.keys.prompt, settings.max_len)
         if chat.choice.mode == "required":
             _check_end(ask, "a tool_choice that requires a call")
-        job = self._job(ask, [prompt], ask.sampling.max_tokens or self.settings.max_tokens or self.settings.max_len, scored=1)
+        job = self._job(ask, [prompt], ask.sampling.max_tokens or settings.max_tokens or settings.max_len, scored=1)
         if chat.choice.mode == "none" and chat.tools:
             ids = [number for number in map(self.text.control_id, CALL_TOKENS) if number is not None]
             job = _with(job, adjustments=forbid(job.params[0].adjustments, ids))
@@ -115,7 +115,7 @@ class JobBuilder:
         return self.text.thinks_by_default if self.settings.thinking == "auto" else self.settings.thinking == "on"
 
     async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
-        """Of a reply. InvalidRequest: what is asked for cannot be kept; Overloaded: not now. What is only our wish gives way."""
+        """Return a reply's grammar; what only we want gives way. InvalidRequest: it cannot be kept; Overloaded: not now."""
         reply_grammar = await self.pool.run(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
         if reply_grammar is None:
             return None
@@ -142,27 +142,14 @@ class JobBuilder:
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
         """Without its grammar; takes a while."""
         prompts = [self._tokens(source, ask.keys.prompt) for source in raw.sources]
-        limit = ask.sampling.max_tokens
-        job = self._job(ask, prompts, COMPLETION_TOKENS if limit is None else max(1, limit), scored=None)
+        sampling = ask.sampling
+        limit = COMPLETION_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens)
+        job = self._job(ask, prompts, limit, scored=sampling.n)
         if raw.echo:
-            job = replace(job, echoes=self._texts(raw.sources, job), echo_only=limit == 0)
+            decode = partial(self.text.decode, skip_special_tokens=sampling.skip_special_tokens)
+            texts = tuple(source if isinstance(source, str) else decode(source) for source in raw.sources)
+            job = replace(job, echoes=texts, echo_only=sampling.max_tokens == 0)
         return job, _form(ask)
-
-    def _scored(self, job: Job, alternatives: int | None, choices: int) -> Job:
-        """`job`, whose first `choices` also give logprobs of their prompts' tokens. InvalidRequest: they are too many."""
-        if alternatives is None:
-            return job
-        count = sum(len(job.prompt(choice)) for choice in range(choices)) * (1 + alternatives)
-        if count > MAX_PROMPT_LOGPROBS:
-            counted = f"{count} logprobs of prompt tokens, alternatives counted,"
-            raise invalid("prompt_logprobs", f"{counted} exceed the limit of {MAX_PROMPT_LOGPROBS} a request")
-        scored = (msgspec.structs.replace(params, prompt_logprobs=alternatives) for params in job.params[:choices])
-        return replace(job, params=(*scored, *job.params[choices:]))
-
-    def _texts(self, sources: Sequence[str | list[int]], job: Job) -> tuple[str, ...]:
-        """Of prompts, as an echo shows them: a text as it came."""
-        shown = job.skip_special_tokens
-        return tuple(text if isinstance(text, str) else self.text.decode(text, skip_special_tokens=shown) for text in sources)
 
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
         """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
@@ -177,7 +164,7 @@ class JobBuilder:
                 enable_thinking=self._thinks(chat),
                 add_generation_prompt=chat.add_generation_prompt,
                 most=most,
-                media=[(one.kind, one.text) for one in media],
+                media=[(medium.kind, medium.text) for medium in media],
                 **chat.switches,
             )
         return prompt, Tools(()) if chat.choice.mode == "none" else tools
@@ -193,30 +180,36 @@ class JobBuilder:
         if characters > self.settings.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"about {characters} characters", self.settings.max_len, param)
 
-    def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int | None) -> Job:
-        """`scored` choices also give logprobs of their prompts, where they are asked for; None: all of them."""
+    def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int) -> Job:
+        """`scored` choices of each prompt also give its logprobs, where they are asked for."""
         self._check_limits(ask, len(prompts))
         sampling = ask.sampling
         adjustments = logit_adjustments(sampling, self.settings.vocab, partial(self.text.encode, add_bos=False))
-        choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit))
+        choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit, scored))
+        if ask.prompt_logprobs is not None:
+            count = scored * sum(map(len, prompts)) * (1 + ask.prompt_logprobs)
+            if count > MAX_PROMPT_LOGPROBS:
+                counted = f"{count} logprobs of prompt tokens, alternatives counted,"
+                raise invalid("prompt_logprobs", f"{counted} exceed the limit of {MAX_PROMPT_LOGPROBS} a request")
         packed = tuple(array("i", prompt) for prompt in prompts)
         clip = sampling.max_tokens is None
         shown = sampling.skip_special_tokens
-        job = _with(Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=shown), adjustments=adjustments)
-        return self._scored(job, ask.prompt_logprobs, len(choices) if scored is None else scored)
+        return _with(Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=shown), adjustments=adjustments)
 
-    def _choices(self, ask: Ask, prompt: list[int], limit: int) -> list[SamplingParams]:
-        """Of one prompt: with the seeds that it has when it comes alone."""
-        if len(prompt) + 1 > self.settings.max_len:
-            raise too_long(f"{len(prompt)} tokens", self.settings.max_len, ask.keys.prompt)
+    def _choices(self, ask: Ask, prompt: list[int], limit: int, scored: int) -> list[SamplingParams]:
+        """Return the choices of one prompt, with the seeds that it has when it comes alone."""
+        context = self.settings.max_len
+        if len(prompt) + 1 > context:
+            raise too_long(f"{len(prompt)} tokens", context, ask.keys.prompt)
         if not prompt:
             raise invalid(ask.keys.prompt, "must not be empty")
-        limit = min(limit, self.settings.max_len - len(prompt))
+        limit = min(limit, context - len(prompt))
         if (least := ask.sampling.min_tokens) > limit:
-            key = ask.keys.min_tokens
-            raise invalid(key, f"{least} exceeds the {limit} tokens to generate")
+            raise invalid(ask.keys.min_tokens, f"{least} exceeds the {limit} tokens to generate")
         params = self._params(ask, limit)
-        return [msgspec.structs.replace(params, seed=seed) for seed in _seeds(ask.sampling.seed, ask.sampling.n)]
+        alternatives = [ask.prompt_logprobs if choice < scored else None for choice in range(ask.sampling.n)]
+        choices = zip(_seeds(ask.sampling.seed, ask.sampling.n), alternatives, strict=True)
+        return [msgspec.structs.replace(params, seed=seed, prompt_logprobs=scores) for seed, scores in choices]
 
     def _params(self, ask: Ask, limit: int) -> SamplingParams:
         sampling = ask.sampling
@@ -262,7 +255,7 @@ def _form(ask: Ask) -> AnswerForm | None:
 
 
 def _check_end(ask: Ask, what: str) -> None:
-    """With it an answer ends when it is complete, and not later."""
+    """Raise where a request with `what`, whose answer ends when it is complete, asks for more."""
     for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.keys.min_tokens, ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")
@@ -306,8 +299,8 @@ def _at_most(param: str, value: int, limit: int, what: str = "") -> None:
 
 def _seeds(seed: int | None, n: int) -> list[int]:
     """A seed per choice in [0, 2**63): the request's own for the first, mixed for the others; random where none was given."""
-    first = secrets.randbits(_SEED_BITS) if seed is None else seed & (2**_SEED_BITS - 1)
-    return [first, *((first ^ (_MIX * choice)) & (2**_SEED_BITS - 1) for choice in range(1, n))]
+    first = secrets.randbits(_SEED_BITS) if seed is None else seed
+    return [(first ^ (_MIX * choice)) & (2**_SEED_BITS - 1) for choice in range(n)]
 
 
 def _with(job: Job, **changes: Any) -> Job:

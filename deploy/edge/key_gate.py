@@ -19,18 +19,18 @@ from engine.errors import QuartetError
 
 @dataclass(frozen=True)
 class KeyGate:
-    """In front of an application, and in front of whatever reads bodies for it."""
+    """Stands in front of an application, and in front of whatever reads bodies for it."""
 
     ring: KeyRing
 
     async def check(self, scope: Scope) -> bool:
         """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
-        key = await self._identify(scope)
-        record = record_of(scope)
-        record.key = key.name if key is not None else None
-        if key is not None and not _is_open(scope):
-            check_right(key, scope["path"])
-            record.grant = self.ring.open(key)
+        if (key := await self._identify(scope)) is not None:
+            record = record_of(scope)
+            record.key = key.name
+            if not _is_open(scope):
+                check_right(key, scope["path"])
+                record.grant = self.ring.open(key)
         return True
 
     async def may_send(self, scope: Scope) -> bool:
@@ -67,7 +67,8 @@ def credentials(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
 
 def check_right(key: ApiKey, path: str) -> None:
     """Forbidden: the holder may not ask for `path`."""
-    if (endpoint := endpoint_of(path)) is None:
+    endpoint = endpoint_of(path)
+    if endpoint.right == "all":
         if not key.rights.issuperset(RIGHTS):
             raise Forbidden("This path needs an API key with all rights.")
     elif endpoint.right not in {"open", *key.rights}:
@@ -76,8 +77,7 @@ def check_right(key: ApiKey, path: str) -> None:
 
 def _is_open(scope: Scope) -> bool:
     """Whether the path answers anybody."""
-    endpoint = endpoint_of(scope["path"])
-    return endpoint is not None and endpoint.right == "open"
+    return endpoint_of(scope["path"]).right == "open"
 
 
 def _what_is_wrong(given: list[bytes]) -> str:

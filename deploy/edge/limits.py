@@ -41,9 +41,6 @@ STRIPPED_HEADERS = frozenset(
 )
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
-Headers = list[tuple[bytes, bytes]]
-CheckKey = Callable[[Scope], Awaitable[bool]]
-
 
 @dataclass(eq=False)
 class Upload:
@@ -52,12 +49,6 @@ class Upload:
     body: bytearray = field(default_factory=bytearray)
     held: int = 0
     timeout: asyncio.Timeout | None = None
-
-    def taken(self) -> Message:
-        """All of it, as a message; from now on it is the app's."""
-        body = bytes(self.body)
-        self.body = bytearray()
-        return {"type": "http.request", "body": body, "more_body": False}
 
 
 @dataclass
@@ -70,7 +61,7 @@ class Limits:
 
     app: ASGIApp
     limits: LimitSettings
-    check_key: CheckKey | None = None
+    check_key: Callable[[Scope], Awaitable[bool]] | None = None
     bounds_writes: bool = False
     _open: int = 0
 
@@ -91,11 +82,12 @@ class Limits:
             except QuartetError as error:  # the app's own are its own business
                 await Refusal(error, error_shape_of(scope["path"]))(scope, receive, send)
                 return
+            written = send
             if self.bounds_writes:
                 note_server_send(send)
-            took = self._bounded(send) if self.bounds_writes else send
+                written = self._bounded(send)
             body = self._uploads.replayed(upload, receive)
-            await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, took)
+            await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, written)
         finally:
             self._uploads.release(upload)
             self._open -= 1
@@ -162,11 +154,14 @@ class Uploads:
 
         Whoever asks for more has read the body.
         """
-        left = [upload]
+        is_read = False
 
         async def again() -> Message:
-            if left:
-                return left.pop().taken()
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                body, upload.body = bytes(upload.body), bytearray()  # the app's from now on
+                return {"type": "http.request", "body": body, "more_body": False}
             self.release(upload)
             message = await receive()
             while message["type"] == "http.request":
@@ -186,7 +181,7 @@ class Uploads:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """Its reader gets the timeout at its next turn."""
+        """Let the oldest time out at its reader's next turn."""
         waiting = (upload.timeout for upload in self._coming if upload.timeout is not None and not upload.timeout.expired())
         next(waiting).reschedule(asyncio.get_running_loop().time())
 
@@ -198,7 +193,7 @@ def _has_body(scope: Scope) -> bool:
 
 def check_head(scope: Scope, limits: LimitSettings) -> None:
     """Raises InvalidRequest, of the kind that says why."""
-    headers = list(scope["headers"])
+    headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     if size > limits.header_bytes:
         raise HeadersTooLarge(f"the headers have {size} bytes; the limit is {limits.header_bytes}")
@@ -212,11 +207,11 @@ def check_head(scope: Scope, limits: LimitSettings) -> None:
 
 def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
     """A page of another site reaches a loopback server by a name of its own that leads here: such names are refused."""
-    matches = [_HOST.fullmatch(host) for host in hosts]
-    if len(matches) > 1 or not all(matches):
-        raise InvalidRequest("the Host header is not one host name")
-    for match in matches:
-        name = match[1].decode().lower() if match else ""
+    for host in hosts:
+        match = _HOST.fullmatch(host)
+        if match is None or len(hosts) > 1:
+            raise InvalidRequest("the Host header is not one host name")
+        name = match[1].decode().lower()
         if limits.hosts is not None and name not in limits.hosts:
             raise ForeignHost("this server is not known by the name in the Host header; limits.hosts lists its names")
 
@@ -233,16 +228,18 @@ def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
 
 
 def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:
-    """Around Serve's servers, the outermost last; the launcher has put its settings into the environment. `routes`: of Recovery."""
-    given = os.environ.get(LIMITS_VARIABLE)
+    """List what stands around Serve's servers, the outermost last, by settings in the environment. `routes`: Recovery's."""
     keys = os.environ.get(KEYS_VARIABLE)
-    limits = msgspec.json.decode(given, type=LimitSettings) if given else LimitSettings()
-    gate = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))) if keys else None
-    guard = Middleware(Limits, limits=limits, check_key=gate.may_send if gate else None, bounds_writes=True)
+    limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
+    check_key = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))).may_send if keys else None
+    guard = Middleware(Limits, limits=limits, check_key=check_key, bounds_writes=True)
     return [*([Middleware(Recovery, routes=routes)] if routes else []), guard, Middleware(Unchunked)]
 
 
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The headers but those, and an id that is none: nobody behind this sends it back, and the request gets one of our own."""
-    kept = [(name, value) for name, value in headers if name.lower() not in STRIPPED_HEADERS]
-    return [(name, value) for name, value in kept if name.lower() != b"x-request-id" or REQUEST_ID_FORM.fullmatch(value)]
+    return [
+        (name, value)
+        for name, value in headers
+        if name.lower() not in STRIPPED_HEADERS and (name.lower() != b"x-request-id" or REQUEST_ID_FORM.fullmatch(value))
+    ]

@@ -12,7 +12,7 @@ BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 
 
 def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], list[int]]) -> LogitAdjustments | None:
-    """Of a request to a model of `vocab` ids; None: it asks for nothing. `encode`: a text's ids. InvalidRequest names the key."""
+    """Return what a request to a model of `vocab` ids asks for, or None. `encode`: a text's ids. InvalidRequest names the key."""
     biases = sampling.biases
     allowed = sampling.allowed_ids
     check_ids(biases, vocab, "logit_bias")

@@ -23,6 +23,7 @@ _SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+_MALFORMED: dict[type, str] = {RecursionError: "it is nested too deeply", UnicodeDecodeError: "it is not UTF-8"}
 
 V = TypeVar("V")
 Json = Raw | UnsetType  # a field that stays raw JSON
@@ -42,15 +43,6 @@ def _first(path: str) -> str:
     return re.split(r"[.\[]", path)[0]
 
 
-def at_most(element: Any, most: int) -> Any:
-    """A type for a JSON array of at most `most` elements, whose decoding ends at the first one too many.
-
-    (A bound on a list is looked at when all of it is in memory.)
-    """
-    fields = [(f"_{index}", element | UnsetType, UNSET) for index in range(most)]
-    return msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
-
-
 def first_characters(raw: Raw) -> bytes:
     """The first two characters of raw JSON that are no white space: enough to know a list's kind by its first element."""
     head = _HEAD.match(raw)
@@ -64,21 +56,16 @@ def not_null(raw: Json) -> Raw | None:
 
 
 def copied(raw: Json) -> Raw | None:
-    """As `not_null`, and it keeps no more of the body in memory than it says."""
+    """Return what `not_null` does, and keep no more of the body in memory than that."""
     given = not_null(raw)
     return None if given is None else given.copy()
-
-
-def size(raw: Json) -> int:
-    """Bytes; 0 where the key is absent."""
-    return 0 if isinstance(raw, UnsetType) else len(memoryview(raw))
 
 
 def short_value(raw: Json, key: str) -> Any:
     """A value that is only compared; whatever is too long to be neutral stands for itself. InvalidRequest: it is no value."""
     if isinstance(raw, UnsetType):
         return None
-    return decode(raw, key, ANYTHING) if size(raw) <= _SMALL_BYTES else ...
+    return decode(raw, key, ANYTHING) if len(memoryview(raw)) <= _SMALL_BYTES else ...
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V]) -> V:
@@ -98,7 +85,7 @@ def token_ids(raw: Json, key: str, most: int) -> list[int]:
 
 
 def check_commas(raw: Raw, key: str, most: int) -> None:
-    """In what may only hold numbers, a comma ends each but the last."""
+    """Raise where a list of numbers, of which a comma ends each but the last, is too long."""
     if first_characters(raw)[:1] == b"[" and bytes(raw).count(b",") >= most:
         raise invalid(key, f"more than {most} token ids")
 
@@ -128,13 +115,16 @@ class ListReader:
     def __init__(self, element: Any, most: int) -> None:
         self._most = most
         self._small = msgspec.json.Decoder(list[element])
-        self._large = msgspec.json.Decoder(at_most(element, most))
+        # Decoding it ends at the first element too many: a bound on a list is looked at when all of the list is in memory.
+        fields = [(f"_{index}", element | UnsetType, UNSET) for index in range(most)]
+        large = msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
+        self._large = msgspec.json.Decoder(large)
 
     def read(self, raw: Json, key: str) -> list[Any]:
         """The elements. InvalidRequest: they are none, or too many."""
         if (given := not_null(raw)) is None:
             return []
-        if size(raw) > ON_LOOP_BYTES:
+        if len(memoryview(given)) > ON_LOOP_BYTES:
             return [value for value in msgspec.structs.astuple(decode(given, key, self._large)) if value is not UNSET]
         values = decode(given, key, self._small)
         if len(values) > self._most:
@@ -151,24 +141,16 @@ def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int)
     return decode(given, key, decoder)
 
 
-def read_text(raw: Raw, key: str) -> str | None:
-    """None: it is no string, but a list of what may stand for one."""
-    return decode(raw, key, _TEXT) if first_characters(raw)[:1] == b'"' else None
-
-
-def _why_malformed(error: Exception) -> str:
-    match error:
-        case RecursionError():
-            return "it is nested too deeply"
-        case UnicodeDecodeError():
-            return "it is not UTF-8"
-    return str(error)
+def read_text(raw: Json, key: str) -> str | None:
+    """Return a string; None: it is a list of what may stand for one, or nothing."""
+    return decode(raw, key, _TEXT) if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"' else None
 
 
 def _complaint(error: Exception, key: str) -> InvalidRequest:
     """msgspec's one finding in our words; `key`: which of the request's was decoded."""
     if not isinstance(error, msgspec.ValidationError):
-        return InvalidRequest(f"The body is not JSON: {_why_malformed(error)}", param=_first(key) or None, code="invalid_json")
+        why = _MALFORMED.get(type(error), str(error))
+        return InvalidRequest(f"The body is not JSON: {why}", param=_first(key) or None, code="invalid_json")
     match = _WHERE.fullmatch(str(error))
     assert match is not None, error
     what = match["what"]

@@ -56,7 +56,7 @@ class Recovery:
             await Refusal(EngineDead("the replica is gone"), error_shape_of(scope["path"]))(scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
-        """As Serve said it, at most PERIOD_S ago; False where it does not say."""
+        """Whether Serve said so, at most PERIOD_S ago; False where it does not say."""
         now = asyncio.get_running_loop().time()
         if self._said is None or (self._said.done() and now - self._asked >= PERIOD_S):
             self._asked = now
@@ -64,8 +64,5 @@ class Recovery:
         said = self._said
         await asyncio.wait({said}, timeout=PERIOD_S)
         routes = said.result() if said.done() else {}
-        return routes.get(max((route for route in routes if _leads(route, path)), key=len, default=""), False)
-
-
-def _leads(route: str, path: str) -> bool:
-    return path == route or path.startswith(route.rstrip("/") + "/")
+        prefixes = [route for route in routes if f"{path}/".startswith(route.rstrip("/") + "/")]
+        return routes.get(max(prefixes, key=len, default=""), False)

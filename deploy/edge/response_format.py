@@ -66,7 +66,7 @@ class ResponseFormat(Protocol):
         ...
 
     def add(self, index: int, delta: Delta) -> None:
-        """One more of a whole answer."""
+        """Add a delta to a whole answer."""
         ...
 
     def full(self, usage: Usage) -> bytes:
@@ -81,5 +81,5 @@ class OneChoice:
         self.choice = Choice()
 
     def add(self, index: int, delta: Delta) -> None:  # noqa: ARG002 - there is one choice
-        """One more of a whole answer."""
+        """Add a delta to a whole answer."""
         self.choice.add(delta)

@@ -25,7 +25,7 @@ from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
-from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, Refusal, json_response, plain_error
+from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, Refusal, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.limits import Limits
@@ -33,7 +33,6 @@ from deploy.edge.observe.record import record_of
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Service
 from engine.errors import QuartetError
-from engine.front.generation import Job
 
 TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
 Responses = dict[int | str, dict[str, Any]]
@@ -48,7 +47,7 @@ _GENERATED: Responses = {
 
 
 def _error_schema(shape: ErrorShape) -> dict[str, Any]:
-    """Of an object whose `error` has the shape's fields, each a text or null."""
+    """Return the schema of an object whose `error` has the shape's fields, each a text or null."""
     fields = {name: {"type": ["string", "null"]} for name in shape.fields}
     inner = {"type": "object", "required": list(shape.fields), "properties": fields}
     return {"type": "object", "required": ["error"], "properties": {"error": inner}}
@@ -57,7 +56,7 @@ def _error_schema(shape: ErrorShape) -> dict[str, Any]:
 _ERROR_SCHEMAS = {api.error.name: _error_schema(api.error) for api in GENERATION_APIS}
 
 
-def _errors(shape: ErrorShape = OPENAI_ERROR) -> Responses:
+def _errors(shape: ErrorShape) -> Responses:
     """How errors of that shape are documented."""
     schema = {"$ref": f"#/components/schemas/{shape.name}"}
     texts = {"4XX": "The request cannot be served as it is.", "5XX": "The server failed, or is not ready."}
@@ -66,7 +65,8 @@ def _errors(shape: ErrorShape = OPENAI_ERROR) -> Responses:
 
 def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     """The whole ASGI app of one replica. `echo`: it puts `x-request-id` on replies; not where Ray Serve does."""
-    app = FastAPI(title="Quartet", description="OpenAI's and Anthropic's APIs of a Gemma 4 deployment.", redirect_slashes=False)
+    about = "OpenAI's and Anthropic's APIs of a Gemma 4 deployment."
+    app = FastAPI(title="Quartet", description=about, redirect_slashes=False, responses=_errors(OPENAI_ERROR))
     app.add_exception_handler(QuartetError, _refusal)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
@@ -77,30 +77,43 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _add_models(app, service)
     _add_health(app, service)
     _document_components(app, keys=service.keys is not None)
+    limits = service.settings.limits
     check_key = KeyGate(service.keys).check if service.keys is not None else None
-    limited = Limits(app, service.settings.limits, check_key)
-    return AccessLog(_for_browsers(limited, service.settings.limits.cors_origins), service, echo=echo)
-
-
-def _for_browsers(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
-    """`app`, with web pages of `origins` let in; as it is where there are none."""
-    if not origins:
-        return app
-    headers = ["x-request-id", "retry-after"]
-    return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=headers)
+    guarded: ASGIApp = Limits(app, limits, check_key)
+    if limits.cors_origins:
+        shown = ["x-request-id", "retry-after"]
+        guarded = CORSMiddleware(guarded, limits.cors_origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)
+    return AccessLog(guarded, service, echo=echo)
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     shown = _body(api.body, api.media_type)
 
-    @app.post(api.path, response_model=None, responses=_GENERATED | _errors(api.error), openapi_extra=shown)
+    @app.post(api.path, responses=_GENERATED | _errors(api.error), openapi_extra=shown)
     async def generate(request: Request) -> Response:
-        async with _admitted(service, request, api.media_type) as ticket:
-            parsed = await _parsed(service, request, api)
-            return await _answer(service, request, parsed, await service.jobs.job(parsed.ask), ticket)
+        return await _generated(service, request, api)
+
+
+async def _generated(service: Service, request: Request, api: GenerationApi) -> CompletionResponse:
+    async with _admitted(service, request, api.media_type) as ticket:
+        parsed = await _parsed(service, request, api)
+        job = await service.jobs.job(parsed.ask)
+        key = record_of(request.scope).key
+        header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
+        tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
+        job = service.with_priority(job, parsed.ask, tenant)
+        choices = len(job.params)
+        tokens = job.choices_each * job.prompt_tokens
+        media = choices * sum(len(item.data) for item in job.media)
+        await service.admission.make_room(ticket.client, choices, tokens, media)
+        ticket.settle(choices, tokens, media)
+        job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)
+        form = parsed.format(service.model)
+        return CompletionResponse(service, job, form, stream=parsed.ask.stream, media_type=parsed.media_type)
 
 
 async def _parsed(service: Service, request: Request, api: GenerationApi) -> ParsedRequest:
+    """Apart, so that nothing holds the body while its job is made."""
     body = await _body_of(request)
     if api.media_type == JSON:
         return await service.pool.read(api.read, body)
@@ -108,17 +121,17 @@ async def _parsed(service: Service, request: Request, api: GenerationApi) -> Par
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
-    @app.post(api.path, response_model=None, responses=_errors(api.error), openapi_extra=_body(api.body))
+    @app.post(api.path, responses=_errors(api.error), openapi_extra=_body(api.body))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
             asked = await service.pool.read(api.read, await _body_of(request))
             answer = await api.answer(service, asked)
-            return json_response(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
+            return JsonResponse(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
 
 
 @asynccontextmanager
 async def _admitted(service: Service, request: Request, media_type: str = JSON) -> AsyncIterator[AdmissionTicket]:
-    """With a ticket, and until the deadline. The access log gives it back when the request has ended, whichever way."""
+    """Give a ticket, and time until the deadline. The access log gives it back when the request has ended, whichever way."""
     service.engine.health()
     _check_media_type(request, media_type, service.settings.limits.cors_origins)
     record = record_of(request.scope)
@@ -132,73 +145,58 @@ async def _admitted(service: Service, request: Request, media_type: str = JSON) 
 
 async def _body_of(request: Request) -> bytes:
     """The whole body, which the limits give in one message; with `request.body()` it would stay there until the answer ends."""
-    body: bytes = (await request.receive())["body"]
-    return body
+    return (await request.receive())["body"]
 
 
 def _check_media_type(request: Request, media_type: str, origins: Sequence[str]) -> None:
     """A web page of another site can send anything but JSON without being asked for permission: it must be of `origins` then."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != media_type:
-        raise WrongMediaType(f"the body must be {media_type}: so must the header Content-Type", code="unsupported_media_type")
+        raise WrongMediaType(f"the body must be {media_type}: so must the header Content-Type")
     origin = request.headers.get("origin", "")
     own = request.headers.get("host")
     if media_type != JSON and origin and origin.partition("://")[2] != own and not {"*", origin} & set(origins):
         raise ForeignHost("limits.cors_origins does not name the web page's Origin", code="origin_not_allowed")
 
 
-async def _answer(
-    service: Service, request: Request, parsed: ParsedRequest, job: Job, ticket: AdmissionTicket
-) -> CompletionResponse:
-    key = record_of(request.scope).key
-    header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
-    tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
-    job = service.with_priority(job, parsed.ask, tenant)
-    choices = len(job.params)
-    tokens = job.choices_each * job.prompt_tokens
-    media = choices * sum(len(item.data) for item in job.media)
-    await service.admission.make_room(ticket.client, choices, tokens, media)
-    ticket.settle(choices, tokens, media)
-    job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)
-    return CompletionResponse(service, job, parsed.format(service.model), stream=parsed.ask.stream, media_type=parsed.media_type)
-
-
 def _add_models(app: FastAPI, service: Service) -> None:
-    card = {"id": service.settings.name, "object": "model", "created": int(time.time()), "owned_by": "quartet"}
-    card["max_model_len"] = service.settings.max_len
+    card = {
+        "id": service.settings.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "quartet",
+        "max_model_len": service.settings.max_len,
+    }
 
-    @app.get("/v1/models", response_model=None, responses=_errors())
+    @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card]})
+        return JsonResponse({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{model:path}", response_model=None, responses=_errors())
+    @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         service.jobs.check_model(model)
-        return json_response(card)
+        return JsonResponse(card)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.head("/health/live", include_in_schema=False)
-    @app.get("/health/live", response_model=None, responses=_errors())
+    @app.get("/health/live")
     async def live() -> Response:
-        return json_response({"status": "live"}) if service.engine.dead is None else json_response({"status": "dead"}, 503)
+        return JsonResponse({"status": "live"}) if service.engine.dead is None else JsonResponse({"status": "dead"}, 503)
 
     @app.head("/health", include_in_schema=False)
     @app.head("/health/ready", include_in_schema=False)
-    @app.get("/health", response_model=None, responses=_errors())
-    @app.get("/health/ready", response_model=None, responses=_errors())
+    @app.get("/health")
+    @app.get("/health/ready")
     async def ready(request: Request) -> Response:
         if service.engine.dead is not None:
-            return json_response({"status": "dead"}, 503)
+            return JsonResponse({"status": "dead"}, 503)
         if service.draining:
-            return json_response({"status": "draining"}, 503)
-        about = service.about if _may_know_addresses(service, request) else {}
-        return json_response({"status": "ready", "model": service.settings.name, **about})
-
-
-def _may_know_addresses(service: Service, request: Request) -> bool:
-    """From this machine and, where there are API keys, with one."""
-    return is_from_loopback(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
+            return JsonResponse({"status": "draining"}, 503)
+        # Addresses are told to this machine and, where there are API keys, to those who have one.
+        is_trusted = is_from_loopback(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
+        about = service.about if is_trusted else {}
+        return JsonResponse({"status": "ready", "model": service.settings.name, **about})
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

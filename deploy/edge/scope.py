@@ -31,7 +31,7 @@ def note_server_send(send: Send) -> None:
 
 
 def server_send() -> Send | None:
-    """As it was noted; None where this process has no HTTP server, or it runs on another loop."""
+    """Return what was noted; None where this process has no HTTP server, or it runs on another loop."""
     loop, send = _SERVER_SEND.get() or (None, None)
     return send if loop is asyncio.get_running_loop() else None
 

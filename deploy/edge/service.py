@@ -21,7 +21,7 @@ from deploy.edge.text_pool import TextPool
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
 from engine.front.client import EngineClient
 from engine.front.generation import Job
-from engine.front.grammar_check import GrammarCheck, vocabulary_of
+from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
 
 ANSWERS_PER_CHOICE = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
@@ -37,16 +37,16 @@ class Service:
     """One served model. `keys`: without them anybody may ask; what comes of them goes to `sink`. `tracer`: none unless configured.
 
     `jobs` makes what goes to the engine, `admission` lets it in; `open` counts choices from their submission to the last byte of
-    their answer. `about`: what whoever asks from this machine may know. `grammars` None: it makes its own.
+    their answer. `about`: what whoever asks from this machine may know.
     """
 
     settings: ServiceSettings
     text: TextProcessor
     engine: EngineClient
+    grammars: GrammarCheck
     keys: KeyRing | None = None
     sink: Sink = no_sink
     tracer: Tracer | None = None
-    grammars: GrammarCheck | None = None
     about: dict[str, Any] = field(default_factory=dict)
     open: int = 0
     draining: bool = False
@@ -55,16 +55,16 @@ class Service:
         settings = self.settings
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
-        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars or GrammarCheck(lambda: vocabulary_of(self.text)))
-        most = settings.media.waiting_bytes
+        self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars)
         answers = ANSWERS_PER_CHOICE * settings.capacity
-        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers, most)
+        media_bytes = settings.media.waiting_bytes
+        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers, media_bytes)
         self.idle = asyncio.Event()
         self.idle.set()
 
     @contextmanager
     def answering(self, choices: int) -> Iterator[None]:
-        """Around each answer."""
+        """Count the choices of an answer while it is under way."""
         self.open += choices
         self.idle.clear()
         try:
@@ -94,9 +94,10 @@ class Service:
 
         InvalidRequest: it is too urgent.
         """
-        most = self.settings.limits.min_priority
+        limits = self.settings.limits
+        most = limits.min_priority
         if ask.priority < most:
             raise invalid("priority", f"{ask.priority} is more urgent than {most}, the most urgent allowed here")
-        isolated = self.keys is not None if self.settings.limits.isolate_cache is None else self.settings.limits.isolate_cache
+        isolated = self.keys is not None if limits.isolate_cache is None else limits.isolate_cache
         shared = sha256(tenant.encode()).hexdigest() if isolated else ""
         return replace(job, priority=ask.priority, salt=f"{len(shared)}:{shared}{ask.salt}")

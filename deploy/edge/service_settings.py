@@ -20,12 +20,11 @@ class Defaults:
 
     @classmethod
     def read(cls, folder: Path) -> "Defaults":
-        """From a checkpoint; do_sample: false means greedy."""
+        """Read those of a checkpoint; do_sample: false means greedy."""
         config = generation_config(folder)
         if config.get("do_sample") is False:
             return cls(temperature=0.0)
-        known = {name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None}
-        return cls(**known)
+        return cls(**{name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None})
 
 
 def media_kinds(folder: Path, text: TextProcessor) -> frozenset[MediaKind]:
@@ -37,8 +36,7 @@ def media_kinds(folder: Path, text: TextProcessor) -> frozenset[MediaKind]:
 
 def audio_row_samples(folder: Path) -> int:
     """Samples of each row that its audio encoder takes; 0: it takes log-mel frames."""
-    samples: int = (read_optional(folder / "config.json").get("audio_config") or {}).get("audio_embed_dim", 0)
-    return samples
+    return (read_optional(folder / "config.json").get("audio_config") or {}).get("audio_embed_dim", 0)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import ServiceSettings
 from deploy.models.resolve import resolve
+from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 from tests.support.edge.collector import Collector
 from tests.support.edge.ready_engine import ReadyEngine, request
@@ -89,7 +90,8 @@ def measured(endpoint: str, service: Service) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures."""
-    service = Service(ServiceSettings("nano", 1024, 4096), TextProcessor.load(resolve("nano:31b")), ReadyEngine())
+    text = TextProcessor.load(resolve("nano:31b"))
+    service = Service(ServiceSettings("nano", 1024, 4096), text, ReadyEngine(), GrammarCheck(lambda: vocabulary_of(text)))
     with tempfile.TemporaryDirectory() as folder, collecting() as endpoint:
         config = LoggingConfig(encoding="JSON", logs_dir=folder)
         configure_component_logger(component_name="a", component_id="b", logging_config=config, max_bytes=1 << 28, backup_count=1)

@@ -22,6 +22,7 @@ from deploy.edge.service import Service
 from deploy.edge.service_settings import ServiceSettings
 from deploy.models.resolve import resolve
 from engine.config import engine_config
+from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
 from tests.support.engine.groups import running
@@ -65,7 +66,8 @@ def served(folder: Path, one: Callable[[Ask, int], Awaitable[str]], count: int, 
     async def main() -> list[str]:
         async with running(group) as run:
             limits = LimitSettings(queue_timeout_s=3000, request_timeout_s=3000)  # they wait for each other
-            service = Service(ServiceSettings("nano", text.vocab_size, 2048, limits=limits), text, run.client)
+            grammars = GrammarCheck(lambda: vocabulary_of(text))
+            service = Service(ServiceSettings("nano", text.vocab_size, 2048, limits=limits), text, run.client, grammars)
             transport = httpx.ASGITransport(create_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=3000) as client:
                 ask = asker(client, closing(text) if one is form else {})

@@ -279,11 +279,11 @@ _EDGE = (
     ),
     Fault(
         "slow-client-is-waited-for", "deploy/edge/answer.py",
-        "await bounded(write, self._service.settings.limits.write_timeout_s)", "await write", "deploy/edge/test_streams.py",
+        "await bounded(write, self._limits.write_timeout_s)", "await write", "deploy/edge/test_streams.py",
     ),
     Fault(
         "choices-share-noise", "deploy/edge/job_builder.py",
-        "((first ^ (_MIX * choice))", "((first + choice)", "deploy/edge/test_api.py",
+        "[(first ^ (_MIX * choice))", "[(first + choice)", "deploy/edge/test_api.py",
     ),
     Fault(
         "greedy-checkpoint-samples", "deploy/edge/service_settings.py",

@@ -44,8 +44,9 @@ class MessageFormat(BlockFormat):
         return b"event: error\ndata: " + encode(ANTHROPIC_ERROR.body(error)) + b"\n\n"
 
     def full(self, usage: Usage) -> bytes:
-        """The whole message."""
-        content = [made for block in self.choice.blocks if (made := _whole(block)) is not None]
+        """The whole message, without a call that was not completed."""
+        blocks = [block for block in self.choice.blocks if block.kind != "call" or is_json(block.text)]
+        content = [_shown(block, block.text, msgspec.Raw(block.text.encode())) for block in blocks]
         return encode(self._message(content, usage) | self._stopped())
 
     def opened(self, block: ReplyBlock) -> bytes:
@@ -89,13 +90,6 @@ def _counts(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion,
         "output_tokens_details": {"thinking_tokens": usage.reasoning},
     }
-
-
-def _whole(block: ReplyBlock) -> dict[str, Any] | None:
-    """None: a call that was not completed."""
-    if block.kind != "call":
-        return _shown(block, block.text, {})
-    return _shown(block, "", msgspec.Raw(block.text.encode())) if is_json(block.text) else None
 
 
 def _shown(block: ReplyBlock, text: str, arguments: Any) -> dict[str, Any]:

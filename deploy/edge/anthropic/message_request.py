@@ -106,7 +106,7 @@ class OutputConfig(Struct, frozen=True):
     format: kt.RawObject = UNSET
 
 
-class CountRequest(Struct, frozen=True, kw_only=True):
+class CountRequest(Struct, frozen=True):
     """POST /v1/messages/count_tokens"""
 
     model: kt.ModelName
@@ -221,16 +221,14 @@ def _text(block: ContentBlock, where: str) -> Text:
 
 
 def _parts(raw: Json, where: str, part: Callable[[ContentBlock, str], P]) -> list[P]:
-    """Of a text, or of blocks, each as `part` has it."""
-    if (given := not_null(raw)) is None:
-        return []
-    text = read_text(given, where)
-    blocks = _BLOCKS.read(given, where) if text is None else [ContentBlock("text", text)]
+    """Return the parts of a text, or of blocks, each as `part` makes it."""
+    text = read_text(raw, where)
+    blocks = _BLOCKS.read(raw, where) if text is None else [ContentBlock("text", text)]
     return [part(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
-    """One turn as messages of a chat."""
+    """Return one turn as messages of a chat."""
     if turn.role not in _ROLES:
         raise invalid(f"{where}.role", f"{turn.role!r} is not one of {', '.join(_ROLES)}")
     if not isinstance(turn.content, list):
@@ -259,7 +257,7 @@ def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
 
 
 def _call(block: ContentBlock, where: str) -> PastCall:
-    """Its input stays the text that it is: numbers are rendered as they were written."""
+    """Keep the input the text that it is: numbers are rendered as they were written."""
     if block.id is None or block.name is None:
         raise invalid(where, "a tool_use block has an id and a name")
     given = not_null(block.input)

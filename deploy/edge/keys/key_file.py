@@ -113,7 +113,7 @@ def _key(words: list[str]) -> ApiKey:
     options = dict(word.partition("=")[::2] for word in words[2:])
     if len(options) < len(words) - 2:
         raise ConfigError("an option stands there twice")
-    rights = rights_of(options.pop("rights", None))
+    rights = rights_of(options.pop("rights", ",".join(RIGHTS)))
     quota = Quota(**{name: _count(name, options.pop(name)) for name in _COUNTS if name in options})
     expires = time_of(options.pop("expires", None))
     if options:
@@ -121,18 +121,16 @@ def _key(words: list[str]) -> ApiKey:
     return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires)
 
 
-def rights_of(value: str | None) -> frozenset[str]:
-    """From `generate,models`; all from None. ConfigError: one of them is none."""
-    if value is None:
-        return frozenset(RIGHTS)
+def rights_of(value: str) -> frozenset[str]:
+    """Read `generate,models`. ConfigError: one of them is none."""
     rights = frozenset(value.split(","))
-    if not rights <= frozenset(RIGHTS):
+    if not rights.issubset(RIGHTS):
         raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
     return rights
 
 
 def time_of(value: str | None) -> datetime | None:
-    """From a day or a time by ISO 8601. ConfigError: it is none."""
+    """Read a day or a time by ISO 8601. ConfigError: it is none."""
     if value is None:
         return None
     try:

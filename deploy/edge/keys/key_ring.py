@@ -41,9 +41,9 @@ class KeyRing:
         before = self._allowances
         self._allowances = {}
         for key in keys:
-            if known := before.get(key.name):
-                known.change(key.quota)
-            self._allowances[key.name] = known or self._allowances.get(key.name) or Allowance(key.quota, self._clock)
+            allowance = before.get(key.name) or self._allowances.get(key.name) or Allowance(key.quota, self._clock)
+            allowance.change(key.quota)
+            self._allowances[key.name] = allowance
         logger.info("%d API keys of %d holders are in force", len(keys), len(self._allowances))
 
     async def refresh(self) -> None:

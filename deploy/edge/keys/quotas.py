@@ -42,13 +42,13 @@ class Bucket:
         return max(0.0, 1 - self.level(now)) * MINUTE / self.per_minute
 
     def resize(self, per_minute: int, now: float) -> None:
-        """From now on it is another quota; a debt stays one, unless nothing is limited any more."""
+        """Change the quota from now on; a debt stays one, unless nothing is limited any more."""
         self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level(now)
         self.per_minute = per_minute
 
 
 class Allowance:
-    """One holder's. `clock`: seconds, monotonic."""
+    """What one holder may use. `clock`: seconds, monotonic."""
 
     def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -65,15 +65,14 @@ class Allowance:
         self._tokens.resize(quota.tokens or _UNLIMITED, self._clock())
 
     def open(self) -> "QuotaGrant":
-        """One request more. QuotaExceeded says which limit is reached, and when to come back."""
+        """Begin a request. QuotaExceeded says which limit is reached, and when to come back."""
         self._check(begins=True)
         self._requests.take(1, self._clock())
         self._open += 1
         return QuotaGrant(self)
 
     def _check(self, *, begins: bool) -> None:
-        reached = list(self._reached(self._clock(), begins=begins))
-        if reached:
+        if reached := list(self._reached(self._clock(), begins=begins)):
             wait_s, limit = max(reached)
             raise QuotaExceeded(f"This API key has reached its limit of {limit}.", retry_after_s=max(1, math.ceil(wait_s)))
 
@@ -111,7 +110,7 @@ class QuotaGrant:
         self._held = tokens
 
     def close(self, used: int) -> None:
-        """It has ended, and has used so many tokens. Idempotent."""
+        """End the request, which has used so many tokens. Idempotent."""
         if not self._closed:
             self._closed = True
             self.allowance._close(self._held, used)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from av import AudioResampler
 
-from deploy.edge.media.containers import check_seconds, demuxer, opened_stream
+from deploy.edge.media.containers import check_seconds, opened_stream
 from deploy.edge.media.rasters import prepared
 from deploy.edge.media.tasks import DecodeTask, Prepared
 from engine.audio_geometry import tower_tokens
@@ -19,7 +19,7 @@ _RATES = range(1000, 384_001)
 
 
 def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
-    """InvalidRequest."""
+    """Return the rows of a clip. InvalidRequest: it cannot be read."""
     samples = read_audio(data, task.audio_seconds)
     if task.row_samples:
         clips = [raw_rows(samples, task.row_samples)]
@@ -35,17 +35,15 @@ def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
 
 
 def read_audio(data: bytes, most_seconds: float) -> Array:
-    """Its samples, float32 [n], mono at 16 kHz. InvalidRequest: it is of no format that we read, or longer than that."""
-    if (name := demuxer(data)) is None:
-        raise InvalidRequest("it is none of WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 and WebM")
-    stream = opened_stream(data, name, "audio", most_seconds)
+    """Return its samples, float32 [n], mono at 16 kHz. InvalidRequest: it is of no format that we read, or longer than that."""
+    stream = opened_stream(data, "audio", most_seconds)
     if stream.rate not in _RATES:
         raise InvalidRequest(f"audio at {stream.rate} Hz is not read")
     return np.concatenate([np.zeros(0, np.float32), *_mono(stream, most_seconds)])
 
 
 def _mono(stream: Any, most_seconds: float) -> Iterator[Array]:
-    """Its frames at 16 kHz, the channels mixed to one."""
+    """Yield the stream's frames at 16 kHz, the channels mixed to one."""
     resampler, samples = AudioResampler("fltp", rate=RATE), 0
     for frame in chain(stream.container.decode(stream), [None]):  # at last what the resampler holds
         samples += frame.samples if frame else 0

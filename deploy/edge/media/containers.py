@@ -35,13 +35,15 @@ _DEMUXERS = {
 
 
 def demuxer(data: bytes) -> str | None:
-    """None: it is no such file."""
+    """Return the name of the demuxer for `data`; None: it is no such file."""
     return next((name for name, magic in _DEMUXERS.items() if re.match(magic, data, re.DOTALL)), None)
 
 
-def opened_stream(data: bytes, name: str, kind: Literal["audio", "video"], most_seconds: float, pixels: int = 1) -> Any:
-    """By this demuxer, the best of its kind, decoded by one thread. What headers leave open a frame or two must tell, of so many
-    pixels at most. InvalidRequest: there is none, its codec is none of ours, or it says that it is longer."""
+def opened_stream(data: bytes, kind: Literal["audio", "video"], most_seconds: float, pixels: int = 1) -> Any:
+    """The best of its kind, decoded by one thread. What headers leave open a frame or two must tell, of so many pixels at most.
+    InvalidRequest: it is no file of ours, there is no such stream, its codec is none of ours, or it says that it is longer."""
+    if (name := demuxer(data)) is None:
+        raise InvalidRequest("it is none of WAV, MP3, FLAC, Ogg, AAC, M4A, MP4 and WebM")
     codecs = ",".join(codec for names in _CODECS.values() for codec in names)
     options = {"codec_whitelist": codecs, "max_streams": str(STREAMS), "max_pixels": str(pixels), "probesize": str(PROBED_BYTES)}
     options |= {"format_whitelist": name, "protocol_whitelist": "none"}

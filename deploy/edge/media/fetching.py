@@ -76,7 +76,7 @@ def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
 
 
 def _address(host: str, port: int, rules: MediaSettings) -> str:
-    """Of a host that is named in the rules any, of another one that is public."""
+    """Return any address of a host that the rules name, a public one of another."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if host not in rules.fetch and not all(map(is_public, addresses)):
         raise InvalidRequest(f"nothing is fetched from {host[:100]!r}: its address is not public")

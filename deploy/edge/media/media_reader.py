@@ -8,10 +8,10 @@ from itertools import islice
 import msgspec
 
 from deploy.edge.ask import ChatPrompt, Media
-from deploy.edge.edge_settings import MediaSettings
 from deploy.edge.media.side_pool import SidePool
 from deploy.edge.media.tasks import DecodeTask, Prepared
 from deploy.edge.raw_json import invalid
+from deploy.edge.service_settings import ServiceSettings
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
 from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
@@ -20,31 +20,28 @@ MEDIA_BYTES = MAX_MESSAGE_BYTES - (8 << 20)  # of a request; the rest of its mes
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
 
-async def read_media(
-    chat: ChatPrompt, kinds: frozenset[MediaKind], settings: MediaSettings, pool: SidePool, row_samples: int = 0
-) -> list[Prepared]:
-    """A chat's media, in the order of their parts. `kinds`: that the model reads; `row_samples`: as in DecodeTask.
-
-    InvalidRequest of "messages"; Overloaded.
-    """
+async def read_media(chat: ChatPrompt, settings: ServiceSettings, pool: SidePool) -> list[Prepared]:
+    """A chat's media, in the order of their parts. InvalidRequest of "messages"; Overloaded."""
     media = chat.media
-    if len(media) > settings.max_media:
-        raise invalid("messages", f"{len(media)} images, videos and clips; at most {settings.max_media} are read")
+    if len(media) > (most := settings.media.max_media):
+        raise invalid("messages", f"{len(media)} images, videos and clips; at most {most} are read")
     for part in media:
-        if part.kind not in kinds:
+        if part.kind not in settings.media_kinds:
             raise invalid("messages", f"this model reads no {_PLURALS[part.kind]}")
-    limits = DecodeTask(**msgspec.structs.asdict(settings), row_samples=row_samples)
-    prepared = (_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {count}") for count, part in enumerate(media, 1))
-    tasks = [asyncio.ensure_future(one) for one in prepared]
+    limits = DecodeTask(**msgspec.structs.asdict(settings.media), row_samples=settings.row_samples)
+    tasks = [
+        asyncio.ensure_future(_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {count}"))
+        for count, part in enumerate(media, 1)
+    ]
     try:
-        read = await asyncio.gather(*tasks)
+        prepared = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    if (size := sum(len(one.data) for one in read)) > MEDIA_BYTES:
+    if (size := sum(len(medium.data) for medium in prepared)) > MEDIA_BYTES:
         why = f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer"
         raise invalid("messages", why)
-    return read
+    return prepared
 
 
 async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: SidePool, name: str) -> Prepared:
@@ -71,20 +68,20 @@ def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProc
     """Where each stands in the prompt: no message can hold a soft token, so every run of them is one of these."""
     names = (text.control_id(f"<|{kind}|>") for kind in _PLURALS)
     runs = _runs(tokens, {number for number in names if number is not None})
-    items = [item for one in media for item in _items(one, list(islice(runs, one.runs)))]
+    items = [item for medium in media for item in _items(medium, list(islice(runs, medium.runs)))]
     assert next(runs, None) is None, "the prompt has more soft tokens than its media"
     return tuple(items)
 
 
-def _items(one: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
-    """One or, of audio, one for each clip."""
-    if not one.clips:
+def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
+    """Yield one item or, of audio, one for each clip."""
+    if not medium.clips:
         first, end = runs[0][0], runs[-1][1]
-        yield MediaItem(first, end - first, one.digest, tuple(runs), one.kind, one.shape, one.data)
-    data, row_bytes = one.data, len(one.data) // one.shape[0]
-    for (first, end), rows in zip(runs, one.clips, strict=False):
+        yield MediaItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)
+    data, row_bytes = medium.data, len(medium.data) // medium.shape[0]
+    for (first, end), rows in zip(runs, medium.clips, strict=False):
         clip, data = data[: rows * row_bytes], data[rows * row_bytes :]
-        yield MediaItem(first, end - first, sha256(clip).digest(), (), one.kind, (rows, *one.shape[1:]), clip)
+        yield MediaItem(first, end - first, sha256(clip).digest(), (), medium.kind, (rows, *medium.shape[1:]), clip)
 
 
 def _runs(tokens: Sequence[int], soft: set[int]) -> Iterator[tuple[int, int]]:

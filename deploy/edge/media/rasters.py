@@ -57,13 +57,13 @@ def prepare_image(task: DecodeTask, data: bytes) -> Prepared:
 
 
 def soft_tokens(raster: "np.ndarray[Any, Any]") -> int:
-    """Of an image, or of each frame."""
+    """Count those of an image, or of each frame."""
     rows, columns = raster.shape[-3:-1]
     return int(rows * columns) // CELL**2
 
 
 def prepared(kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: int = 1) -> Prepared:
-    """With the digest of what the encoder gets."""
+    """Return the medium with the digest of what the encoder gets."""
     data = raster.tobytes()
     digest = hashlib.sha256(f"{kind}:{raster.shape}:".encode())
     digest.update(data)
@@ -71,7 +71,7 @@ def prepared(kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: i
 
 
 def opened(data: bytes, pixels: int) -> Image.Image:
-    """Its header is read, and nothing decoded. InvalidRequest: it is of no format that we read, or larger than `pixels`."""
+    """Read an image's header, and decode nothing. InvalidRequest: it is of no format that we read, or larger than `pixels`."""
     Image.MAX_IMAGE_PIXELS = None  # ours is looked at instead
     if data.startswith(b"\xff\xd8"):
         _check_scans(data)

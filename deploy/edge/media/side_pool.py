@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deploy.edge.media.tasks import BEGUN, CPU_S, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, Refused, decode_answer, encode
+from deploy.edge.media.tasks import BEGUN, CPU_S, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, decode_answer, encode
 from engine.errors import InvalidRequest, Overloaded
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,7 +23,7 @@ class SidePool:
     def __init__(self) -> None:
         self.decoders = ThreadPoolExecutor(WORKERS, thread_name_prefix="media")
         self.fetchers = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,17 +47,27 @@ class SidePool:
             limits = f"{CPU_S[task.kind]} s of CPU and {MEMORY_BYTES >> 20} MiB at most"
             raise InvalidRequest(f"it takes too much time or memory to fetch or decode: {limits}")
         decoded = decode_answer(memoryview(answer)[len(BEGUN) :])
-        if isinstance(decoded, Refused):
-            raise InvalidRequest(decoded.why)
+        if isinstance(decoded, str):
+            raise InvalidRequest(decoded)
         return decoded
 
-    def start(self) -> None:
-        """Ahead of the first task: it takes seconds."""
+    def start(self) -> socket.socket:
+        """Start the process, which takes seconds, unless it runs; return the socket that controls it."""
         with self._lock:
-            self._start()
+            if self._control is None:
+                self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with child_end:
+                    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+                    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                    environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # else half of a process' time is page faults
+                    command = [sys.executable, "-m", "deploy.edge.media.side_process", str(child_end.fileno())]
+                    self._process = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=environment
+                    )
+            return self._control
 
     def close(self) -> None:
-        """No more of it."""
+        """End the process and the threads."""
         with self._lock:
             self._end()
         self.decoders.shutdown(wait=False, cancel_futures=True)
@@ -67,25 +77,12 @@ class SidePool:
         with self._lock:
             for _ in range(2):
                 try:
-                    socket.send_fds(self._start(), [b"t"], [connection.fileno()])
+                    socket.send_fds(self.start(), [b"t"], [connection.fileno()])
                 except ConnectionError:
                     self._end()
                 else:
                     return
         raise Overloaded("The process that decodes cannot be started.")
-
-    def _start(self) -> socket.socket:
-        if self._control is None:
-            self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with child_end:
-                paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-                environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # else half of a process' time is page faults
-                command = [sys.executable, "-m", "deploy.edge.media.side_process", str(child_end.fileno())]
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=environment
-                )
-        return self._control
 
     def _end(self) -> None:
         if self._control is None or self._process is None:

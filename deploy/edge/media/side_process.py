@@ -24,18 +24,7 @@ from PIL import Image
 from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
-from deploy.edge.media.tasks import (
-    BEGUN,
-    CPU_S,
-    FRAMES_TYPE,
-    LENGTH,
-    MEMORY_BYTES,
-    DecodeTask,
-    Prepared,
-    Refused,
-    decode_task,
-    encode,
-)
+from deploy.edge.media.tasks import BEGUN, CPU_S, FRAMES_TYPE, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, decode_task, encode
 from deploy.edge.media.videos import prepare_video
 from engine.errors import InvalidRequest
 from engine.front.audio_features import RATE, log_mels
@@ -49,7 +38,7 @@ _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
 
 
 def main() -> None:
-    """Until the edge closes its end."""
+    """Serve until the edge closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the edge's to handle
     _warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
@@ -86,15 +75,15 @@ def _serve(connection: socket.socket) -> None:
     connection.sendall(encode(answer))
 
 
-def _answer(task: DecodeTask, source: bytes) -> Prepared | Refused:
+def _answer(task: DecodeTask, source: bytes) -> Prepared | str:
     try:
         return _PREPARERS[task.kind](task, _data(task, source))
     except InvalidRequest as error:
-        return Refused(str(error))
+        return str(error)
     except MemoryError:
-        return Refused("it takes too much memory to decode")
+        return "it takes too much memory to decode"
     except Exception as error:  # noqa: BLE001 - decoders raise anything at all at what is damaged
-        return Refused(f"it cannot be decoded: {getattr(error, 'strerror', None) or error}")
+        return f"it cannot be decoded: {getattr(error, 'strerror', None) or error}"
 
 
 def _data(task: DecodeTask, source: bytes) -> bytes:

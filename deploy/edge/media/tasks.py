@@ -1,7 +1,7 @@
 """What a side process is asked to do, and what it answers, over a socket for each task.
 
     edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
-    process --> edge    BEGUN, an answer as msgpack, the end
+    process --> edge    BEGUN, an answer as msgpack (Prepared, or why it cannot be done, for the client), the end
 """
 
 import struct
@@ -18,19 +18,18 @@ BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
 class DecodeTask(MediaSettings, frozen=True, kw_only=True):
     """Decode a source, base64 of a media type or where `is_remote` a URL, and make of it what the encoder gets.
 
-    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `frames` of a video are
-    looked at; `row_samples`: of each row of audio, 0: it is log-mel frames.
+    `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `row_samples`: of each row
+    of audio, 0: it is log-mel frames.
     """
 
     kind: MediaKind = "image"
     media_type: str = ""
     is_remote: bool = False
     budget: int | None = None
-    frames: int = 32
     row_samples: int = 0
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A medium as MediaItem has it (`kind`, `shape`, `data`, `digest`), and `text`, which stands for it in the prompt.
 
     `runs`: of soft tokens in the text. Each is a span or, of audio, a clip: `clips` are their rows.
@@ -45,12 +44,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
     clips: tuple[int, ...] = ()
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why it cannot be done, for the client."""
-
-    why: str
-
-
 CPU_S: dict[MediaKind, int] = {"image": 2, "video": 10, "audio": 10}  # that a process may take
 MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
 BEGUN = b"+"  # a process has the task
@@ -58,4 +51,4 @@ LENGTH = struct.Struct("<I")
 
 encode = msgspec.msgpack.Encoder().encode
 decode_task = msgspec.msgpack.Decoder(DecodeTask).decode
-decode_answer = msgspec.msgpack.Decoder(Prepared | Refused).decode
+decode_answer = msgspec.msgpack.Decoder(Prepared | str).decode

@@ -21,6 +21,7 @@ from deploy.edge.media.rasters import check_pixels, opened, prepared, resized, s
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
 from engine.errors import InvalidRequest
 
+FRAMES = 32  # that are looked at
 FRAME_BUDGET = 70
 FILMED_FRAMES = 108_000  # of a container: an hour at 30 a second
 DECODED_FRAMES = 4  # times the pixels of an image: an animation's frames are decoded up to the last that is looked at
@@ -30,7 +31,7 @@ _DEFAULT_MS = 100  # of an animation's frame that does not say how long it stays
 
 
 def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
-    """InvalidRequest."""
+    """Return the frames of a video and their times. InvalidRequest: it cannot be read."""
     rasters, times, size = [], [], None
     frames = _listed if task.media_type == FRAMES_TYPE else _filmed if demuxer(data) in _FILMS else _animated
     for frame, time in frames(task, data):
@@ -50,8 +51,8 @@ def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
 def _listed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]]:
     """Frames, each base64 of its own."""
     sources = data.split(b",")
-    most = DECODED_FRAMES * task.pixels // min(len(sources), task.frames)
-    for index in _sampled(len(sources), task.frames):
+    most = DECODED_FRAMES * task.pixels // min(len(sources), FRAMES)
+    for index in _sampled(len(sources)):
         yield upright(opened(base64.b64decode(sources[index]), most)), index / _UNTIMED_FPS
 
 
@@ -64,7 +65,7 @@ def _animated(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, floa
     pixels = animation.width * animation.height * count
     if pixels > DECODED_FRAMES * task.pixels:
         raise InvalidRequest(f"its {count} frames have {pixels} pixels; at most {DECODED_FRAMES * task.pixels} are read")
-    sampled, time = _sampled(count, task.frames), 0.0
+    sampled, time = _sampled(count), 0.0
     for index, frame in enumerate(ImageSequence.Iterator(animation)):
         if index in sampled:
             yield frame, time
@@ -73,14 +74,12 @@ def _animated(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, floa
 
 def _filmed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]]:
     """Frames of a container, of which those are decoded that a sampled one needs: from the key frame before it on."""
-    name = demuxer(data)
-    assert name is not None, "only containers come here"
-    stream = opened_stream(data, name, "video", task.video_seconds, task.pixels)
+    stream = opened_stream(data, "video", task.video_seconds, task.pixels)
     check_pixels(stream.width, stream.height, task.pixels)
     packets = _packets(stream)
     shown = [number for number, packet in enumerate(packets) if not packet.is_discard]
     order = sorted(shown, key=lambda number: _time(packets[number]))
-    sampled = _sampled(len(order), task.frames)
+    sampled = _sampled(len(order))
     stream.codec_context.options = {"max_pixels": str(task.pixels)}
     rate = float(stream.average_rate or _UNTIMED_FPS)
     for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
@@ -89,7 +88,7 @@ def _filmed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]
 
 
 def _packets(stream: Any) -> list[Packet]:
-    """Of all frames. InvalidRequest: they are too many."""
+    """Return the packets of all frames. InvalidRequest: they are too many."""
     full = (packet for packet in stream.container.demux(stream) if packet.size)
     packets = [] if stream.frames > FILMED_FRAMES else list(islice(full, FILMED_FRAMES + 1))
     if (count := max(stream.frames, len(packets))) > FILMED_FRAMES:
@@ -107,7 +106,8 @@ def _decoded(stream: VideoStream, packets: Sequence[Packet], chosen: Sequence[in
         begin = max((key for key in before if _time(packets[key]) <= _time(packets[number])), default=0)
         if begin > begun:
             context.flush_buffers()
-            frames, begun = (one for packet in [*packets[begin:], None] for one in context.decode(packet)), begin
+            frames = (decoded for packet in [*packets[begin:], None] for decoded in context.decode(packet))
+            begun = begin
         while frame is None or _time(frame) < _time(packets[number]):
             if (following := next(frames, None)) is None:
                 break
@@ -121,6 +121,6 @@ def _time(shown: Packet | VideoFrame) -> int:
     return shown.pts or 0
 
 
-def _sampled(count: int, most: int) -> Sequence[int]:
-    """Indices of `most` frames at even steps, or of all."""
-    return range(count) if count <= most else [index * count // most for index in range(most)]
+def _sampled(count: int) -> Sequence[int]:
+    """Indices of FRAMES frames at even steps, or of all."""
+    return range(count) if count <= FRAMES else [index * count // FRAMES for index in range(FRAMES)]

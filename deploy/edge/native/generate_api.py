@@ -6,7 +6,6 @@ What sampling_params says is a text completion's by the same names, or by SGLang
 """
 
 import secrets
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
 from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
-from deploy.edge.response_format import OneChoice, ServedModel, Usage
+from deploy.edge.response_format import OneChoice, Usage
 from engine.front.generation import Delta
 
 _MAX_NEW_TOKENS = 128  # SGLang's default
@@ -34,7 +33,7 @@ _ABSENT = {name: neutral for name, neutral in COMMON.items() if name != "input_i
 _KEYS = msgspec.json.Decoder(dict[str, Raw])
 
 
-class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
+class GenerateParams(SamplingKeys, frozen=True):
     """How tokens are chosen."""
 
     max_new_tokens: Count | None = None
@@ -42,7 +41,7 @@ class GenerateParams(SamplingKeys, frozen=True, kw_only=True):
     sampling_seed: Seed | None = None
 
 
-class GenerateTextRequest(Struct, frozen=True, kw_only=True):
+class GenerateTextRequest(Struct, frozen=True):
     """POST /generate: of `text`, or of `input_ids`."""
 
     text: str | None = None
@@ -85,13 +84,13 @@ _PARAMS = BodyReader(GenerateParams, COMMON)
 class GenerateFormat(OneChoice, DataEvents):
     """The answer: a stream repeats all of the text in every event, as SGLang does."""
 
-    def __init__(self, model: ServedModel, rid: str | None) -> None:  # noqa: ARG002 - it does not say what model it is
+    def __init__(self, rid: str | None) -> None:
         super().__init__()
         self.id = rid or secrets.token_hex(16)
         self._usage = Usage(0, 0)
 
     def begin(self, usage: Usage) -> bytes:
-        """Nothing yet."""
+        """Say nothing yet."""
         self._usage = usage
         return b""
 
@@ -101,7 +100,7 @@ class GenerateFormat(OneChoice, DataEvents):
         return data_event(self._said())
 
     def end(self, usage: Usage) -> bytes:  # noqa: ARG002 - every event has the counts
-        """No more of it."""
+        """Say that it is complete."""
         return DONE
 
     def full(self, usage: Usage) -> bytes:
@@ -122,7 +121,7 @@ class GenerateFormat(OneChoice, DataEvents):
 
 def _read(body: bytes) -> ParsedRequest:
     request = _REQUEST.read(body)
-    return ParsedRequest(request.ask(), partial(GenerateFormat, rid=request.rid))
+    return ParsedRequest(request.ask(), lambda _: GenerateFormat(request.rid))  # it does not say what model it is
 
 
 GENERATE = GenerationApi(

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import TOOLS_SCHEMA
+from deploy.edge.common_keys import RawTools
 from deploy.edge.key_types import ID, ModelName, RawObject, array, shown_as
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, Message, read_chat
 from deploy.edge.openai.schemas import PROMPT_IDS
@@ -20,7 +20,7 @@ from deploy.edge.service import Service
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}
 
 
-class TokenizeRequest(Struct, frozen=True, kw_only=True):
+class TokenizeRequest(Struct, frozen=True):
     """POST /tokenize: of `prompt`, or of `messages`."""
 
     model: ModelName | None = None
@@ -28,7 +28,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     messages: Annotated[Raw, shown_as(MESSAGES_SCHEMA)] | UnsetType = UNSET
-    tools: Annotated[Raw, shown_as(TOOLS_SCHEMA)] | UnsetType = UNSET
+    tools: RawTools = UNSET
     chat_template_kwargs: RawObject = UNSET
     add_generation_prompt: bool | None = None
 
@@ -44,7 +44,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
         return read_chat(messages, self.tools, self.chat_template_kwargs, generation_prompt=self.add_generation_prompt)
 
 
-class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(Struct, frozen=True):
     """POST /detokenize"""
 
     tokens: Annotated[Raw, Meta(extra_json_schema=array(ID, maxItems=PROMPT_IDS))]
@@ -58,8 +58,9 @@ async def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, An
     else:
         with_bos = request.add_special_tokens is not False
         tokens = await service.pool.run(lambda: service.jobs.encode(request.prompt or "", add_special_tokens=with_bos))
-    shown = request.return_token_strs
-    texts = await service.pool.run(lambda: list(map(service.model.text_of, tokens))) if shown else None
+    texts = None
+    if request.return_token_strs:
+        texts = await service.pool.run(lambda: list(map(service.model.text_of, tokens)))
     return {"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts}
 
 

@@ -22,6 +22,13 @@ from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, 
 from engine.front.stream import Clock
 
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
+_OUTCOMES: dict[type[Exception], str] = {  # in the words of engine.events.Outcome; other errors are "error"
+    DeadlineExceeded: "deadline",
+    Overloaded: "queue_timeout",
+    SlowReader: "slow_reader",
+    EngineDead: "dead",
+    InvalidRequest: "refused",
+}
 
 
 @dataclass(slots=True)
@@ -65,7 +72,7 @@ class RequestRecord:
 
     @property
     def failed(self) -> bool:
-        """By our fault: 5xx, or an error after a good head."""
+        """Whether it failed by our fault: 5xx, or an error after a good head."""
         by_client = self.error is None or isinstance(self.error, InvalidRequest | SlowReader)
         return self.shown_status >= 500 or (self.status == 200 and not by_client)
 
@@ -75,7 +82,7 @@ class RequestRecord:
         if self.gone:
             return "client_gone"
         if self.error is not None and self.clocks:
-            return _outcome(self.error)
+            return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(self.error, kind)), "error")
         return ",".join(sorted(set(self.finishes.values()))) or None
 
     @property
@@ -87,7 +94,7 @@ class RequestRecord:
 
     @property
     def used_tokens(self) -> int:
-        """Of its prompt and its answers; none of a request that the engine never began."""
+        """Tokens of its prompt and its answers; none of a request that the engine never began."""
         begun = any(clock.scheduled is not None for clock in self.clocks)
         return (self.prompt_tokens or 0) + (self.tokens or 0) if begun else 0
 
@@ -98,14 +105,13 @@ class RequestRecord:
 
     @property
     def prepare_s(self) -> float | None:
-        """From the request's head to its submission: its body, its checks, its tokens."""
+        """Seconds from the request's head to its submission: its body, its checks, its tokens."""
         return min((clock.submitted - self.began for clock in self.clocks), default=None)
 
 
 def record_of(scope: Scope) -> RequestRecord:
     """The record of the request that `scope` is of."""
-    record: RequestRecord = scope[RECORD]
-    return record
+    return scope[RECORD]
 
 
 def access_fields(record: RequestRecord) -> dict[str, Any]:
@@ -127,30 +133,20 @@ def access_fields(record: RequestRecord) -> dict[str, Any]:
         **_error_fields(record.error),
         "trace_id": record.trace_id,
     }
-    return {name: _short(value) for name, value in shown.items() if value is not None}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in shown.items() if value is not None}
 
 
 def _error_fields(error: Exception | None) -> dict[str, Any]:
     """Which error; its sentence only where it is ours alone: a refusal may quote the client."""
-    if not isinstance(error, QuartetError):
-        return {"error": type(error).__name__} if error is not None else {}
-    param = error.param if isinstance(error, InvalidRequest) else None
-    fields = {"error": type(error).__name__, "error_code": code_of(error), "error_param": param}
-    return fields if isinstance(error, InvalidRequest) else {**fields, "error_message": str(error)[:500]}
+    if error is None:
+        return {}
+    fields: dict[str, Any] = {"error": type(error).__name__}
+    if isinstance(error, QuartetError):
+        fields["error_code"] = code_of(error)
+    if isinstance(error, InvalidRequest):
+        fields["error_param"] = error.param
+    elif isinstance(error, QuartetError):
+        fields["error_message"] = str(error)[:500]
+    return fields
 
 
-def _short(value: Any) -> Any:
-    return round(value, 6) if isinstance(value, float) else value
-
-
-def _outcome(error: Exception) -> str:
-    """In the words of engine.events.Outcome."""
-    if isinstance(error, DeadlineExceeded):
-        return "deadline"
-    if isinstance(error, Overloaded):
-        return "queue_timeout"
-    if isinstance(error, SlowReader):
-        return "slow_reader"
-    if isinstance(error, EngineDead):
-        return "dead"
-    return "refused" if isinstance(error, InvalidRequest) else "error"

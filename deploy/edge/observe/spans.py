@@ -111,17 +111,15 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
         yield SpanPhase("queue", clock.submitted, clock.scheduled or ended, about)
-    begun = clock.submitted if clock.scheduled is None else clock.scheduled
+    if clock.scheduled is not None or clock.first is not None:
+        yield SpanPhase("prefill", clock.scheduled or clock.submitted, clock.first or ended, about)
     if clock.first is not None:
-        yield SpanPhase("prefill", begun, clock.first, about)
         yield SpanPhase("decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens})
-    elif clock.scheduled is not None:
-        yield SpanPhase("prefill", begun, ended, about)
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """By OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
-    error = type(record.error).__name__ if record.error is not None else None
+    """Name them by OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
+    error = "client_gone" if record.gone else None
     attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",
@@ -138,7 +136,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         "http.request.method": record.method,
         "http.route": record.route,
         "http.response.status_code": record.status,
-        "error.type": error or ("client_gone" if record.gone else None),
+        "error.type": type(record.error).__name__ if record.error is not None else error,
         "quartet.request.id": record.id,
         "quartet.finish": record.finish,
     }

@@ -76,9 +76,11 @@ _SWITCHES = msgspec.json.Decoder(dict[str, bool])
 def read_chat(messages: Raw, tools: Json, switches: Json, *, generation_prompt: bool | None) -> ChatPrompt:
     """InvalidRequest names the key that is wrong."""
     given = _switches(switches)
+    turns = _messages(messages)
+    check_bounds([tools], "tools", "they")
     return ChatPrompt(
-        _messages(messages),
-        _tools(tools),
+        turns,
+        _TOOLS.read(tools, "tools"),
         thinks=given.pop("enable_thinking", None),
         add_generation_prompt=generation_prompt is not False,
         switches=given,
@@ -104,7 +106,7 @@ def _message(message: Message, where: str) -> ChatMessage:
         message.role,
         [_part(part, f"{where}.content") for part in message.content] if isinstance(message.content, list) else message.content,
         thought=message.reasoning or message.reasoning_content,
-        calls=tuple(_call(call.function, call.id) for call in message.tool_calls or ()),
+        calls=tuple(map(_call, message.tool_calls or ())),
         call_id=message.tool_call_id,
         name=message.name,
     )
@@ -120,14 +122,9 @@ def _part(part: ContentPart, where: str) -> Part:
     return text_part(part.type, part.text, where)
 
 
-def _call(function: FunctionCall, number: str | None) -> PastCall:
-    given = not_null(function.arguments)
-    return PastCall(function.name, None if given is None else decode(given, "messages", ANYTHING), number)
-
-
-def _tools(raw: Json) -> list[dict[str, Any]]:
-    check_bounds([raw], "tools", "they")
-    return _TOOLS.read(raw, "tools")
+def _call(call: ToolCall) -> PastCall:
+    given = not_null(call.function.arguments)
+    return PastCall(call.function.name, None if given is None else decode(given, "messages", ANYTHING), call.id)
 
 
 def _switches(raw: Json) -> dict[str, bool]:

@@ -16,8 +16,13 @@ def _read_chat(body: bytes) -> ParsedRequest:
 
 def _read_completion(body: bytes) -> ParsedRequest:
     request = COMPLETION_READER.read(body)
-    form = partial(TextFormat, echoed_logprobs=request.echoed_logprobs, prompt_logprobs=request.prompt_logprobs)
-    return ParsedRequest(request.ask(), partial(form, usage_chunks=request.usage_chunks))
+    form = partial(
+        TextFormat,
+        usage_chunks=request.usage_chunks,
+        prompt_logprobs=request.prompt_logprobs,
+        echoed_logprobs=request.echoed_logprobs,
+    )
+    return ParsedRequest(request.ask(), form)
 
 
 CHAT = GenerationApi(

@@ -12,7 +12,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def data_event(value: Any) -> bytes:
-    """One event."""
+    """Return one event."""
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 

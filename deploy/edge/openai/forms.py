@@ -21,7 +21,7 @@ import msgspec
 
 from deploy.edge.openai.data_events import DONE, DataEvents
 from deploy.edge.response_format import ServedModel, Usage
-from engine.front.generation import Choice, Delta, ReplyBlock
+from engine.front.generation import Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.protocol import Logprobs
 
@@ -124,7 +124,7 @@ class _Base(DataEvents, abc.ABC):
         return DONE if self._usage_chunks == "none" else counts + DONE
 
     def add(self, index: int, delta: Delta) -> None:
-        """One more of a choice."""
+        """Add a delta to its choice."""
         choice = self._choices.setdefault(index, _ChoiceSoFar())
         choice.reply.add(delta)
         for name, values in (self._logprobs(choice, delta) or {}).items():
@@ -198,7 +198,9 @@ class ChatFormat(_Base):
 
     def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
         reply = choice.reply
-        calls = [_call(call) for call in choice.reply.calls]
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for call in reply.calls
+        ]
         message: dict[str, Any] = {"role": "assistant", "content": reply.content if reply.content or not calls else None}
         message |= {"refusal": None, "annotations": []}
         if reasoning := reply.reasoning:
@@ -261,7 +263,7 @@ class TextFormat(_Base):
         return delta.prompt.tokens, entries
 
     def _top(self, token: int, entry: Logprobs | None) -> dict[str, float] | None:
-        """By text, the token itself among them, as OpenAI has it; of alternatives that show alike the likeliest."""
+        """Return logprobs by text, the token's among them, as OpenAI has it; of alternatives that show alike the likeliest."""
         by_text: dict[str, float] = {}
         for other, value in () if entry is None else (*entry.top, (token, entry.chosen)):
             by_text.setdefault(self.model.text_of(other), _finite(value))
@@ -293,10 +295,6 @@ def _delta(part: Part) -> bytes:
             return b'{"tool_calls":[%b]}' % encode(begun)
         case Arguments(index, text):
             return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, encode(text))
-
-
-def _call(call: ReplyBlock) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
 
 def text_of(delta: Delta) -> str:

@@ -29,9 +29,9 @@ from deploy.edge.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
-    TOOLS_SCHEMA,
     CommonSamplingKeys,
     InputAudio,
+    RawTools,
     check_bounds,
     content_of,
     declared_function,
@@ -95,7 +95,7 @@ class DeclaredTool(Struct, frozen=True):
     description: str | None = None
     parameters: kt.RawObject = UNSET
     strict: bool | None = None
-    tools: Annotated[Raw, kt.shown_as(TOOLS_SCHEMA)] | UnsetType = UNSET
+    tools: RawTools = UNSET
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class OfferedFunction:
 
     @property
     def name(self) -> str | None:
-        """By which the model calls it."""
+        """The name by which the model calls it."""
         return self.tool.name if self.namespace is None else _full_name(self.namespace.name, self.tool.name or "")
 
     def declaration(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return it as chat templates take it."""
         return declared_function(self.name, self.tool.description, self.tool.parameters, strict=self.tool.strict)
 
 
@@ -207,12 +207,12 @@ def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> 
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """Of a function in a namespace."""
+    """Return the name of a function in a namespace."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """One first message of role system: templates take no other."""
+    """Join the instructions and the first system messages to one: templates take no other."""
     later = list(dropwhile(lambda message: message.role in ("system", "developer"), messages))
     first = messages[: len(messages) - len(later)]
     text = "\n\n".join(filter(None, [instructions, *(str(message.content) for message in first)]))
@@ -262,7 +262,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
 
 
 def _thought(item: InputItem, where: str) -> str:
-    """Its text; what somebody else has encrypted is nothing to us."""
+    """Return its text; what somebody else has encrypted is nothing to us."""
     if item.content is not None:
         return _text(item.content, f"{where}.content")
     given = item.encrypted_content or ""
@@ -275,11 +275,11 @@ def _thought(item: InputItem, where: str) -> str:
 
 
 def _output(item: InputItem, where: str) -> str | list[Part]:
-    if (given := not_null(item.output)) is None:
-        raise invalid(f"{where}.output", "is required")
     where = f"{where}.output"
-    text = read_text(given, where)
-    return _content(_PART_LIST.read(given, where), where) if text is None else text
+    if not_null(item.output) is None:
+        raise invalid(where, "is required")
+    text = read_text(item.output, where)
+    return _content(_PART_LIST.read(item.output, where), where) if text is None else text
 
 
 def _part(part: InputPart, where: str) -> Part:
@@ -297,7 +297,7 @@ def _content(content: str | list[InputPart] | None, where: str) -> str | list[Pa
 
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
-    """Of a content. InvalidRequest: some of it is no text."""
+    """Return the text of a content. InvalidRequest: some of it is no text."""
     if not isinstance(content, list):
         return content or ""
     return "".join(text_part(part.type, part.text, f"{where}[{index}]", _TEXTS).text for index, part in enumerate(content))

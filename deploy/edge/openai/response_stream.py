@@ -13,9 +13,6 @@ from collections.abc import Iterable
 from itertools import count, groupby
 from typing import Any
 
-import msgspec
-from msgspec import UnsetType
-
 from deploy.edge.blocks import BlockFormat, encode, event, is_json
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
@@ -41,7 +38,11 @@ class ResponseObject(BlockFormat):
         functions = request.functions()
         self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request, functions)}
         self._is_sealed = request.includes_encrypted()
-        self._namespaced = {function.name: function for function in functions if function.namespace is not None}
+        self._namespaced = {
+            function.name: {"name": function.tool.name, "namespace": function.namespace.name}
+            for function in functions
+            if function.namespace is not None
+        }
         self._sequence = count()
         self._delta = b""
 
@@ -74,7 +75,7 @@ class ResponseObject(BlockFormat):
         return added if block.kind == "call" else added + self._part_event("added", block)
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
-        """More of it."""
+        """Return the event of more text."""
         return self._delta % (next(self._sequence), encode(text))
 
     def closed(self, block: ReplyBlock) -> bytes:
@@ -128,16 +129,13 @@ class ResponseObject(BlockFormat):
 
     def _called(self, block: ReplyBlock) -> dict[str, Any]:
         """The function's name, in its namespace where it has one."""
-        known = self._namespaced.get(block.name)
-        if known is None or known.namespace is None:
-            return {"name": block.name}
-        return {"name": known.tool.name, "namespace": known.namespace.name}
+        return self._namespaced.get(block.name, {"name": block.name})
 
     def _status(self) -> str:
         return "incomplete" if self.choice.finish == "length" else "completed"
 
     def _status_of(self, block: ReplyBlock) -> str:
-        """Of an item that gets no more."""
+        """Return the status of an item that gets no more."""
         if self.choice.finish not in (None, "length") or block is not self.choice.blocks[-1]:
             return "completed"
         return "completed" if block.kind == "call" and is_json(block.text) else "incomplete"
@@ -175,15 +173,19 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
 
 def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> list[dict[str, Any]]:
     """Functions as they were declared, those of a namespace in it."""
-    kept = ("type", "name", "description", "parameters", "strict")
-    tools = [{key: _plain(getattr(function.tool, key)) for key in kept} for function in functions]
+    tools = [
+        {
+            "type": tool.type,
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": copied(tool.parameters),
+            "strict": tool.strict,
+        }
+        for tool in (function.tool for function in functions)
+    ]
     if namespace is None:
         return tools
     return [{"type": "namespace", "name": namespace.name, "description": namespace.description or "", "tools": tools}]
-
-
-def _plain(value: Any) -> Any:
-    return copied(value) if isinstance(value, msgspec.Raw | UnsetType) else value
 
 
 def _counts(usage: Usage) -> dict[str, Any]:

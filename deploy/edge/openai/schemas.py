@@ -19,7 +19,7 @@ from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import TOOLS_SCHEMA, CommonSamplingKeys
+from deploy.edge.common_keys import CommonSamplingKeys, RawTools
 from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, SWITCHES, read_chat
@@ -53,7 +53,7 @@ _BIAS = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=
 _ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
 
 
-class SamplingKeys(CommonSamplingKeys, frozen=True, kw_only=True):
+class SamplingKeys(CommonSamplingKeys, frozen=True):
     """What is said of how tokens are chosen, and of the answer's form."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -148,7 +148,7 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     max_completion_tokens: kt.Count | None = None
     logprobs: bool | None = None
     top_logprobs: kt.Alternatives | None = None
-    tools: Annotated[Raw, kt.shown_as(TOOLS_SCHEMA)] | UnsetType = UNSET
+    tools: RawTools = UNSET
     tool_choice: kt.RawToolChoice = UNSET
     chat_template_kwargs: Annotated[Raw, kt.shown_as(_SWITCHES)] | UnsetType = UNSET
     add_generation_prompt: bool | None = None

@@ -15,7 +15,7 @@ _MAX_BYTES = 64 << 10
 
 
 def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
-    """Of a request; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
+    """Read a request's choice; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
     match read_small(raw, "tool_choice", ANYTHING, _MAX_BYTES):
         case None:
             return ToolChoice(one=not parallel)

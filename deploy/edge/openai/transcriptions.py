@@ -5,7 +5,6 @@
 """
 
 import secrets
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,7 +16,7 @@ from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Media, Part,
 from deploy.edge.form_reader import MEDIA_TYPE, read_form
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
-from deploy.edge.response_format import OneChoice, ServedModel, Usage
+from deploy.edge.response_format import OneChoice, Usage
 from engine.front.generation import Delta
 
 _ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
@@ -28,7 +27,7 @@ Follow these specific instructions for formatting the output:
 * When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
 
 
-class TranscriptionRequest(Struct, frozen=True, kw_only=True):
+class TranscriptionRequest(Struct, frozen=True):
     """POST /v1/audio/transcriptions, as a form."""
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
@@ -60,7 +59,7 @@ _FORM = msgspec.json.Decoder(TranscriptionRequest, strict=False)
 class TranscriptionFormat(OneChoice, DataEvents):
     """The answer; `plain`: a whole one is nothing but its text."""
 
-    def __init__(self, model: ServedModel, *, plain: bool) -> None:  # noqa: ARG002 - it does not say what model it is
+    def __init__(self, *, plain: bool) -> None:
         super().__init__()
         self.id = secrets.token_hex(16)
         self._plain = plain
@@ -89,7 +88,7 @@ def _read(body: bytes) -> ParsedRequest:
     request = read_form(body, _FORM, _ABSENT)
     plain = request.response_format == "text"
     kind = "text/plain; charset=utf-8" if plain else "application/json"
-    return ParsedRequest(request.ask(), partial(TranscriptionFormat, plain=plain), kind)
+    return ParsedRequest(request.ask(), lambda _: TranscriptionFormat(plain=plain), kind)  # it does not say what model it is
 
 
 TRANSCRIPTIONS = GenerationApi(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.edge.apis import ENDPOINTS, GENERATION_APIS, endpoint_of, error_shape_of
+from deploy.edge.apis import ENDPOINTS, GENERATION_APIS, UNKNOWN, endpoint_of, error_shape_of
 
 pytestmark = pytest.mark.pure
 
@@ -21,6 +21,6 @@ def test_every_endpoint_is_known_by_its_path() -> None:
     """No two have one path, a model's path is that of any model, and only what generates is traced."""
     assert all(endpoint_of(path) is endpoint for path, endpoint in ENDPOINTS.items())
     assert endpoint_of("/v1/models/a/b") is ENDPOINTS["/v1/models/{model}"]
-    assert endpoint_of("/v1/chat/completions/") is None
+    assert endpoint_of("/v1/chat/completions/") is UNKNOWN
     traced = {path for path, endpoint in ENDPOINTS.items() if endpoint.operation is not None}
     assert traced == {api.path for api in GENERATION_APIS}

@@ -23,7 +23,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.edge.apis import ENDPOINTS, endpoint_of
+from deploy.edge.apis import ENDPOINTS, UNKNOWN, endpoint_of
 from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.edge_settings import KEYS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.keys import key_ring
@@ -140,7 +140,7 @@ def test_a_path_that_answers_without_a_key_is_noticed(edge: Edge, monkeypatch: p
 
 def test_every_route_has_a_right(edge: Edge) -> None:
     """None is left to the rule for what is not listed, which would shut out whoever has not all rights."""
-    assert [path for _, path in routes(edge) if endpoint_of(path) is None] == []
+    assert [path for _, path in routes(edge) if endpoint_of(path) is UNKNOWN] == []
 
 
 ACCEPTED = [

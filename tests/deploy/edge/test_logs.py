@@ -300,7 +300,7 @@ def test_the_end_has_the_metrics_word(logged: LoggedEdge, end: str) -> None:
 
 def test_a_wrong_word_for_the_end_shows(logged: LoggedEdge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: an end that is called otherwise is not the metrics'."""
-    monkeypatch.setattr("deploy.edge.observe.record._outcome", lambda error: "stop")
+    monkeypatch.setattr("deploy.edge.observe.record._OUTCOMES", {Exception: "stop"})
     fail(logged)
     (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
     assert logged.line()["finish_reason"] != ended.outcome

@@ -26,6 +26,7 @@ from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import ServiceSettings
 from engine.events import Event, FirstToken, RequestFinished, Scheduled
+from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.stream import Clock
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
@@ -401,7 +402,8 @@ def calls(app: ASGIApp, tokens: int) -> dict[str, int]:
 
 def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
     """Three hundred tokens more call nothing more in access log, record, scope and spans; in the stream's own file they do."""
-    service = Service(ServiceSettings("nano", 1024, 1024), TextProcessor.load(nano("31b")), ReadyEngine())
+    text = TextProcessor.load(nano("31b"))
+    service = Service(ServiceSettings("nano", 1024, 1024), text, ReadyEngine(), GrammarCheck(lambda: vocabulary_of(text)))
     service.tracer = Tracer(settings("http://a/"), {}, InMemorySpanExporter())
     app = create_app(service)
     calls(app, 1)  # what is done once a process

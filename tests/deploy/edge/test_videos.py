@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from deploy.edge.media import videos
-from deploy.edge.media.containers import demuxer, opened_stream
+from deploy.edge.media import containers, videos
 from deploy.edge.media.rasters import prepare_image
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
 from engine.errors import InvalidRequest
@@ -63,9 +62,9 @@ def test_an_animation_is_its_frames_at_their_times(form: str) -> None:
 def test_frames_are_sampled_as_transformers_does(count: int) -> None:
     """Every one up to 32, then 32 at even steps from the first."""
     if count > 32:
-        assert list(videos._sampled(count, 32)) == np.arange(0, count, count / 32).astype(int).tolist()
+        assert list(videos._sampled(count)) == np.arange(0, count, count / 32).astype(int).tolist()
     else:
-        assert list(videos._sampled(count, 32)) == list(range(count))
+        assert list(videos._sampled(count)) == list(range(count))
 
 
 def test_texts_are_transformers() -> None:
@@ -75,11 +74,11 @@ def test_texts_are_transformers() -> None:
     made = prepare(listed([frame(2 * place) for place in range(100)]), FRAMES_TYPE)
     processor = Gemma4Processor.__new__(Gemma4Processor)
     processor.boi_token, processor.video_token, processor.eoi_token = "<|image>", "<|video|>", "<image|>"
-    metadata = SimpleNamespace(fps=24, timestamps=[index / 24 for index in videos._sampled(100, 32)])
+    metadata = SimpleNamespace(fps=24, timestamps=[index / 24 for index in videos._sampled(100)])
     count = made.shape[1] * made.shape[2] // 48**2
     about = {"num_soft_tokens_per_video": [count], "video_metadata": [metadata]}
     assert made.text == processor.replace_video_token(about, 0)
-    assert np.abs(np.array(shades(made)) - [2 * index for index in videos._sampled(100, 32)]).max() <= 3
+    assert np.abs(np.array(shades(made)) - [2 * index for index in videos._sampled(100)]).max() <= 3
     metadata.timestamps = metadata.timestamps[1:]
     assert made.text != processor.replace_video_token(about, 0)
 
@@ -127,9 +126,10 @@ def test_nothing_else_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "a.mp4").write_bytes(film(moving(2), "libx264", "mp4"))
     monkeypatch.chdir(tmp_path)
     playlist = b"ffconcat version 1.0\nfile a.mp4\n"
-    assert demuxer(playlist) is None
+    assert containers.demuxer(playlist) is None
+    monkeypatch.setitem(containers._DEMUXERS, "concat", rb"ffconcat")
     with pytest.raises(av.error.FFmpegError):
-        opened_stream(playlist, "concat", "video", 60, 1 << 20)
+        containers.opened_stream(playlist, "video", 60, 1 << 20)
     with av.open(io.BytesIO(playlist), format="concat") as container:
         assert container.streams.video[0].width == 160
 

@@ -140,7 +140,7 @@ def same_response(model: ServedModel, one: list[Delta], other: list[Delta]) -> b
 
 
 def same_growing(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
-    last, answer = streamed(GenerateFormat(model, None), one)[-1], whole(GenerateFormat(model, None), other)
+    last, answer = streamed(GenerateFormat(None), one)[-1], whole(GenerateFormat(None), other)
     return bool(anonymous(last) == anonymous({key: value for key, value in answer.items() if key != "output_ids"}))
 
 

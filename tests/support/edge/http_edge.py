@@ -24,6 +24,7 @@ from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings
 from engine.events import Event
 from engine.front.client import EngineClient
+from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 from engine.protocol import MediaKind
 from tests.support.edge.scripted_core import ScriptedCore
@@ -119,6 +120,7 @@ class Edge:
             ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._served),
             self.text,
             self.client,
+            GrammarCheck(lambda: vocabulary_of(self.text)),
             keys=self._keys,
             sink=self.events.append,
         )
