@@ -77,6 +77,9 @@ class Launch:
         environment.prepare(os.environ, self.folder, self._ports.choose(os.getpid()))
         os.environ["PYTHONPATH"] = python_path(os.environ)
         self._guard()
+        from deploy.serve_schema import check_schema  # Serve reads the environment when it is imported
+
+        check_schema(self.config, "the config")
         self._init_ray()
         self._deploy()
         self._wait_running()

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     check_policies(config, str(args.config))
     environment.refuse_kernels_distribution()
     options = config.setdefault("http_options", {})
+    if not isinstance(options, dict):
+        raise ConfigError(f"{args.config}: http_options: {options!r} is no mapping")
     options.update({name: value for name in ("host", "port") if (value := getattr(args, name)) is not None})
     options.setdefault("host", "127.0.0.1")
     launch = Launch(config, settings, lambda line: print(f"quartet: {line}", flush=True))

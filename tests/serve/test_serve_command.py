@@ -32,6 +32,23 @@ def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
     assert folders() == before
 
 
+@pytest.mark.parametrize(
+    ("http", "error"),
+    [(None, "http_options: None is no mapping"), ({"prot": 8000}, "http_options.prot: unknown key, which Serve would ignore")],
+)
+def test_a_config_that_serve_refuses_is_one_line_and_exit_code_2(http: object, error: str, tmp_path: Path) -> None:
+    """As `check-config` says it, before Ray is up, and nothing is left."""
+    before, config = folders(), yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
+    path = tmp_path / "nano.yaml"
+    path.write_text(yaml.safe_dump(config | {"http_options": http}))
+    command = [sys.executable, "-m", "deploy.cli", "serve", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f": {error}\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert folders() == before
+
+
 @pytest.mark.slow
 def test_plain_serve_run_says_it_too(tmp_path: Path) -> None:
     """`serve run` of the same file on a cluster without GPUs prints the line within 15 s (on an idle machine) and can be ended."""
