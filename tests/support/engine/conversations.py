@@ -9,6 +9,7 @@ import heapq
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -145,6 +146,7 @@ def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tu
     return Server(trace, scheduler).run(), scheduler
 
 
+@cache
 def unlimited(trace: Trace) -> Found:
     """What a cache finds that never forgets a page; the last token of an answer is in none, because it is never computed."""
     found, known = Found(), set()
