@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile, paged_decode_step
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
-from tests.bench.timing import FAILURES, READ_RATE, precompile_all
+from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
 from tests.support.attention import Shape, decode_node
 from tests.support.launches import variants
 
@@ -167,33 +167,6 @@ def error(out: Tensor, want: Tensor) -> float:
     return math.inf if math.isnan(value) else value
 
 
-# -- time on a device
-
-
-def graph_us(launches: Sequence[Callable[[], None]], replays: int = 4) -> float:
-    """Microseconds a launch, of all of them one after another in a CUDA graph: the best replay."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    graph.replay()
-    for began, ended in marks:
-        began.record()
-        graph.replay()
-        ended.record()
-    torch.cuda.synchronize()
-    return 1e3 * min(began.elapsed_time(ended) for began, ended in marks) / len(launches)
-
-
-def wall_us(launches: Sequence[Callable[[], None]]) -> float:
-    """The same without a GPU, to have been through it."""
-    began = time.perf_counter()
-    for launch in launches:
-        launch()
-    return 1e6 * (time.perf_counter() - began) / len(launches)
-
-
 # -- the run
 
 
@@ -231,9 +204,8 @@ class Bench:
         inputs.run(0, cut, scratch)
         off = error(inputs.out, want)
         assert off < TOLERANCE, f"{problem} {cut}: relative error {off}"
-        us = 0.0
         launches = [lambda copy=i % copies: inputs.run(copy, cut, scratch) for i in range(max(copies, 16))]
-        us = graph_us(launches) if self.device.type == "cuda" else wall_us(launches[:2])
+        us = launch_us(launches if self.device.type == "cuda" else launches[:2], self.device)
         compiled = variants()[-1] if len(variants()) > known else None
         floor = 1e6 * problem.bytes / READ_RATE
         return {
@@ -271,7 +243,7 @@ def extend_rows(bench: Bench, layer: Layer, chunks: int, length: int) -> Iterato
     last = min(64, length)
     off = error(out[length - last : length], paged_prefill(q[length - last : length], pool, table[0], length - last, layer.window))
     assert off < TOLERANCE, f"{layer.name}: relative error {off}"
-    us = graph_us([run] * 4) if device.type == "cuda" else wall_us([run])
+    us = launch_us([run] * 4 if device.type == "cuda" else [run], device)
     window = layer.window or length
     pairs = chunks * sum(min(position + 1, window) for position in range(length))
     tflops = 4e-6 * pairs * layer.heads * layer.d / us

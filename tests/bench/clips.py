@@ -8,7 +8,6 @@ With `--nano --device cpu` it runs anywhere, and times nothing that matters.
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from engine.rank.models.audio import AudioEncoder, audio_encoder
 from engine.rank.models.audio_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.stages.encode_stage import batches
-from tests.bench.encoders import seconds
+from tests.bench.encoders import compared, seconds, show
 from tests.nano.model_shapes import PUBLIC, ModelShape, config
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.dummy_tensors import dummy_tensor
@@ -64,9 +63,7 @@ def check(name: str, shape: ModelShape, device: torch.device) -> dict[str, Any]:
     clips = [torch.randn((frames, 128), device=device) for frames in (98, 2999, 13)]
     model = encoder(shape, device)
     exact = theirs(shape, model.geometry, clips, torch.float32)
-    found = (model(clips), theirs(shape, model.geometry, clips, torch.bfloat16))
-    ours, other = (((rows - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()).item() for rows in found)
-    return {"case": f"{name} bf16 check", "ours": ours, "transformers": other, "ratio": ours / other}
+    return compared(name, exact, model(clips), theirs(shape, model.geometry, clips, torch.bfloat16))
 
 
 def rate(name: str, shape: ModelShape, count: int, device: torch.device) -> dict[str, Any]:
@@ -88,10 +85,8 @@ def main() -> None:
     device = torch.device(args.device)
     for name in args.members:
         shape = (SHAPES if args.nano else PUBLIC)[name]
-        for row in (check(name, shape, device), *(rate(name, shape, count, device) for count in args.batches)):
-            rounded = {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in row.items()}
-            sys.stdout.write(json.dumps(rounded) + "\n")
-            sys.stdout.flush()
+        show([check(name, shape, device)])
+        show(rate(name, shape, count, device) for count in args.batches)
 
 
 if __name__ == "__main__":

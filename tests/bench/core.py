@@ -20,10 +20,11 @@ from engine.core.loop import collect_rarely
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, parse_config
 from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan
-from engine.protocol import GenerateRequest, SamplingParams, TokenBatch, encode_message, pack_tokens
-from tests.bench.record import Row, append
+from engine.protocol import SamplingParams, TokenBatch, encode_message
+from tests.bench.record import Row, add_record_option, append
 from tests.nano.model_shapes import PUBLIC, config
 from tests.support.engine.plans import encode_result, result_of
+from tests.support.engine.scheduling import request_of
 
 BLOCKS = 10
 LONG, LONG_CACHED = 131_072, 32_768  # tokens of a waiting request, and of those what is cached
@@ -79,14 +80,11 @@ def wait(core: Scheduler, rings: Rings, watch: Stopwatch, waiting: int) -> None:
     """Long requests that cannot begin, behind one that decodes; the beginning of their prompts has been computed before."""
     common = [7 + at % 1000 for at in range(LONG)]
     for number, prompt in enumerate((common[:LONG_CACHED], [3, *common[1:]])):
-        params = SamplingParams(max_tokens=5000 if number else 2)
-        core.requests.add(GenerateRequest(id=(1 << 20) + number, prompt=pack_tokens(prompt), params=params))
+        core.requests.add(request_of((1 << 20) + number, prompt, 5000 if number else 2))
     while core.load().finished < 1 or not all(sequence.decodable for sequence in core.requests.running):
         step(core, rings, watch)
     for number in range(waiting):
-        prompt = [*common[:-1], 2000 + number]
-        params = SamplingParams(max_tokens=2)
-        core.requests.add(GenerateRequest(id=(1 << 21) + number, prompt=pack_tokens(prompt), params=params))
+        core.requests.add(request_of((1 << 21) + number, [*common[:-1], 2000 + number], 2))
     step(core, rings, watch)
 
 
@@ -115,8 +113,8 @@ def measure(sequences: int, steps: int, waiting: int = 0) -> dict[str, float]:
     warm = 100 + (sequences + 32 * bool(waiting)) // 2  # steps before, at most
     core, rings, watch = scheduler(sequences, 1100 + warm + BLOCKS * steps, waiting), Rings(), Stopwatch()
     for number in range(sequences):
-        prompt = pack_tokens(5 + (number + at) % 1000 for at in range(1100))
-        core.requests.add(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=900, stop_ids=(1, 106))))
+        prompt = [5 + (number + at) % 1000 for at in range(1100)]
+        core.requests.add(request_of(number, prompt, SamplingParams(max_tokens=900, stop_ids=(1, 106))))
     while step(core, rings, watch) < sequences:
         pass
     if waiting:
@@ -138,7 +136,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 100, 256])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--waiting", type=int, default=0, help="long requests without pages")
-    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    add_record_option(parser)
     args = parser.parse_args()
     collect_rarely()
     found: list[Row] = []
@@ -148,8 +146,7 @@ def main() -> None:
             print(sequences, waiting, {name: round(value, 1) for name, value in figures.items()}, flush=True)
             case = f"core-b{sequences}" + (f"-waiting{waiting}" if waiting else "")
             found.append((case, "core, CPU time a step, decoding, 31B", figures["core"], "us"))
-    if args.record:
-        append(found, args.record, "tests.bench.core")
+    append(found, args.record, "tests.bench.core")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ With `--nano --device cpu` it runs anywhere, and times nothing that matters.
 
 import argparse
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,20 @@ def check(name: str, shape: ModelShape, device: torch.device) -> dict[str, Any]:
     batch = [picture.to(device) for picture in pictures((5, 9), (3, 4), (12, 22))]
     model = encoder(shape, torch.bfloat16, device)
     theirs = Theirs(shape, model.geometry, device)
-    exact = theirs.rows(batch, torch.float32)
-    found = (model(batch), theirs.rows(batch, torch.bfloat16))
-    ours, other = (((rows - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()).item() for rows in found)
-    return {"case": f"{name} bf16 check", "ours": ours, "transformers": other, "ratio": ours / other}
+    return compared(name, theirs.rows(batch, torch.float32), model(batch), theirs.rows(batch, torch.bfloat16))
+
+
+def compared(name: str, exact: Tensor, ours: Tensor, transformers: Tensor) -> dict[str, Any]:
+    """The errors of rows in bf16."""
+    errors = [((rows - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()).item() for rows in (ours, transformers)]
+    return {"case": f"{name} bf16 check", "ours": errors[0], "transformers": errors[1], "ratio": errors[0] / errors[1]}
+
+
+def show(rows: Iterable[dict[str, Any]]) -> None:
+    """Each as a line of JSON."""
+    for row in rows:
+        rounded = {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in row.items()}
+        print(json.dumps(rounded), flush=True)
 
 
 def flops(geometry: VisionGeometry, cells: int) -> float:
@@ -147,15 +156,13 @@ def main() -> None:
     device = torch.device(args.device)
     torch.set_num_threads(1)
     peak = product_rate(device, 8192 if device.type == "cuda" else 256)
-    sys.stdout.write(f"{ENCODER_ROWS} rows a batch, one product {peak / 1e12:.0f} TFLOP/s\n")
+    print(f"{ENCODER_ROWS} rows a batch, one product {peak / 1e12:.0f} TFLOP/s")
     for name in args.members:
         shape = (SHAPES if args.nano else PUBLIC)[name]
-        for row in (check(name, shape, device), *rates(name, shape, args.batches, device, peak)):
-            rounded = {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in row.items()}
-            sys.stdout.write(json.dumps(rounded) + "\n")
-            sys.stdout.flush()
+        show([check(name, shape, device)])
+        show(rates(name, shape, args.batches, device, peak))
         if device.type == "cuda":
-            sys.stdout.write(kernels(shape, device) + "\n")
+            print(kernels(shape, device))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from engine.config import engine_config
 from engine.front.client import EngineClient
 from engine.geometry import read_geometry
 from engine.protocol import SamplingParams
-from tests.bench.record import Row, append
+from tests.bench.record import Row, add_record_option, append
 from tests.bench.shard_model import write_shard
 from tests.bench.synthetic_rank import Synthetic
 from tests.nano.random_models import model_folder
@@ -298,7 +298,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafts", type=lambda text: "auto" if text == "auto" else int(text), default=0, help="a number, or auto")
     parser.add_argument("--accepted", type=float, default=1.0, help="tokens of a step with drafts, in the mean")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    add_record_option(parser)
     return parser.parse_args()
 
 
@@ -337,8 +337,7 @@ def main() -> None:
         whole = model_folder(args.model)
         target = whole if args.shard_of == 1 else write_shard(whole, args.shard_of, Path(scratch) / "target")
         rows = serve(target, Path(scratch) / "drafter", args)
-    if args.record:
-        append(rows, args.record, "tests.bench.engine")
+    append(rows, args.record, "tests.bench.engine")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from engine.config import EngineConfig, engine_config
 from engine.front.client import EngineClient
 from engine.geometry import read_geometry
 from engine.protocol import AbortReason, SamplingParams
-from tests.bench.record import Row, append
+from tests.bench.record import Row, add_record_option, append
 from tests.nano.random_models import model_folder
 from tests.support.engine.outputs import outputs
 
@@ -198,7 +198,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=1.5, help="of a step, in times of the quiet TPOT")
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=256)
-    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    add_record_option(parser)
     return parser.parse_args()
 
 
@@ -218,8 +218,7 @@ def main() -> None:
         ),
         args,
     )
-    if args.record:
-        append(rows, args.record, "tests.bench.fairness")
+    append(rows, args.record, "tests.bench.fairness")
 
 
 if __name__ == "__main__":

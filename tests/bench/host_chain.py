@@ -16,12 +16,13 @@ import os
 import random
 import shutil
 import socket
+import string
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -42,11 +43,11 @@ from engine.plan import DEPTH, NUMBER_MASK, PlanView, encode_rows, read_plan
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, ThoughtBudget, pack_tokens
 from engine.rank_status import StatusBlock
 from engine.step_masks import StepMasks, decode_masks
-from tests.bench.record import Row, append
-from tests.bench.replies import VOCABULARY, made_up_words
+from tests.bench.record import Row, add_record_option, append
 from tests.support.engine.core_loop import Front
 from tests.support.engine.schemas import members
 
+VOCABULARY = 262_144
 PROMPT, TOKENS = 1100, 900
 TOKEN, ENDS = 1000, (1, 106)  # what a row without a mask gives; ids that end a reply
 
@@ -218,6 +219,17 @@ def random_grammars(markers: Markers, count: int, answer: str = "item+") -> list
     return [grammar(markers, f"answer: {answer}\n{item}", Thought.none) for item in items]
 
 
+def made_up_words(known: Iterable[str], count: int) -> list[str]:
+    """Words of letters that are not `known`, half of them behind a space."""
+    rng, known, words = random.Random(1), set(known), []
+    while len(words) < count:
+        word = " " * rng.randint(0, 1) + "".join(rng.choices(string.ascii_letters, k=rng.randint(3, 10)))
+        if word not in known:
+            known.add(word)
+            words.append(word)
+    return words
+
+
 def large_tokenizer(folder: Path, to: Path) -> Path:
     """The checkpoint's files in `to`, its tokenizer filled up with made-up words to as many pieces as the model has ids."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
@@ -239,7 +251,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=5.0, help="what a step takes the device")
     parser.add_argument("--masked", type=int, nargs="*", default=[], help="of 100 sequences, how many have a grammar")
     parser.add_argument("--features", action="store_true", help="100 sequences with penalties and biases; with budgets of thought")
-    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    add_record_option(parser)
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -256,8 +268,7 @@ def main() -> None:
             found = measure(config, sequences, args.steps, args.step_ms / 1e3, random_grammars(markers, masked), params)
             beside = f"-masked{masked}" if masked else f"-{feature}" if feature else ""
             rows += described(f"host-chain-b{sequences}{beside}", found)
-    if args.record:
-        append(rows, args.record, "tests.bench.host_chain")
+    append(rows, args.record, "tests.bench.host_chain")
 
 
 def described(case: str, found: Chain) -> list[Row]:

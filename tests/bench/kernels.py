@@ -2,7 +2,6 @@
 
     --model, --tp, --rows     whose shapes (31b at 4), and how many rows of x
     --sweep                   every candidate tile instead of the committed one; the table at the end is what to commit
-    --chain [--sweep]         a step's products in one graph, with stand-ins for attention and fused norms (tests.bench.gemv_chain)
     --dry                     small shapes on the CPU under Triton's interpreter: that the run would reach its end
 
 Needs torch, triton and the checkout. Compiles ahead in as many processes as there are cores, then times by graph replay.
@@ -22,7 +21,6 @@ import triton
 
 from kernels.launch import INTERPRET
 from tests.bench.gemms import committed, sweep
-from tests.bench.gemv_chain import Chain, StandIns, chain_cases, chain_rows, chain_sweep, stand_in_us
 from tests.bench.timing import Case, precompile_all, try_case
 from tests.nano.model_shapes import PUBLIC
 from tests.nano.model_shapes import ModelShape as Model
@@ -38,9 +36,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8, 16, 32, 64, 100])
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--attention-us", type=float, default=6.0)
-    parser.add_argument("--allreduce-norm-us", type=float, default=5.0)
     parser.add_argument("--target", default="9.0", help="compute capability to compile for ahead of time")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dry", action="store_true")
@@ -53,7 +48,6 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "tests.bench.kernels", *sys.argv[1:]])
     model = small(PUBLIC[options.model], options.tp) if options.dry else PUBLIC[options.model]
-    bench = chain_bench if options.chain else case_bench
     for row in bench(model, options):
         print(json.dumps(row), flush=True)
 
@@ -63,7 +57,7 @@ def small(model: Model, tp: int) -> Model:
     return replace(model, groups=1, sliding=1, kv_shared=0, hidden=96, mlp=32 * tp, heads=tp, kv_heads=tp, vocab=48 * tp)
 
 
-def case_bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
+def bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
     """A row a case, then a row a number of rows of x: what all products of a step take."""
     chosen = [product for product in products(model, options.tp) if options.only in product.name]
     cases = list((sweep if options.sweep else committed)(chosen, options.rows))
@@ -74,18 +68,6 @@ def case_bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
         yield rows[-1]
     yield from best_tiles(rows) if options.sweep else ()
     yield from step_rows(chosen, rows, options.rows)
-
-
-def chain_bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
-    """The chain's settings, or its sweep, for each number of rows."""
-    stand_ins = StandIns(options.attention_us, options.allreduce_norm_us)
-    chains = [Chain(model, options.tp, rows, torch.device("meta")) for rows in options.rows]
-    device = yield from prepare([case for chain in chains for case in chain_cases(chain)], options)
-    for us in (stand_ins.attention, stand_ins.allreduce_norm):
-        yield {"stand_in_us": us, "measured_us": round(stand_in_us(us, device), 2)}
-    for rows in options.rows:
-        chain = Chain(model, options.tp, rows, device)
-        yield from chain_sweep(chain, stand_ins, options.only) if options.sweep else chain_rows(chain, stand_ins)
 
 
 def prepare(cases: Iterable[Case], options: argparse.Namespace) -> Generator[Row, None, torch.device]:

@@ -27,7 +27,7 @@ from kernels import launch as launcher
 from kernels import linear
 from kernels.launch import launch
 from kernels.relaunch import launch_key
-from tests.bench.record import Row, append
+from tests.bench.record import Row, add_record_option, append
 from tests.support.engine.listed_steps import MAX_LEN, SLOTS, TP, geometry
 from tests.support.idle_cuda import use_idle_cuda
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 72, 512], help="of steps, decode rows among them")
     parser.add_argument("--decodes", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--record", metavar="MACHINE")
+    add_record_option(parser)
     options = parser.parse_args()
     use_idle_cuda()
     take_kernels()
@@ -58,8 +58,7 @@ def main() -> None:
         )  # fmt: skip
         case = f"{options.member}-tp{TP}-mixed-{rows}-decodes-{options.decodes}"
         found += [(case, f"host time of a forward, launches {way}", 1000 * seconds[way], "ms") for way in WAYS]
-    if options.record:
-        append(found, options.record, "tests.bench.launch_cost")
+    append(found, options.record, "tests.bench.launch_cost")
 
 
 def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], object]]:

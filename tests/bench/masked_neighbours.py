@@ -25,7 +25,7 @@ from engine.front.text import TextProcessor
 from engine.protocol import Grammar, SamplingParams
 from tests.bench.engine import case, device_times, one
 from tests.bench.host_chain import large_tokenizer, random_grammars
-from tests.bench.record import Row, append
+from tests.bench.record import Row, add_record_option, append
 from tests.bench.shard_model import write_shard
 from tests.support.engine.outputs import outputs
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    add_record_option(parser)
     parser.set_defaults(sampling="greedy")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -128,8 +128,7 @@ def main() -> None:
             rows = asyncio.run(measure(group, folder, args))
         finally:
             group.close()
-    if args.record:
-        append(rows, args.record, "tests.bench.masked_neighbours")
+    append(rows, args.record, "tests.bench.masked_neighbours")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from deploy.models.resolve import resolve
 from engine.core.loop import scheduler_config
 from engine.core.scheduler import Scheduler
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import SamplingParams
 from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder, TrainingExample
 from tests.support.engine.ranks import Ranks
 from tests.support.engine.recording import config_of
+from tests.support.engine.scheduling import request_of
 
 PAGES, RANKS = (40, 16), 4
 SKILLS = ("describe", "nested", "json", "add")
@@ -29,7 +30,7 @@ def measured(examples: Sequence[TrainingExample], drafts: int) -> tuple[float, f
         for number, example in enumerate(examples, 1):
             prompt, reply = example.ids[: example.start], example.ids[example.start :]
             params = SamplingParams(max_tokens=len(reply) + 8, temperature=0.0, stop_ids=(106, 50))
-            scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params))
+            scheduler.requests.add(request_of(number, prompt, params))
             given: list[int] = []
             while scheduler.requests.unfinished:
                 plan, began = scheduler.schedule(), time.monotonic()

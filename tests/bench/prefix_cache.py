@@ -21,11 +21,12 @@ from engine.core.prefix import PrefixCache, extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, parse_config
 from engine.plan import encode_plan
-from engine.protocol import GenerateRequest, SamplingParams, decode_front_message, encode_message, pack_tokens
+from engine.protocol import GenerateRequest, decode_front_message, encode_message
 from tests.bench.core import Rings
-from tests.bench.record import Row, append
+from tests.bench.record import Row, add_record_option, append
 from tests.nano.model_shapes import PUBLIC, config
 from tests.support.engine.conversations import GROUPS, PAGE, TAIL, Trace, optimum, portions, serve, unlimited
+from tests.support.engine.scheduling import request_of
 
 WORKING_SETS = (0.25, 0.5, 0.9, 1.25, 1.5)
 SCARCE = {"both pools": (1, 1), "sliding pool": (1, 3), "full pool": (3, 1)}  # how much larger (sliding, full) is than its portion
@@ -127,10 +128,10 @@ def admission_ms(tokens: int) -> tuple[float, float]:
     groups = kv_groups(parse_config(config(PUBLIC["31b"], "bfloat16")), 4)
     pages = (4000, 2 * tokens // 32 + 4000)
     core, rings = Scheduler(SchedulerConfig(groups, pages, 4, 2 * tokens, 8192, cache_share=1.0)), Rings()
-    prompt = pack_tokens(np.random.default_rng(0).integers(0, 200_000, tokens).tolist())
+    prompt = np.random.default_rng(0).integers(0, 200_000, tokens).tolist()
     spent = []
     for number in range(4):
-        raw = encode_message(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=1)))
+        raw = encode_message(request_of(number, prompt))
         began = time.thread_time()
         core.requests.add(msgspec.convert(decode_front_message(raw), GenerateRequest))
         plan = core.schedule()
@@ -193,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rates")
-    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    add_record_option(parser)
     args = parser.parse_args()
     rows, found = costs(), {}
     for name, larger in SCARCE.items():
@@ -205,8 +206,7 @@ def main() -> None:
     rows += first_partings(args.conversations)
     if args.plot:
         plot(found, args.plot)
-    if args.record:
-        append(rows, args.record, "tests.bench.prefix_cache")
+    append(rows, args.record, "tests.bench.prefix_cache")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import local_best, parts_of
 from kernels.launch import processors
 from kernels.sampling_batch import SamplingBatch, SlotParameters
-from tests.bench.record import Row, append
+from tests.bench.record import Row, add_record_option, append
 from tests.bench.timing import microseconds
 
 STEP, SOFTCAP = 7, 30.0
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=65536, help="ids of a rank's slice (default: %(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 100, 256])
     parser.add_argument("--programs", type=int, nargs="+", default=[2, 4, 8, 16], help="a processor (default: %(default)s)")
-    parser.add_argument("--record", metavar="MACHINE", help="append to results.csv under this machine's name")
+    add_record_option(parser)
     args = parser.parse_args()
     count, found = processors(DEVICE), list[Row]()
     print(f"{'':24}", *(f"{each:4} a processor" for each in args.programs))
@@ -98,8 +98,7 @@ def main() -> None:
             case = f"sample-{rows}x{args.share}-{name.replace(' ', '-')}"
             metrics = (f"in a graph, {each} programs a processor" for each in args.programs)
             found += [(case, metric, us, "us") for metric, us in zip(metrics, times, strict=True)]
-    if args.record:
-        append(found, args.record, "tests.bench.sampling")
+    append(found, args.record, "tests.bench.sampling")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def time_case(case: Case, device: torch.device) -> dict[str, Any]:
     made.launch(0)
     error = made.error()
     count = max(made.copies, min(64, ceil(1e-3 * READ_RATE / case.bytes))) if device.type == "cuda" else 1
-    us = 1e6 * seconds([partial(made.launch, i) for i in range(count)], device) / count
+    us = launch_us([partial(made.launch, i) for i in range(count)], device)
     compiled = variants()[known:]
     return {
         "kernel": case.kernel,
@@ -139,10 +139,15 @@ def seconds(launches: Sequence[Callable[[], object]], device: torch.device) -> f
     return statistics.median(_replay(graph) for _ in range(REPLAYS + 1))
 
 
+def launch_us(launches: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Microseconds a launch of those that `seconds` times."""
+    return 1e6 * seconds(launches, device) / len(launches)
+
+
 def microseconds(launch: Callable[[], object], device: torch.device) -> float:
     """Of one launch, in a graph of ten; once before, so that nothing compiles in the graph."""
     launch()
-    return 1e5 * seconds([launch] * 10, device)
+    return launch_us([launch] * 10, device)
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:

@@ -17,8 +17,8 @@ from kernels.decode import DecodeScratch
 from kernels.launch import plain_torch
 from kernels.tiles import LARGE_SHARED
 from kernels.verify import VerifyTile, verify_attention, verify_cut
-from tests.bench.attention import IN_TURN, PAGE, PROCESSORS, TOLERANCE, error, graph_us, wall_us
-from tests.bench.timing import READ_RATE, precompile_all
+from tests.bench.attention import IN_TURN, PAGE, PROCESSORS, TOLERANCE, error
+from tests.bench.timing import READ_RATE, launch_us, precompile_all
 from tests.support.attention import Shape
 from tests.support.launches import Node, record
 
@@ -98,7 +98,7 @@ class VerifyInputs:
         self.run(*cut)
         assert error(self.out, want) < TOLERANCE, (self.layer, cut)
         launches = [partial(self.run, *cut, turn % self.copies) for turn in range(max(16, self.copies))]
-        return graph_us(launches) if self.out.is_cuda else wall_us(launches[:1])
+        return launch_us(launches if self.out.is_cuda else launches[:1], self.out.device)
 
 
 def nodes(layer: VerifyLayer) -> list[Node]:

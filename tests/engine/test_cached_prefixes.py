@@ -17,11 +17,12 @@ from engine.core.prefix import PrefixCache
 from engine.core.scheduler import Scheduler
 from engine.geometry import read_geometry
 from engine.plan import encode_plan
-from engine.protocol import GenerateRequest, Logprobs, SamplingParams, pack_tokens
+from engine.protocol import Logprobs, SamplingParams
 from engine.rank.builder import Rank, build
 from tests.conftest import Nano
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.ranks import finish, single
+from tests.support.engine.scheduling import request_of
 
 pytestmark = pytest.mark.cpu
 
@@ -54,7 +55,7 @@ class Asked:
         for prompt in prompts:
             self._count += 1
             given[self._count] = []
-            self.scheduler.requests.add(GenerateRequest(id=self._count, prompt=pack_tokens(prompt), params=params))
+            self.scheduler.requests.add(request_of(self._count, prompt, params))
         while self.scheduler.requests.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None

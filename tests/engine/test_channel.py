@@ -7,17 +7,17 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 import engine.channel
 from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, checksum, create_shared, map_shared, ring_bytes
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[2]
 CAPACITY = 4096
 
 
@@ -123,8 +123,6 @@ print(total)
 
 def test_processes_share_a_ring() -> None:
     """Two reader processes that inherit the descriptor read all that this one writes."""
-    import zlib
-
     fd = create_shared("ring", ring_bytes(2, 1 << 14))
     sent = payloads(2000, 7, largest=900)
     readers = [

@@ -28,7 +28,7 @@ from engine.core.requests import Counters
 from engine.core.scheduler import PlanDraft, Scheduler
 from engine.geometry import Geometry, read_geometry
 from engine.plan import StepPlan, StepResult
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import SamplingParams
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.builder import build, load_rank
 from engine.rank.models import vision
@@ -41,6 +41,7 @@ from tests.support.engine.drive import Answer, Request, ask_all, attached, still
 from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
+from tests.support.engine.scheduling import request_of
 from tests.support.engine.threads import ThreadParallel, run_ranks
 from tests.support.judge import odd_checkpoints
 from tests.support.judge.near_tie import Match, compare
@@ -100,7 +101,7 @@ def serve(
     scheduler = Scheduler(scheduler_config(config, pages))
     served = Served(counters=scheduler.requests.counters)
     for number, prompt in enumerate(asked):
-        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt.ids), params=params, media=prompt.media))
+        scheduler.requests.add(request_of(number, prompt.ids, params, media=prompt.media))
     while scheduler.requests.unfinished:
         plan = scheduler.schedule()
         assert plan is not None
@@ -305,8 +306,7 @@ def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
         (long, "is longer than 1120"), (change(kind="audio"), "takes no audio"),
     ]  # fmt: skip
     for number, (item, complaint) in enumerate([*wrong, (good, "")]):
-        request = GenerateRequest(id=number, prompt=pack_tokens(it.prompts[0].ids), params=ASKED, media=(item,))
-        scheduler.requests.add(request)
+        scheduler.requests.add(request_of(number, it.prompts[0].ids, ASKED, media=(item,)))
         outputs = scheduler.requests.drain()
         assert [complaint in (output.error or "") for output in outputs] == [True] * bool(complaint), (complaint, outputs)
 

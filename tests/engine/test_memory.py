@@ -21,9 +21,10 @@ from engine.memory import (
     sampling_bytes,
 )
 from engine.plan import DEPTH
-from engine.protocol import FinishReason, GenerateRequest, Output, SamplingParams, pack_tokens
+from engine.protocol import FinishReason, Output
 from tests.support.engine.conversations import AT_ONCE, GROUPS, WINDOW, Server, Trace, unlimited
 from tests.support.engine.kvmachine import KVMachine
+from tests.support.engine.scheduling import finish, request_of, two_groups
 
 pytestmark = pytest.mark.pure
 
@@ -150,18 +151,15 @@ def test_too_little_memory_is_refused(spare: int) -> None:
 def test_the_longest_sequence_runs_to_its_end(widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of `longest_sequence` tokens is served by empty pools whatever part of it is prompt; one token more is refused, and
     told how many fit. Planted fault: a bound that is one too high lets in what stands still."""
-    groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+    groups = two_groups()
     pages = (20, 9)
     longest = longest_sequence(groups, pages)
 
     def ends(prompt: int, tokens: int) -> Output:
         scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, (widest - 1,)))
         machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3)
-        params = SamplingParams(max_tokens=tokens)
-        scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1] * prompt), params=params))
-        while (plan := scheduler.schedule()) is not None:
-            machine.submit(plan)
-            scheduler.commit(machine.result())
+        scheduler.requests.add(request_of(1, [1] * prompt, tokens))
+        finish(scheduler, machine)
         return scheduler.requests.drain()[-1]
 
     for prompt in (1, longest // 2, longest - 1):

@@ -32,15 +32,6 @@ def test_committed_tiles() -> None:
     assert ours["bytes"] == theirs["bytes"] > 0
 
 
-@pytest.mark.slow
-def test_chain() -> None:
-    """The chain's settings all run; its floor is that of the weights."""
-    first, *rest = [row for row in rows("--chain", "--sweep", "--only", "nothing", "--rows", "16") if "chain" in row]
-    assert first["chain"] == "best"
-    assert rest[-1]["chain"] == "best tiles"
-    assert rest[-1]["ms"] > rest[-1]["floor_ms"]
-
-
 def test_candidates_fit() -> None:
     """At most 24 tiles a shape and number of rows, each once, within shared memory, holding the rows."""
     for product in products(PUBLIC["31b"], 4):

@@ -160,11 +160,7 @@ def _may_import_ours(item: Import, package: str) -> bool:
 
 def knots(modules: dict[str, str], package: str) -> list[tuple[str, ...]]:
     """Rooms of `package`, its folders and its single files, that import each other round about; `modules`: name -> source."""
-    reached: dict[str, set[str]] = {}
-    for module, source in modules.items():
-        room = _room(module, package)
-        found = {_room(item.target, package) for item in imports(source, module) if item.within(package)}
-        reached.setdefault(room, set()).update(found - {room})
+    reached = _imported_rooms(modules, package)
     for middle, behind in reached.items():
         for others in reached.values():
             if middle in others:
@@ -174,16 +170,22 @@ def knots(modules: dict[str, str], package: str) -> list[tuple[str, ...]]:
 
 def floors(modules: dict[str, str], package: str) -> int:
     """Rooms on the longest chain of imports inside `package`, which has no knots; `modules`: name -> source."""
-    below: dict[str, set[str]] = {}
-    for module, source in modules.items():
-        room = _room(module, package)
-        found = {_room(item.target, package) for item in imports(source, module) if item.within(package)}
-        below.setdefault(room, set()).update(found - {room})
+    below = _imported_rooms(modules, package)
 
     def height(room: str) -> int:
         return 1 + max(map(height, below[room]), default=0)
 
     return max(map(height, below))
+
+
+def _imported_rooms(modules: dict[str, str], package: str) -> dict[str, set[str]]:
+    """The other rooms that each room imports."""
+    imported: dict[str, set[str]] = {}
+    for module, source in modules.items():
+        room = _room(module, package)
+        targets = {_room(item.target, package) for item in imports(source, module) if item.within(package)}
+        imported.setdefault(room, set()).update(targets - {room})
+    return imported
 
 
 def _room(module: str, package: str) -> str:

@@ -13,9 +13,9 @@ from engine.core.links import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.plan import StepPlan, StepResult, encode_plan
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.core_loop import StatusOnly, running
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks
+from tests.support.engine.scheduling import request_of
 
 pytestmark = pytest.mark.pure
 
@@ -53,10 +53,10 @@ def served(prompts: int) -> list[tuple[float, int]]:
     ranks = TimedRanks()
     with running(lambda sock: Core(scheduler, ranks, Together(sock, prompts), StatusOnly(), Waiter())) as front:  # type: ignore[arg-type]
         tokens = np.random.default_rng(0).integers(10, 5000, LONG).tolist()
-        streams = [(number, pack_tokens([number + 5] * 20), 2000) for number in range(STREAMS)]
-        longs = [(STREAMS + number, pack_tokens([number, *tokens[1:]]), 1) for number in range(prompts)]
-        for number, prompt, count in streams + longs:
-            front.send(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=count)))
+        for number in range(STREAMS):
+            front.send(request_of(number, [number + 5] * 20, 2000))
+        for number in range(prompts):
+            front.send(request_of(STREAMS + number, [number, *tokens[1:]]))
         front.until_ended(prompts + STREAMS)
     return ranks.spent
 

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -14,41 +15,40 @@ from engine.channel import Waiter
 from engine.core.links import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.geometry import KVGroup
 from engine.matcher import Matcher, Vocabulary
 from engine.plan import StepPlan, StepResult
 from engine.protocol import (
     AbortReason,
     Control,
     FinishReason,
-    GenerateRequest,
     Grammar,
     Output,
     SamplingParams,
     TokenBatch,
     encode_message,
-    pack_tokens,
 )
 from engine.step_masks import decode_masks
 from tests.support.engine.core_loop import Front, StatusOnly, running
-from tests.support.engine.kvmachine import KVMachine
+from tests.support.engine.kvmachine import KVMachine, Model
 from tests.support.engine.load_figures import load
+from tests.support.engine.scheduling import request_of, two_groups
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 STEP_S = 0.05  # half of it is more than a machine takes to wake a thread
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+CONFIG = SchedulerConfig(two_groups(), (20, 40), 4, 64, 16)
 
 
 @dataclass
 class MachineExecutor:
     """The KV machine behind the core's interface; answers one plan a poll, and none while `held`."""
 
-    machine: KVMachine
-    depth: int = 0
+    model: Model = lambda prefix, position, seed: position
     deepest: int = 0
-
     masks: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.machine = KVMachine(CONFIG.groups, CONFIG.pages, CONFIG.max_seqs, CONFIG.max_len, self.model)
 
     def submit(self, plan: StepPlan) -> None:
         if not plan.stop:
@@ -99,12 +99,15 @@ class StoppingExecutor(MachineExecutor):
             self.front.send(Control(action="stop"))
 
 
+def loop_of(scheduler: Scheduler, executor: MachineExecutor, sock: socket.socket, **options: Any) -> Core:
+    return Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter(), **options)
+
+
 @pytest.fixture
 def core():  # noqa: ANN201
     """A running core: (front, executor, scheduler); stopped and joined afterwards."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
-    with running(lambda sock: Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter())) as front:
+    scheduler, executor = Scheduler(CONFIG), MachineExecutor()
+    with running(lambda sock: loop_of(scheduler, executor, sock)) as front:
         yield front, executor, scheduler
 
 
@@ -112,7 +115,7 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
     """Tokens of concurrent requests come in order, each request ends once, and two plans were out at a time."""
     front, executor, _ = core
     for number in range(6):
-        front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * (3 + number)), params=SamplingParams(max_tokens=12)))
+        front.send(request_of(number, [1] * (3 + number), 12))
     outputs = front.until_ended(6)
     for number in range(6):
         tokens = [token for output in outputs if output.id == number for token in output.tokens]
@@ -128,7 +131,7 @@ def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monk
     for number, level in enumerate((logging.DEBUG, logging.INFO)):
         caplog.clear()
         with caplog.at_level(level, "engine.core.loop"):
-            front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * 5), params=SamplingParams(max_tokens=3)))
+            front.send(request_of(number, [1] * 5, 3))
             front.until_ended(1)
             front.send(Control(action="report"))
             front.hear()
@@ -150,11 +153,10 @@ class Timed(Scheduler):
 
 def test_the_loop_times_steps() -> None:
     """Each step took its time, though the one behind it was planned before it ended; a pause counts for none."""
-    scheduler = Timed(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-    executor = SlowExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
-    with running(lambda sock: Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter())) as front:
+    scheduler, executor = Timed(CONFIG), SlowExecutor()
+    with running(lambda sock: loop_of(scheduler, executor, sock)) as front:
         for number in range(2):
-            front.send(GenerateRequest(id=number, prompt=pack_tokens([1] * 5), params=SamplingParams(max_tokens=6)))
+            front.send(request_of(number, [1] * 5, 6))
             front.until_ended(1)
             time.sleep(12 * STEP_S)
     assert len(scheduler.took) >= 12
@@ -166,7 +168,7 @@ def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa
     """A message that does not decode is refused by id; the request beside it is served."""
     front, _, scheduler = core
     front.send({"type": "generate", "id": 7, "prompt": "not a list"})
-    front.send(GenerateRequest(id=8, prompt=pack_tokens([1, 2]), params=SamplingParams(max_tokens=2)))
+    front.send(request_of(8, [1, 2], 2))
     outputs = front.until_ended(2)
     assert [(output.id, output.invalid) for output in outputs if output.finish] == [(7, True), (8, False)]
     assert outputs[-1].finish is FinishReason.length
@@ -249,15 +251,13 @@ def test_long_prompts_come_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several long prompts that have come at once the loop takes in one between two plans; short ones all together. None is
     lost. Planted fault: without a bound it takes all."""
     lengths = [140_000, 140_000, *[3] * 50, 140_000]
-    messages = [encode_message(GenerateRequest(id=at, prompt=pack_tokens([1] * length), params=SamplingParams(max_tokens=2)))
-                for at, length in enumerate(lengths)]  # fmt: skip
+    messages = [encode_message(request_of(at, [1] * length, 2)) for at, length in enumerate(lengths)]
 
     def turns() -> list[list[int]]:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-            executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: position))
-            loop = Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter())
+            scheduler = Scheduler(CONFIG)
+            loop = loop_of(scheduler, MachineExecutor(), theirs)
             loop._unread.extend(messages)
             received = [0]
             while received[-1] < len(lengths):
@@ -275,12 +275,19 @@ def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
     front, _, scheduler = core
     began = time.process_time()
     time.sleep(0.3)
-    scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1]), params=SamplingParams(max_tokens=2)))
+    scheduler.requests.add(request_of(1, [1], 2))
     scheduler.requests.waiting[0].waits.add("mask")
     time.sleep(0.5)
     assert time.process_time() - began < 0.2
     front.send(Control(action="report"))
     scheduler.requests.abort(1, AbortReason.client_gone)
+
+
+LETTERS = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda text: [ord(letter) - 97 for letter in text])
+
+
+def always_b(prefix: int, position: int, seed: int) -> int:
+    return 1
 
 
 def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,12 +300,10 @@ def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
     matcher_of = Vocabulary.matcher
     monkeypatch.setattr(Vocabulary, "matcher", slow)
-    vocabulary = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda text: [ord(letter) - 97 for letter in text])
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16))
-    executor = MachineExecutor(KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: 1))
-    with running(lambda sock: Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter(), vocabulary=vocabulary)) as front:
+    executor = MachineExecutor(always_b)
+    with running(lambda sock: loop_of(Scheduler(CONFIG), executor, sock, vocabulary=LETTERS)) as front:
         for number, rules in enumerate((Grammar("start: /b+/"), Grammar("start: nothing"))):
-            front.send(GenerateRequest(id=number, prompt=pack_tokens([0]), params=SamplingParams(max_tokens=3, grammar=rules)))
+            front.send(request_of(number, [0], SamplingParams(max_tokens=3, grammar=rules)))
         outputs = front.until_ended(2)
     assert [token for output in outputs if output.id == 0 for token in output.tokens] == [1, 1, 1]
     assert next(output.error for output in outputs if output.id == 1 and output.finish is FinishReason.error)
@@ -306,14 +311,11 @@ def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stop_gives_masks_to_the_steps_that_are_out() -> None:
     """Ranks finish what they have begun: a step whose masks would come of a token that nobody waits for gets an empty record."""
-    vocabulary = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda text: [ord(letter) - 97 for letter in text])
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        scheduler, front = Scheduler(SchedulerConfig(GROUPS, (20, 40), 4, 64, 16)), Front(ours)
-        machine = KVMachine(GROUPS, (20, 40), 4, 64, lambda prefix, position, seed: 1)
-        executor = StoppingExecutor(machine, front=front, last=2)
-        params = SamplingParams(max_tokens=9, grammar=Grammar("start: /b+/"))
-        front.send(GenerateRequest(id=1, prompt=pack_tokens([0]), params=params))
-        Core(scheduler, executor, FrontLink(theirs), StatusOnly(), Waiter(), vocabulary=vocabulary).run()
-    assert [plan.step for plan in machine.queue if plan.masked] == [1, 2]
+        front = Front(ours)
+        executor = StoppingExecutor(always_b, front=front, last=2)
+        front.send(request_of(1, [0], SamplingParams(max_tokens=9, grammar=Grammar("start: /b+/"))))
+        loop_of(Scheduler(CONFIG), executor, theirs, vocabulary=LETTERS).run()
+    assert [plan.step for plan in executor.machine.queue if plan.masked] == [1, 2]
     assert [(masks.step, len(masks.slots)) for masks in map(decode_masks, executor.masks)] == [(1, 1), (2, 0)]

@@ -8,15 +8,13 @@ import pytest
 
 from engine.channel import RingReader, RingWriter, ring_bytes
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.geometry import KVGroup
 from engine.plan import DEPTH, ResultRow, StepPlan
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.step_masks import decode_masks, encode_masks, mask_words, masks_capacity, only
 from tests.support.engine.plans import result_of
+from tests.support.engine.scheduling import request_of, two_groups
 
 pytestmark = pytest.mark.pure
 
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 64, 16), KVGroup(1, "full", (1,), 1, 512, None, 16))
 SLOTS, CONSTRAINED, FREE = 256, 200, 100
 PROMPT, REPLY = 16, 60
 
@@ -32,11 +30,9 @@ class Waits:
 def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
     """The constrained requests come first. Masks are made at once, results come one step behind the plans. `served_at_once`: of
     the constrained ones, in order, the others are passed over."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (SLOTS * 10, SLOTS * 8), SLOTS, 1024, 2048))
+    scheduler = Scheduler(SchedulerConfig(two_groups(64, 16), (SLOTS * 10, SLOTS * 8), SLOTS, 1024, 2048))
     for number in range(constrained + free):
-        params = SamplingParams(max_tokens=REPLY)
-        request = GenerateRequest(id=number, prompt=pack_tokens(range(number, number + PROMPT)), params=params)
-        scheduler.requests.add(request)
+        scheduler.requests.add(request_of(number, range(number, number + PROMPT), REPLY))
         scheduler.requests.find(number).masked = number < constrained
     plans: list[StepPlan] = []
     tokens: dict[int, list[int]] = {}

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.core.masks import Masks, MaskState, ThoughtLimit
+from engine.core.masks import Masks, MaskState
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.front.call_grammar import CallGrammar
-from engine.front.generation import Choice, Delta
+from engine.front.generation import Choice
 from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
@@ -30,7 +30,9 @@ from tests.conftest import Nano
 from tests.support.engine.masked_machine import GROUPS
 from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
 from tests.support.engine.masked_serving import MAX_LEN, PAGES, MaskedRun, Model, request, serve
-from tests.support.engine.schemas import members
+from tests.support.engine.schemas import members, tools_of
+from tests.support.engine.walker import choice_of
+from tests.support.engine.world_faults import thoughts_end_late
 
 pytestmark = pytest.mark.pure
 
@@ -48,13 +50,16 @@ def model(nano: Nano) -> Model:
 def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools | None = None) -> Choice:
     """The reply, taken apart."""
     tokens = tokens[:-1] if tokens and tokens[-1] in model.text.eos_ids else tokens
-    parser, choice = ReplyParser(model.text.pieces, model.markers, tools), Choice()
-    choice.add(Delta((*parser.push(tokens), *parser.end(cut=cut)), tokens, [], None))
-    return choice
+    return choice_of(ReplyParser(model.text.pieces, model.markers, tools), tokens, cut=cut)
 
 
 def wanted(seed: int) -> dict[str, Any]:
     return members(random.Random(seed), 2)
+
+
+def calls_of(model: Model, schemas: dict[str, dict[str, Any]]) -> Grammar:
+    """Of strict calls, wherever the model begins one."""
+    return Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
 
 
 def json_requests(model: Model, count: int) -> list[GenerateRequest]:
@@ -110,8 +115,7 @@ def test_a_wrong_mask_is_seen(
 def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[int, ...]) -> None:
     """auto: text is free; every call that the model begins names a tool and keeps its schema, and text goes on behind it."""
     schemas = {name: wanted(at) for at, name in enumerate(("get_weather", "run-it"))}
-    tools = Tools([{"type": "function", "function": {"name": name, "parameters": each}} for name, each in schemas.items()])
-    rules = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    tools, rules = tools_of(schemas), calls_of(model, schemas)
     served = serve(model, [request(model, at, rules) for at in range(8)], pages=pages)
     calls = texts = 0
     for at in range(8):
@@ -147,8 +151,7 @@ def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
     """In text as in calls rows have drafts. What a row gave behind a trigger is dropped, and behind a call's end tokens are free:
     the tokens are those without drafts, in fewer steps, whether all are guessed or few. Planted faults change them: tokens behind a
     trigger are read as text; a row's masks are shifted by one; drafts stay in the matcher."""
-    schemas = {"get_weather": wanted(0)}
-    rules = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    rules = calls_of(model, {"get_weather": wanted(0)})
     asked = [request(model, at, rules) for at in range(5)]
 
     def tokens(run: MaskedRun) -> list[list[int]]:
@@ -187,8 +190,7 @@ def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_begun_call_computes_one_position_again(model: Model, cache_share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a trigger comes, the row in flight is dropped and its position runs again as a decode row: no step has a chunk for it,
     with or without a prefix cache. The tokens are those of a sequence that is queued anew for it, which computes chunks."""
-    schemas = {"get_weather": wanted(0)}
-    rules = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    rules = calls_of(model, {"get_weather": wanted(0)})
     asked = [request(model, at, rules) for at in range(5)]
     served = serve(model, asked, pages=(PAGES[0], 400), cache_share=cache_share)
     assert served.prefill == sum(len(each.tokens) for each in asked)
@@ -264,17 +266,14 @@ def test_thoughts_end_with_their_budgets(model: Model, pages: tuple[int, ...], m
         before = tokens.index(model.markers.end_thought) if model.markers.end_thought in tokens else len(tokens)
         assert tokens[:before] == free.tokens(at)[:before]
     assert len(over_budget(model, serve(model, asked, left_out, pages, marks=begin))) == len(BUDGETS)
-    at = ThoughtLimit.ends_at.fget
-    assert at is not None
-    monkeypatch.setattr(ThoughtLimit, "ends_at", property(lambda limit: None if (end := at(limit)) is None else end + 1))
+    thoughts_end_late(monkeypatch)
     assert len(over_budget(model, serve(model, asked, pages=pages, marks=begin))) == len(BUDGETS)
 
 
 def broken_budgets(model: Model, seed: int) -> list[str]:
     """What is wrong with the thoughts of random requests, some with calls' grammars, in pools that are tight in half of them."""
     rng, markers = random.Random(seed), model.markers
-    schemas = {"run-it": members(rng, 1)}
-    calls = Grammar(begun_call(CallGrammar(markers, schemas, schemas)), markers.begin_call)
+    calls = calls_of(model, {"run-it": members(rng, 1)})
     budgets = [rng.choice((0, 1, 2, 5, 20)) for _ in range(8)]
     asked = [thinking(model, 100 * seed + at, budget, rng.choice((None, calls))) for at, budget in enumerate(budgets)]
     marks = (markers.begin_thought, markers.begin_call, markers.end_thought)
@@ -294,9 +293,7 @@ def test_budgets_hold_in_random_cases(model: Model, seeds: range, monkeypatch: p
     """Thoughts that end by themselves, by calls and by budgets, whatever is preempted: none is longer than its budget; where that
     is off by one some are."""
     assert [wrong for seed in seeds for wrong in broken_budgets(model, seed)] == []
-    at = ThoughtLimit.ends_at.fget
-    assert at is not None
-    monkeypatch.setattr(ThoughtLimit, "ends_at", property(lambda limit: None if (end := at(limit)) is None else end + 1))
+    thoughts_end_late(monkeypatch)
     assert broken_budgets(model, seeds[0])
 
 
@@ -317,8 +314,7 @@ def test_a_thought_of_the_prompt_has_a_budget(model: Model) -> None:
 def test_a_budget_beside_grammars(model: Model) -> None:
     """Calls that end a thought keep their schemas and the budget holds for the next one; a form's thought ends with it too."""
     schemas, budget = {"get_weather": wanted(0)}, 3
-    tools = Tools([{"type": "function", "function": {"name": "get_weather", "parameters": schemas["get_weather"]}}])
-    calls = Grammar(begun_call(CallGrammar(model.markers, schemas, schemas)), model.markers.begin_call)
+    tools, calls = tools_of(schemas), calls_of(model, schemas)
     form = Grammar(grammar(model.markers, choice_answer(["yes"]), Thought.forced))
     asked = [thinking(model, at, budget, calls if at % 2 else form) for at in range(12)]
     served = serve(model, asked, marks=(model.markers.begin_thought, model.markers.begin_call))
@@ -388,11 +384,21 @@ def test_a_row_with_a_grammar_runs_in_every_step(model: Model, monkeypatch: pyte
     assert min(gaps(beside)[1:]) >= 2, "the first is planned before its mask is known to be slow"
 
 
+def masked_scheduler(vocabulary: Vocabulary | None, *compiler: Executor) -> tuple[Scheduler, Masks]:
+    """A scheduler without requests, and its masks."""
+    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
+    return scheduler, Masks(scheduler.requests, vocabulary, scheduler.config.widest, *compiler)
+
+
+def matching(model: Model, number: int, pattern: str) -> GenerateRequest:
+    """A request whose reply matches a regular expression."""
+    return request(model, number, Grammar(grammar(model.markers, regex_answer(pattern), Thought.none)))
+
+
 def test_ranks_that_are_told_to_stop_get_masks(model: Model) -> None:
     """A step whose masks nobody will make any more can be ended: its record comes, and lets every token come."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
-    masks.add(request(model, 1, Grammar(grammar(model.markers, regex_answer("[a-z]+"), Thought.none))))
+    scheduler, masks = masked_scheduler(model.vocabulary)
+    masks.add(matching(model, 1, "[a-z]+"))
     while masks.making:
         masks.advance()
     for _ in range(2):
@@ -418,9 +424,8 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
 
 def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     """Masks of a request that has ended are not kept."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
-    masks.add(request(model, 1, Grammar(grammar(model.markers, regex_answer("a+"), Thought.none))))
+    scheduler, masks = masked_scheduler(model.vocabulary)
+    masks.add(matching(model, 1, "a+"))
     assert masks.active
     assert masks.making
     scheduler.requests.abort(1, AbortReason.client_gone)
@@ -432,10 +437,10 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypat
     """A request that ends before a thread has come to its grammar leaves it nothing to do; planted fault: it does."""
 
     def compiled() -> int:
-        scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
-        masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest, work)
+        work = Later()
+        scheduler, masks = masked_scheduler(model.vocabulary, work)
         for number in range(5):
-            masks.add(request(model, number, Grammar(grammar(model.markers, regex_answer("a" * number + "b"), Thought.none))))
+            masks.add(matching(model, number, "a" * number + "b"))
         for number in range(1, 5):
             scheduler.requests.abort(number, AbortReason.client_gone)
         masks.advance()
@@ -461,8 +466,8 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
     assert texts == [rules.text]
 
     def kept() -> tuple[int, int]:
-        scheduler, work = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32)), Later()
-        masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest, work)
+        work = Later()
+        scheduler, masks = masked_scheduler(model.vocabulary, work)
         for number in range(10):
             masks.add(request(model, number, Grammar(f"start: {number // 2}")))
         scheduler.requests.abort(0, AbortReason.client_gone)
@@ -480,8 +485,8 @@ def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.Monk
 
 def test_without_a_vocabulary_grammars_are_refused(model: Model) -> None:
     """Where the checkpoint has no tokenizer a request with a grammar is refused and counted, and others are served."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    Masks(scheduler.requests, None, scheduler.config.widest).add(request(model, 1, Grammar("x")))
+    scheduler, masks = masked_scheduler(None)
+    masks.add(request(model, 1, Grammar("x")))
     (output,) = scheduler.requests.drain()
     assert (output.invalid, scheduler.requests.counters.received, scheduler.requests.counters.refused) == (True, 1, 1)
     assert "grammars are not available" in (output.error or "")

@@ -16,9 +16,9 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import ResultRow, StepPlan
-from engine.protocol import FinishReason, GenerateRequest, MediaItem, Output, SamplingParams, pack_tokens
-from tests.support.engine.plans import result_of
+from engine.protocol import FinishReason, MediaItem, Output
+from tests.support.engine.scheduling import one_token_each, request_of
+from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
 pytestmark = pytest.mark.pure
@@ -82,11 +82,6 @@ def test_pages_without_media_have_the_keys_of_text() -> None:
     assert [a == b for a, b in zip(with_picture, plain, strict=True)] == [True, True, False, False]
 
 
-def answer(scheduler: Scheduler, plan: StepPlan, took_ms: float | None = None) -> None:
-    numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
-    scheduler.commit(result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]), took_ms)
-
-
 class Bench:
     """A scheduler whose ranks answer at once."""
 
@@ -96,14 +91,12 @@ class Bench:
 
     def ask(self, tokens: list[int], media: list[MediaItem], number: int = 1) -> int:
         """Serve a request to its end; how many tokens it found in the cache."""
-        params = SamplingParams(max_tokens=1)
-        request = GenerateRequest(id=number, prompt=pack_tokens(tokens), params=params, media=tuple(media))
         before = self.scheduler.requests.counters.hit_tokens
-        self.scheduler.requests.add(request)
+        self.scheduler.requests.add(request_of(number, tokens, media=tuple(media)))
         while self.scheduler.requests.unfinished:
             plan = self.scheduler.schedule()
             assert plan is not None
-            answer(self.scheduler, plan)
+            self.scheduler.commit(one_token_each(self.scheduler, plan))
         self.outputs += self.scheduler.requests.drain()
         return self.scheduler.requests.counters.hit_tokens - before
 
@@ -141,19 +134,6 @@ def test_media_that_do_not_fit_their_prompt_are_refused(item: MediaItem, complai
     (output,) = bench.outputs
     assert (output.finish, output.invalid) == (FinishReason.error, True)
     assert complaint in (output.error or "")
-
-
-def shown(worlds: int) -> int:
-    """In how many random worlds with media a fault shows."""
-    count = 0
-    for seed in range(worlds):
-        world = World(seed)
-        if world.media:
-            try:
-                check_ends(world, simulate(world))
-            except (AssertionError, StopIteration):
-                count += 1
-    return count
 
 
 def test_media_are_encoded_and_whole_in_random_worlds() -> None:
@@ -206,7 +186,7 @@ def test_a_fault_with_media_shows(fault: Callable[[pytest.MonkeyPatch], None], m
     """Planted faults: spans cut by chunks, or by hits; items computed before they are encoded; pages of another picture."""
     fault(monkeypatch)
     monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
-    assert shown(200) >= 2
+    assert caught(100, 1, fault=(AssertionError, StopIteration), where=lambda world: world.media)
 
 
 def chunks_of(
@@ -214,13 +194,12 @@ def chunks_of(
 ) -> list[tuple[tuple[int, int], int]]:
     """(chunk, positions encoded in its step) of a prompt that is alone."""
     scheduler = Scheduler(SchedulerConfig(groups, (60, 60), 4, 100, budget, encoder_rows=8))
-    request = GenerateRequest(id=1, prompt=pack_tokens([5] * length), params=SamplingParams(max_tokens=1), media=tuple(media))
-    scheduler.requests.add(request)
-    found = []
+    scheduler.requests.add(request_of(1, [5] * length, media=tuple(media)))
+    chunks = []
     while (plan := scheduler.schedule()) is not None:
         ((_, start, end, *_),) = plan.chunks
-        found.append(((start, end), sum(rows for _, _, rows, _ in plan.encodes)))
-    return found
+        chunks.append(((start, end), sum(rows for _, _, rows, _ in plan.encodes)))
+    return chunks
 
 
 def test_chunks_end_before_a_span_or_behind_it() -> None:
@@ -245,23 +224,19 @@ def planned_beside(decoding: bool, text_before: int = 2) -> list[tuple[int, int,
     """(decode rows, encodes, prompt tokens) of steps with three prompts of text, a picture of 4 rows and a token, whose encodes
     take three steps each."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
-    text = GenerateRequest(id=0, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=20 if decoding else 1))
-    scheduler.requests.add(text)
+    scheduler.requests.add(request_of(0, [5] * 8, 20 if decoding else 1))
     shown: list[tuple[int, int, int]] = []
     launched: list[int] = []  # steps with encodes
     for step in range(12):
         if step in (1, 2):
             for number in range(step):
                 item = picture(text_before, 4, 3 * step + number)
-                tokens, params = pack_tokens([5] * (text_before + 5)), SamplingParams(max_tokens=1)
-                asked = GenerateRequest(id=3 * step + number, prompt=tokens, params=params, media=(item,))
-                scheduler.requests.add(asked)
+                scheduler.requests.add(request_of(3 * step + number, [5] * (text_before + 5), media=(item,)))
         if (plan := scheduler.schedule()) is None:
             continue
         shown.append((len(plan.decodes), len(plan.encodes), plan.prompt_tokens))
         launched += [step] * bool(plan.encodes)
-        numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
-        result = result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots])
+        result = one_token_each(scheduler, plan)
         scheduler.commit(replace(result, encoded=sum(step >= began + 2 for began in launched)))
     return shown
 
@@ -294,12 +269,11 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     """Of three pictures of 4 rows beside another prompt: steps of 50 ms in which some wait; none where one step takes all."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32, encoder_rows=rows))
     for number, media in enumerate(([picture(first, 4, 1) for first in (0, 5, 10)], [])):
-        request = GenerateRequest(id=number, prompt=pack_tokens([5] * 15), params=SamplingParams(max_tokens=1), media=tuple(media))
-        scheduler.requests.add(request)
+        scheduler.requests.add(request_of(number, [5] * 15, media=tuple(media)))
     waiting = []
     while (plan := scheduler.schedule()) is not None:
         waiting.append(scheduler.load().encoder_waiting)
-        answer(scheduler, plan, 50.0)
+        scheduler.commit(one_token_each(scheduler, plan), 50.0)
     assert waiting[-1] == 0
     assert sum(waiting) * 0.05 == pytest.approx(waited_s) == scheduler.load().encoder_wait_s
 
@@ -332,20 +306,16 @@ def beside_pictures(target_ms: float | None) -> tuple[float, int]:
     config = SchedulerConfig(GROUPS, (600, 600), 8, 3000, 32, step_times=times, tpot_target_ms=target_ms)
     scheduler, began, taken = Scheduler(config), list[tuple[int, int]](), list[float]()
     for stream in range(2):
-        asked = GenerateRequest(id=stream, prompt=pack_tokens([5] * 8), params=SamplingParams(max_tokens=2000))
-        scheduler.requests.add(asked)
+        scheduler.requests.add(request_of(stream, [5] * 8, 2000))
     for step in range(1000):
         while scheduler.requests.unfinished < 6:
             number = 10 + step + scheduler.requests.unfinished * 5000
-            media = (picture(2, 4, step % 200),)
-            asked = GenerateRequest(id=number, prompt=pack_tokens([5] * 7), params=SamplingParams(max_tokens=1), media=media)
-            scheduler.requests.add(asked)
+            scheduler.requests.add(request_of(number, [5] * 7, media=(picture(2, 4, step % 200),)))
         plan = scheduler.schedule()
         assert plan is not None
         began += [(step, len(plan.encodes))] * bool(plan.encodes)
         taken.append(10.0 + sum(8.0 * items for first, items in began if first < step <= first + 2))
-        numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
-        result = result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots])
+        result = one_token_each(scheduler, plan)
         scheduler.commit(replace(result, encoded=sum(first + 2 <= step for first, _ in began)), taken[-1])
         scheduler.requests.drain()
     return sum(taken[50:]) / len(taken[50:]), sum(items for first, items in began if first >= 50)

@@ -4,14 +4,14 @@ import pytest
 
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
-from engine.geometry import KVGroup
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import AbortReason, FinishReason, SamplingParams
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import result_of
+from tests.support.engine.scheduling import finish, request_of, two_groups
 
 pytestmark = pytest.mark.pure
 
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+GROUPS = two_groups()
 PAGES = (20, 9)
 END = 9
 
@@ -21,18 +21,6 @@ def begun(cache_share: float | None = None) -> tuple[Scheduler, KVMachine]:
     return scheduler, KVMachine(GROUPS, PAGES, 4, 64, lambda prefix, position, seed: position)
 
 
-def request(number: int, prompt: list[int], max_tokens: int) -> GenerateRequest:
-    params = SamplingParams(max_tokens=max_tokens, stop_ids=(END,))
-    return GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params)
-
-
-def finish(scheduler: Scheduler, machine: KVMachine) -> None:
-    """Serve what waits."""
-    while (plan := scheduler.schedule()) is not None:
-        machine.submit(plan)
-        scheduler.commit(machine.result())
-
-
 def test_a_prompt_is_not_cached() -> None:
     """Neither its end nor that of a turn in it that the same step computed: asked again, all of it is computed."""
     scheduler, machine = begun(cache_share=1.0)
@@ -40,7 +28,7 @@ def test_a_prompt_is_not_cached() -> None:
     for number in range(3):
         machine.nan = lambda prefix, first=not number: first
         before = scheduler.requests.counters.hit_tokens
-        scheduler.requests.add(request(number, prompt, 1))
+        scheduler.requests.add(request_of(number, prompt, SamplingParams(max_tokens=1, stop_ids=(END,))))
         finish(scheduler, machine)
         found.append(scheduler.requests.counters.hit_tokens - before)
     assert scheduler.requests.counters.failed == 1
@@ -50,8 +38,8 @@ def test_a_prompt_is_not_cached() -> None:
 def test_nan_ends_only_its_own_request() -> None:
     """A row whose logits were not finite ends its request in error; its neighbour goes on."""
     scheduler, machine = begun()
-    scheduler.requests.add(request(1, [1] * 4, 3))
-    scheduler.requests.add(request(2, [1] * 4, 3))
+    scheduler.requests.add(request_of(1, [1] * 4, 3))
+    scheduler.requests.add(request_of(2, [1] * 4, 3))
     machine.submit(scheduler.schedule())
     result = machine.result()
     rows = [result.row(0)._replace(tokens=(), nan=True), result.row(1)]
@@ -67,7 +55,7 @@ def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch
 
     def serve_next() -> None:
         scheduler, machine = begun()
-        scheduler.requests.add(request(1, [1] * 4, 20))
+        scheduler.requests.add(request_of(1, [1] * 4, 20))
         for step in range(2):
             plan = scheduler.schedule()
             assert plan is not None, step
@@ -79,7 +67,7 @@ def test_what_a_dropped_row_wrote_is_not_trusted(monkeypatch: pytest.MonkeyPatch
         scheduler.commit(machine.result())
         scheduler.requests.abort(1, AbortReason.client_gone)
         machine.nan = lambda prefix: False
-        scheduler.requests.add(request(2, [1] * 20, 2))
+        scheduler.requests.add(request_of(2, [1] * 20, 2))
         finish(scheduler, machine)
         assert [output.finish for output in scheduler.requests.drain()][-1] is FinishReason.length
 

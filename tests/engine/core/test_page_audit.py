@@ -8,16 +8,14 @@ import pytest
 
 from engine.core.pages import PagePool
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.geometry import KVGroup
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.page_audit import complaints
+from tests.support.engine.scheduling import request_of, step, two_groups
 from tests.support.engine.worlds import World, simulate
 
 pytestmark = pytest.mark.pure
 
-PAGE = 4
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 9, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+GROUPS = two_groups(9)
 PAGES = (30, 40)
 
 
@@ -41,18 +39,16 @@ def test_sound_books_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen > 1000
 
 
-def running(count: int = 3) -> Scheduler:
-    """Sequences that began alike, decoding."""
+def running() -> Scheduler:
+    """Three sequences that began alike, decoding."""
     config = SchedulerConfig(GROUPS, PAGES, 4, 100, 32, cache_share=1.0)
     scheduler = Scheduler(config)
     machine = KVMachine(GROUPS, PAGES, 4, 100, lambda prefix, position, seed: 50 + prefix % 40)
-    prompt = pack_tokens([*range(16), 7])
-    for number in range(count):
-        scheduler.requests.add(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=60)))
+    for number in range(3):
+        scheduler.requests.add(request_of(number, [*range(16), 7], 60))
     for _ in range(12):
-        machine.submit(scheduler.schedule())
-        scheduler.commit(machine.result())
-    assert len(scheduler.requests.running) == count
+        step(scheduler, machine)
+    assert len(scheduler.requests.running) == 3
     assert any(scheduler.allocator.pools[1].holders(page) > 1 for page in range(1, PAGES[1]))
     return scheduler
 

@@ -19,10 +19,8 @@ from engine.core.step_budget import (
     shares,
     shortest_first,
 )
-from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import ResultRow, StepPlan, StepResult, single_rows
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.plan import StepPlan, StepResult, single_rows
 from tests.support.engine.paced_steps import (
     BASE_MS,
     DECODE_MS,
@@ -35,7 +33,8 @@ from tests.support.engine.paced_steps import (
     pace,
     step_ms,
 )
-from tests.support.engine.plans import PrefillChunk, result_of
+from tests.support.engine.plans import PrefillChunk
+from tests.support.engine.scheduling import one_token_each, request_of, two_groups
 
 pytestmark = pytest.mark.pure
 
@@ -289,28 +288,6 @@ def test_a_single_pause_is_no_trend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paused > usual / 2 > unbounded
 
 
-def prompt_ms(streams: int) -> float:
-    """Milliseconds a prompt token, while so many streams run beside prompts of 5000 tokens, one behind the other."""
-    world = pace("fair")
-    for _ in range(streams):
-        world.arrive(0, 1, 10**4)
-    world.run(500)
-    began, before = world.now, world.prefilled
-    for _ in range(45):
-        world.arrive(world.now, 5000, 5)
-    world.run(began + 5000)
-    return (world.now - began) / (world.prefilled - before)
-
-
-def test_decode_rows_count_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifty streams beside a prompt fill the budget's tiles with it, not one more; counted apart each step pays for one more."""
-    shared = prompt_ms(50)
-    monkeypatch.setattr(Sequence, "decodable", False)
-    apart = prompt_ms(50)
-    print(f"a prompt token beside 50 streams: {1e3 * shared:.2f} us, {1e3 * apart:.2f} with decode rows beside the budget")
-    assert shared < 0.98 * apart
-
-
 def prefill_rows(batch: int, prompt: int, tokens: int) -> list[int]:
     """Rows of each step that has prompt tokens, of so many requests at once."""
     ranks, rows = ModelledRanks(), []
@@ -363,8 +340,7 @@ def test_priorities_come_first_and_are_preempted_last() -> None:
 
 def small(policy: str) -> Scheduler:
     """Full pages for sixteen; nothing is cached."""
-    groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
-    return Scheduler(SchedulerConfig(groups, (60, 17), 4, 64, 16, policy=policy))
+    return Scheduler(SchedulerConfig(two_groups(), (60, 17), 4, 64, 16, policy=policy))
 
 
 @pytest.mark.parametrize("policy", ["fair", "arrival"])
@@ -375,8 +351,7 @@ def test_a_head_without_pages_blocks_nobody_for_long(policy: str) -> None:
     def ask(prompt: int, tokens: int) -> None:
         nonlocal count
         count += 1
-        params = SamplingParams(max_tokens=tokens)
-        scheduler.requests.add(GenerateRequest(id=count, prompt=pack_tokens([count] * prompt), params=params))
+        scheduler.requests.add(request_of(count, [count] * prompt, tokens))
 
     ask(20, 40)
     started += step(scheduler)
@@ -396,9 +371,7 @@ def test_a_head_without_pages_blocks_nobody_for_long(policy: str) -> None:
 def step(scheduler: Scheduler) -> list[int]:
     """One plan and its result; who started."""
     plan = scheduler.schedule()
-    numbers = {sequence.slot: sequence.number for sequence in scheduler.requests.running}
     if plan is not None:
-        scheduler.commit(result_of(plan.step, [ResultRow(slot, numbers[slot], (7,)) for slot in plan.result_slots]))
-    for _ in scheduler.requests.drain():
-        pass
+        scheduler.commit(one_token_each(scheduler, plan))
+    scheduler.requests.drain()
     return scheduler.requests.drain_started()

@@ -13,14 +13,16 @@ from engine.core.prefix import PrefixCache, equal_keys, extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
-from engine.protocol import AbortReason, FinishReason, GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import AbortReason, GenerateRequest, SamplingParams
 from tests.support.engine.kvmachine import KVFault, KVMachine
-from tests.support.engine.worlds import World, check_ends, check_pages, simulate
+from tests.support.engine.scheduling import request_of, step, two_groups
+from tests.support.engine.world_faults import caught
+from tests.support.engine.worlds import World, check_pages, simulate
 
 pytestmark = pytest.mark.pure
 
 PAGE, WINDOW = 4, 9
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, WINDOW, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+GROUPS = two_groups(WINDOW, PAGE)
 
 
 def tokens(*values: int) -> list[int]:
@@ -29,7 +31,7 @@ def tokens(*values: int) -> list[int]:
 
 
 class Bench:
-    """A scheduler with a prefix cache over the KV machine; one request at a time, each to its end."""
+    """A scheduler with a prefix cache over the KV machine."""
 
     def __init__(
         self, pages: tuple[int, ...] = (40, 60), groups: tuple[KVGroup, ...] = GROUPS, **settings: float | None
@@ -42,26 +44,35 @@ class Bench:
         self._asked = 0
 
     def ask(self, prompt: list[int], count: int = 1, salt: str = "", stop_ids: tuple[int, ...] = ()) -> list[int]:
-        """What the request gave; `cached` says what it found."""
+        """What a request that is alone gives; `cached` says what it found."""
         self._asked += 1
-        params = SamplingParams(max_tokens=count, stop_ids=stop_ids)
-        request = GenerateRequest(id=self._asked, prompt=pack_tokens(prompt), params=params, salt=salt)
         before = self.scheduler.requests.counters.hit_tokens
-        self.scheduler.requests.add(request)
-        given: list[int] = []
+        params = SamplingParams(max_tokens=count, stop_ids=stop_ids)
+        (given,) = self.serve([request_of(self._asked, prompt, params, salt=salt)])
+        self.cached = self.scheduler.requests.counters.hit_tokens - before
+        return given
+
+    def serve(self, requests: list[GenerateRequest]) -> list[list[int]]:
+        """What each gives of requests that come at once."""
+        given: dict[int, list[int]] = {request.id: [] for request in requests}
+        for request in requests:
+            self.scheduler.requests.add(request)
         while self.scheduler.requests.unfinished:
             while self.scheduler.in_flight < 2 and (plan := self.scheduler.schedule()) is not None:
                 self.plans.append(plan)
                 self.machine.submit(plan)
             check_pages(self.scheduler)
             self.scheduler.commit(self.machine.result())
-            outputs = self.scheduler.requests.drain()
-            given += [token for output in outputs for token in output.tokens]
-            self.errors += [(output.error, output.invalid) for output in outputs if output.error]
+            for output in self.scheduler.requests.drain():
+                given[output.id] += output.tokens
+                self.errors += [(output.error, output.invalid)] if output.error else []
+        self.drain()
+        return list(given.values())
+
+    def drain(self) -> None:
+        """Commit what is in flight."""
         while self.scheduler.in_flight:
             self.scheduler.commit(self.machine.result())
-        self.cached = self.scheduler.requests.counters.hit_tokens - before
-        return given
 
 
 def test_a_prompt_asked_again_is_found_up_to_its_last_page() -> None:
@@ -130,8 +141,7 @@ def test_turns_that_end_nowhere_leave_no_tails() -> None:
         ([*tokens(10, 11, 12), end, *tokens(13), end, 8], (end, 77), {3}),
         ([end, *tokens(10, 11), end, *tokens(13), end, 8], (end,), {0, 2}),
     ):
-        params = SamplingParams(max_tokens=1, stop_ids=stop_ids)
-        bench.scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens(prompt), params=params))
+        bench.scheduler.requests.add(request_of(1, prompt, SamplingParams(max_tokens=1, stop_ids=stop_ids)))
         sequence = bench.scheduler.requests.find(1)
         sequence.tokens.extend([end, end])
         assert turn_ends(sequence, PAGE) == wanted
@@ -183,41 +193,27 @@ def test_keys_tell_salts_and_every_token_apart() -> None:
         assert [a == b for a, b in zip(keys(prompt), changed, strict=True)] == [page < at // PAGE for page in range(3)]
 
 
-def computed(requests: list[GenerateRequest]) -> tuple[int, list[list[int]]]:
-    """(tokens prefilled for all of them when they come at once, what each gave)."""
-    bench = Bench((60, 100))
-    for request in requests:
-        bench.scheduler.requests.add(request)
-    given: dict[int, list[int]] = {request.id: [] for request in requests}
-    while bench.scheduler.requests.unfinished:
-        while bench.scheduler.in_flight < 2 and (plan := bench.scheduler.schedule()) is not None:
-            bench.machine.submit(plan)
-        check_pages(bench.scheduler)
-        bench.scheduler.commit(bench.machine.result())
-        for output in bench.scheduler.requests.drain():
-            given[output.id] += output.tokens
-    return bench.scheduler.requests.counters.prefill_tokens, list(given.values())
-
-
 def choices(count: int, length: int = 101) -> list[GenerateRequest]:
     """The choices of one request."""
-    prompt = pack_tokens(10 + at % 13 for at in range(length))
-    return [GenerateRequest(id=each, prompt=prompt, params=SamplingParams(max_tokens=3, seed=each)) for each in range(count)]
+    prompt = [10 + at % 13 for at in range(length)]
+    return [request_of(choice, prompt, SamplingParams(max_tokens=3, seed=choice)) for choice in range(count)]
 
 
 def test_choices_of_a_request_cost_one_prefill() -> None:
     """Each beyond the first computes the tokens of the last page only, and all give what they give alone."""
-    alone, answer = computed(choices(1))
-    together, answers = computed(choices(4))
-    assert alone == 101
-    assert together == alone + 3 * (101 % PAGE)
+    alone, together = Bench((60, 100)), Bench((60, 100))
+    answer, answers = alone.serve(choices(1)), together.serve(choices(4))
+    assert alone.scheduler.requests.counters.prefill_tokens == 101
+    assert together.scheduler.requests.counters.prefill_tokens == 101 + 3 * (101 % PAGE)
     assert answers == answer * 4
 
 
 def test_choices_that_do_not_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: each begins at once, and most of the prompt is computed several times."""
     monkeypatch.setattr(Allocator, "being_computed", lambda self, sequence, hit, running, gain: False)
-    assert computed(choices(4))[0] > 2 * 101
+    bench = Bench((60, 100))
+    bench.serve(choices(4))
+    assert bench.scheduler.requests.counters.prefill_tokens > 2 * 101
 
 
 def test_nobody_waits_for_a_prefill_that_ended() -> None:
@@ -227,8 +223,7 @@ def test_nobody_waits_for_a_prefill_that_ended() -> None:
     bench.scheduler.requests.add(first)
     bench.scheduler.requests.add(second)
     for _ in range(3):
-        bench.machine.submit(bench.scheduler.schedule())
-        bench.scheduler.commit(bench.machine.result())
+        step(bench.scheduler, bench.machine)
     assert [sequence.id for sequence in bench.scheduler.requests.running] == [0]
     bench.scheduler.requests.abort(0, AbortReason.client_gone)
     bench.machine.submit(bench.scheduler.schedule())
@@ -244,16 +239,13 @@ def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         bench.scheduler.requests.add(msgspec.structs.replace(request, id=100 + request.id))
     sizes = []
     while bench.scheduler.requests.waiting:
-        plan = bench.scheduler.schedule()
+        plan = step(bench.scheduler, bench.machine)
         sizes.append(sum(len(admission.tokens) for admission in plan.admissions))
-        bench.machine.submit(plan)
-        bench.scheduler.commit(bench.machine.result())
     assert sizes[:4] == [101] * 4
     monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1000)
     for request in choices(4):
         bench.scheduler.requests.add(msgspec.structs.replace(request, id=200 + request.id))
-    while bench.scheduler.in_flight:
-        bench.scheduler.commit(bench.machine.result())
+    bench.drain()
     for sequence in list(bench.scheduler.requests.running):
         bench.scheduler.requests.abort(sequence.id, AbortReason.client_gone)
     assert len(bench.scheduler.schedule().admissions) == 4, "the fault beside it: without the bound all come at once"
@@ -268,8 +260,8 @@ def test_equal_keys_are_counted_as_one_by_one() -> None:
         split = rng.randint(offset, len(whole))
         part = whole[offset:split] + [b"other"] * rng.randint(0, 5)
         naive = next((at for at, (a, b) in enumerate(zip(part, whole[offset:], strict=False)) if a != b), None)
-        wanted = min(len(part), len(whole) - offset) if naive is None else naive
-        assert equal_keys(part, whole, offset) == wanted
+        expected = min(len(part), len(whole) - offset) if naive is None else naive
+        assert equal_keys(part, whole, offset) == expected
 
 
 def test_a_hit_is_charged_to_nobody_else() -> None:
@@ -279,11 +271,9 @@ def test_a_hit_is_charged_to_nobody_else() -> None:
     machine = KVMachine(GROUPS, config.pages, 4, 80, lambda prefix, position, seed: 50)
     prefix = tokens(*range(10, 24))
     for number in range(4):
-        request = GenerateRequest(id=number, prompt=pack_tokens([*prefix, number]), params=SamplingParams(max_tokens=4))
-        scheduler.requests.add(request)
+        scheduler.requests.add(request_of(number, [*prefix, number], 4))
         if number == 0:
-            machine.submit(scheduler.schedule())
-            scheduler.commit(machine.result())
+            step(scheduler, machine)
     machine.submit(scheduler.schedule())
     check_pages(scheduler)
     assert len(scheduler.requests.running) == 4
@@ -326,11 +316,9 @@ def test_evicted_pages_count_on_when_nothing_is_cached() -> None:
     """The figure is since boot: a prompt that takes all pages, and is aborted in mid-air, empties the cache and not the figure."""
     bench = Bench(pages=(40, 24))
     bench.ask(tokens(*range(10, 20)))
-    params = SamplingParams(max_tokens=1)
-    bench.scheduler.requests.add(GenerateRequest(id=99, prompt=pack_tokens(tokens(*range(50, 73))), params=params))
+    bench.scheduler.requests.add(request_of(99, tokens(*range(50, 73))))
     while list(bench.scheduler.allocator.cache):
-        bench.machine.submit(bench.scheduler.schedule())
-        bench.scheduler.commit(bench.machine.result())
+        step(bench.scheduler, bench.machine)
     assert bench.scheduler.load().evicted_pages == 10 + 3, "full pages, and the window's"
     bench.scheduler.requests.abort(99, AbortReason.client_gone)
 
@@ -399,31 +387,18 @@ def test_a_row_that_may_give_nothing_ends_its_request_alone() -> None:
 def test_an_unzeroed_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: pages that held NaN are handed on as they are."""
     monkeypatch.setattr(PagePool, "cleanse", lambda self, pages: [])
-    found = 0
-    for world in filter(lambda world: world.nan_chance, map(World, range(400))):
-        try:
-            simulate(world)
-        except KVFault:
-            found += 1
-    assert found > 10, found
+    assert caught(400, 10, run=simulate, fault=KVFault, where=lambda world: world.nan_chance)
 
 
-def worlds_with_cache(count: int) -> int:
-    """In how many worlds, all with a cache and follow-up turns, something shows."""
-    found = 0
-    for seed in range(count):
-        world = World(seed)
-        world.config, world.follow_chance = replace(world.config, cache_share=1.0), 0.9
-        try:
-            check_ends(world, simulate(world))
-        except (AssertionError, StopIteration, ValueError):
-            found += 1
-    return found
+def with_cache(world: World) -> World:
+    """A world with a cache and follow-up turns."""
+    world.config, world.follow_chance = replace(world.config, cache_share=1.0), 0.9
+    return world
 
 
 def test_worlds_with_a_cache_are_sound() -> None:
     """The same worlds as the planted faults below, without one."""
-    assert worlds_with_cache(100) == 0
+    assert not caught(100, 0, with_cache)
 
 
 @pytest.mark.parametrize("lost", ["_changes", "idle_changes"])
@@ -434,7 +409,7 @@ def test_a_lookup_that_is_kept_too_long_is_noticed(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(PrefixCache, "version", property(lambda self: self._full.idle_changes))
     else:
         monkeypatch.setattr(PrefixCache, "version", property(lambda self: self._changes))
-    assert worlds_with_cache(60) > 2
+    assert caught(60, 2, with_cache)
 
 
 def test_a_tail_one_page_short_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +420,7 @@ def test_a_tail_one_page_short_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         honest(self, keys, full, [*tail[-1:], *tail[1:]], **options)
 
     monkeypatch.setattr(PrefixCache, "insert", short)
-    assert worlds_with_cache(100) > 10
+    assert caught(100, 10, with_cache)
 
 
 def test_a_page_freed_while_shared_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +433,7 @@ def test_a_page_freed_while_shared_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         self._free.extend(page for page in pages if self._holders[page] and page not in self._free)
 
     monkeypatch.setattr(PagePool, "give", hasty)
-    assert worlds_with_cache(100) > 10
+    assert caught(100, 10, with_cache)
 
 
 def test_the_first_output_says_how_much_was_found() -> None:
@@ -466,25 +441,13 @@ def test_the_first_output_says_how_much_was_found() -> None:
     bench = Bench()
     prompt = tokens(*range(10, 20))
     bench.ask(prompt)
-    bench.scheduler.requests.add(GenerateRequest(id=99, prompt=pack_tokens(prompt), params=SamplingParams(max_tokens=3)))
-    found = []
+    bench.scheduler.requests.add(request_of(99, prompt, 3))
+    cached = []
     while bench.scheduler.requests.unfinished:
-        bench.machine.submit(bench.scheduler.schedule())
-        bench.scheduler.commit(bench.machine.result())
-        found += [output.cached for output in bench.scheduler.requests.drain()]
-    assert found == [36, 0, 0]
+        step(bench.scheduler, bench.machine)
+        cached += [output.cached for output in bench.scheduler.requests.drain()]
+    assert cached == [36, 0, 0]
     load = bench.scheduler.load()
     assert (load.queried_tokens, load.hit_tokens, load.evicted_pages) == (80, 36, 0)
     assert load.prefill_tokens == load.queried_tokens - load.hit_tokens
     assert [pool.cached for pool in load.pools] == [pool.idle for pool in bench.scheduler.allocator.pools] != [0, 0]
-
-
-def test_a_finished_request_says_why() -> None:
-    """A hit changes no finish: one token asked for ends by length."""
-    bench = Bench()
-    bench.ask(tokens(1, 2, 3))
-    params = SamplingParams(max_tokens=1)
-    bench.scheduler.requests.add(GenerateRequest(id=99, prompt=pack_tokens(tokens(1, 2, 3)), params=params))
-    bench.machine.submit(bench.scheduler.schedule())
-    bench.scheduler.commit(bench.machine.result())
-    assert [output.finish for output in bench.scheduler.requests.drain()] == [FinishReason.length]

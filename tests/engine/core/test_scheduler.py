@@ -32,6 +32,7 @@ from engine.protocol import (
 )
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import PageAppend, listed
+from tests.support.engine.scheduling import finish, request_of, step, two_groups
 from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World, run_worlds, simulate
 
@@ -84,10 +85,9 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
     params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_ALTERNATIVES)
 
     def scored() -> list[int]:
-        groups = (KVGroup(0, "sliding", (0,), 1, 256, 1024, 16), KVGroup(1, "full", (1,), 1, 512, None, 16))
-        scheduler = Scheduler(SchedulerConfig(groups, (5000, 5000), 8, 30_000, 60_000))
+        scheduler = Scheduler(SchedulerConfig(two_groups(1024, 16), (5000, 5000), 8, 30_000, 60_000))
         for number in range(3):
-            scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens([5] * 20_000), params=params))
+            scheduler.requests.add(request_of(number, [5] * 20_000, params))
         plans = [scheduler.schedule() for _ in range(2)]
         return [plan.prompt_tokens + len(plan.decodes) for plan in plans if plan is not None]
 
@@ -248,16 +248,14 @@ def test_no_plan_is_larger_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_appends_are_bounded_and_come_near_the_bound() -> None:
     """Three decode rows that all begin a page beside a chunk of what the budget leaves: a page in each group less than the bound,
     and more than one without a page a row allows."""
-    groups = (KVGroup(0, "sliding", (0,), 1, 256, 64, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+    groups = two_groups(64)
     scheduler = Scheduler(SchedulerConfig(groups, (400, 400), 4, 1000, 64))
     machine = KVMachine(groups, (400, 400), 4, 1000, lambda prefix, position, seed: position)
     for number, prompt in enumerate((4, 4, 4, 900)):
-        scheduler.requests.add(request(number, prompt, 20))
+        scheduler.requests.add(request_of(number, [1] * prompt, 20))
     appended = []
-    while (plan := scheduler.schedule()) is not None:
-        machine.submit(plan)
-        appended.append(len(plan.appends) // 4)
-        scheduler.commit(machine.result())
+    while scheduler.requests.unfinished:
+        appended.append(len(step(scheduler, machine).appends) // 4)
     bound = most_appends(4, 64, 4, 2)
     assert max(appended) == bound - 2 > most_appends(0, 64, 4, 2)
 
@@ -269,13 +267,11 @@ def bound_of(config: SchedulerConfig, admitted: int = MAX_ADMITTED) -> int:
 
 def cached_at_once(admitted: int) -> tuple[int, int]:
     """Bytes of the largest plan, and the bound, when 64 prompts of 301 tokens come that are all cached."""
-    groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
-    config = SchedulerConfig(groups, (1000, 12000), 64, 512, 64, cache_share=1.0)
+    config = SchedulerConfig(two_groups(), (1000, 12000), 64, 512, 64, cache_share=1.0)
     scheduler = Scheduler(config)
     machine = KVMachine(config.groups, config.pages, 64, 512, lambda prefix, position, seed: position)
     for number in range(128):
-        prompt = pack_tokens([number % 64] * 301)
-        scheduler.requests.add(GenerateRequest(id=number, prompt=prompt, params=SamplingParams(max_tokens=2)))
+        scheduler.requests.add(request_of(number, [number % 64] * 301, 2))
         if number == 63:
             finish(scheduler, machine)
     finish(scheduler, machine)
@@ -283,21 +279,8 @@ def cached_at_once(admitted: int) -> tuple[int, int]:
     return machine.largest, bound_of(config, admitted)
 
 
-def finish(scheduler: Scheduler, machine: KVMachine) -> None:
-    """Serve what waits."""
-    while (plan := scheduler.schedule()) is not None:
-        machine.submit(plan)
-        scheduler.commit(machine.result())
-
-
-def request(number: int, prompt: int, max_tokens: int, **settings: object) -> GenerateRequest:
-    params = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(id=number, prompt=pack_tokens([1] * prompt), params=params, **settings)
-
-
-def small_scheduler(full_pages: int = 9, max_len: int = 64) -> Scheduler:
-    groups = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
-    return Scheduler(SchedulerConfig(groups, (20, full_pages), 4, max_len, 16))
+def small_scheduler(full_pages: int = 9) -> Scheduler:
+    return Scheduler(SchedulerConfig(two_groups(), (20, full_pages), 4, 64, 16))
 
 
 @pytest.mark.parametrize(
@@ -307,14 +290,14 @@ def small_scheduler(full_pages: int = 9, max_len: int = 64) -> Scheduler:
 def test_refuses_only_what_can_never_run(prompt: int, max_tokens: int, clip: bool, refused: bool) -> None:
     """prompt + 1 must fit the context, and the worst case the empty pools; anything else is accepted."""
     scheduler = small_scheduler(full_pages=17 if prompt > 40 else 9)
-    scheduler.requests.add(request(1, prompt, max_tokens, clip=clip))
+    scheduler.requests.add(request_of(1, [1] * prompt, max_tokens, clip=clip))
     assert [output.invalid for output in scheduler.requests.drain()] == ([True] if refused else [])
 
 
 def test_default_max_tokens_is_clipped_to_what_fits() -> None:
     """A default max_tokens is lowered to the empty pools instead of being refused."""
     scheduler = small_scheduler()
-    scheduler.requests.add(request(1, 20, 1000, clip=True))
+    scheduler.requests.add(request_of(1, [1] * 20, 1000, clip=True))
     assert not scheduler.requests.drain()
     assert scheduler.requests.waiting[0].limit == 8 * 4 + 1
 
@@ -322,7 +305,7 @@ def test_default_max_tokens_is_clipped_to_what_fits() -> None:
 def test_abort_is_idempotent_and_a_stop_string_is_a_success() -> None:
     """An abort of an unknown or ended request changes nothing; a stop string counts as finished."""
     scheduler = small_scheduler()
-    scheduler.requests.add(request(1, 4, 4))
+    scheduler.requests.add(request_of(1, [1] * 4, 4))
     scheduler.requests.abort(1, AbortReason.stop_string)
     scheduler.requests.abort(1, AbortReason.client_gone)
     scheduler.requests.abort(99, AbortReason.client_gone)
@@ -334,7 +317,7 @@ def test_all_may_wait_for_the_host() -> None:
     """Requests whose masks have not come are not planned, nor called stuck; each mask lets one token through."""
     scheduler = small_scheduler()
     machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
-    scheduler.requests.add(request(1, 1, 3))
+    scheduler.requests.add(request_of(1, [1], 3))
     sequence, tokens = scheduler.requests.waiting[0], []
     for _ in range(3):
         sequence.waits.add("mask")
@@ -353,7 +336,7 @@ def test_all_may_wait_for_the_host() -> None:
 def test_a_prompt_is_computed_up_to_its_last_token_while_its_mask_is_made() -> None:
     """All but the last position of a masked prompt run at once; the last one, which gives a token, follows the mask."""
     scheduler = small_scheduler()
-    scheduler.requests.add(request(1, 10, 3))
+    scheduler.requests.add(request_of(1, [1] * 10, 3))
     scheduler.requests.waiting[0].waits.add("mask")
     first = scheduler.schedule()
     assert [(chunk.start, chunk.end, chunk.samples) for chunk in listed(first).chunks] == [(0, 9, False)]
@@ -383,7 +366,7 @@ def test_more_stop_ids_than_the_ranks_can_hold_are_refused(stop_ids: int) -> Non
     """As many as their table is wide fit, end ids included."""
     scheduler = small_scheduler()
     params = SamplingParams(max_tokens=2, stop_ids=tuple(range(stop_ids)))
-    scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1]), params=params))
+    scheduler.requests.add(request_of(1, [1], params))
     assert [output.invalid for output in scheduler.requests.drain()] == ([True] if stop_ids > MAX_STOP_IDS else [])
 
 
@@ -398,10 +381,8 @@ def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPat
     """Its ids as int32 and the keys of its pages; as Python's numbers it takes several times that."""
 
     def size(count: int = 40_000) -> float:
-        groups = (KVGroup(0, "sliding", (0,), 1, 256, 1024, 32), KVGroup(1, "full", (1,), 1, 512, None, 32))
-        scheduler = Scheduler(SchedulerConfig(groups, (100, 2000), 4, count + 9, 64, cache_share=1.0))
-        asked = GenerateRequest(id=1, prompt=pack_tokens(range(1000, 1000 + count)), params=SamplingParams(max_tokens=1))
-        message = encode_message(asked)
+        scheduler = Scheduler(SchedulerConfig(two_groups(1024, 32), (100, 2000), 4, count + 9, 64, cache_share=1.0))
+        message = encode_message(request_of(1, range(1000, 1000 + count)))
         tracemalloc.start()
         scheduler.requests.add(decode_front_message(message))
         taken, _ = tracemalloc.get_traced_memory()

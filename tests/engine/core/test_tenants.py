@@ -8,16 +8,16 @@ import pytest
 from engine.core import requests
 from engine.core.prefix import root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.geometry import KVGroup
-from engine.protocol import AbortReason, GenerateRequest, Output, SamplingParams, pack_tokens
+from engine.protocol import AbortReason, GenerateRequest, Output, SamplingParams
 from tests.support.engine.draws import mixed
 from tests.support.engine.kvmachine import KVMachine
+from tests.support.engine.scheduling import request_of, two_groups
 from tests.support.engine.worlds import TIMES
 
 pytestmark = pytest.mark.pure
 
-PAGE, MAX_LEN, SLOTS, STOP = 4, 96, 4, 7
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 9, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+MAX_LEN, SLOTS, STOP = 96, 4, 7
+GROUPS = two_groups(9)
 REQUESTS, SHIFT = 24, 1000
 
 
@@ -49,7 +49,7 @@ def asked(seed: int, shift: int) -> list[GenerateRequest]:
         again = [shifted] * rng.choice((1, 1, 2))
         found += [(tenant, params, prompt) for prompt in again]
     return [
-        GenerateRequest(id=2 * at + tenant, prompt=pack_tokens(prompt), params=params, salt=f"1:{tenant}")
+        request_of(2 * at + tenant, prompt, params, salt=f"1:{tenant}")
         for at, (tenant, params, prompt) in enumerate(found)
     ]
 

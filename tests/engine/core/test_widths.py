@@ -13,16 +13,16 @@ from engine.core.masks import MaskedRow, MaskState
 from engine.core.results import InFlightStep, Results
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
-from engine.geometry import KVGroup
 from engine.plan import ResultRow, StepResult
-from engine.protocol import FinishReason, GenerateRequest, Output, SamplingParams, ThoughtBudget, pack_tokens
+from engine.protocol import FinishReason, Output, SamplingParams, ThoughtBudget
 from tests.support.engine.plans import decode_rows, result_of
+from tests.support.engine.scheduling import request_of, two_groups
 from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World
 
 pytestmark = pytest.mark.pure
 
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+GROUPS = two_groups()
 END = 7
 
 
@@ -32,7 +32,7 @@ class Served:
     def __init__(self, **params: Any) -> None:
         self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, (3,), cache_share=1.0))
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
-        self.scheduler.requests.add(GenerateRequest(id=1, prompt=pack_tokens([1] * 6), params=asked))
+        self.scheduler.requests.add(request_of(1, [1] * 6, asked))
         self.sequence = next(iter(self.scheduler.requests))
         assert self.gives(2).tokens == [2]
 
@@ -94,8 +94,7 @@ def test_only_committed_pages_are_cached() -> None:
     served = Served()
     assert served.gives(3, 4).tokens == [3, 4]
     assert (served.gives(END, 4, 5, 6).tokens, served.sequence.ended) == ([END], True)
-    again = pack_tokens([1] * 6 + [2, 3, 4, END, 4, 5, 6, 9])
-    served.scheduler.requests.add(GenerateRequest(id=2, prompt=again, params=SamplingParams(max_tokens=2)))
+    served.scheduler.requests.add(request_of(2, [1] * 6 + [2, 3, 4, END, 4, 5, 6, 9], 2))
     served.scheduler.schedule()
     assert served.scheduler.requests.counters.hit_tokens == 8
 
@@ -114,8 +113,7 @@ def test_a_row_shrinks_to_its_pages() -> None:
     """Drafts take no page from another sequence, though one of later precedence holds it: the row ends with its own last page."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 6), 2, 64, 16, (3,)))
     for number, (prompt, tokens) in enumerate(((6, 11), (2, 7))):
-        params = SamplingParams(max_tokens=tokens)
-        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens([number] * prompt), params=params))
+        scheduler.requests.add(request_of(number, [number] * prompt, tokens))
         scheduler.schedule()
     plans = [scheduler.schedule() for _ in range(2)]
     assert [[row.width for row in decode_rows(plan)] for plan in plans if plan is not None] == [[4, 2], [2]]

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from engine.core.masks import MaskedRow, Masks, MaskState, ThoughtLimit
-from engine.step_masks import StepMasks
+from engine.core.masks import MaskedRow, Masks, MaskState
 from tests.support.engine.draws import chance
 from tests.support.engine.masked_ranks import Plant, a_token_old, left_out, of_another_row, of_the_step_before
+from tests.support.engine.world_faults import caught, thoughts_end_late
 from tests.support.engine.worlds import World, check_ends, simulate
 
 pytestmark = pytest.mark.pure
@@ -21,38 +21,28 @@ PLANTS: dict[str, Callable[[], Plant]] = {
 }
 
 
-def honest(masks: StepMasks) -> StepMasks:
-    return masks
+def shows(worlds: int, kind: str = "grammar", plant: Callable[[], Plant] = lambda: lambda masks: masks) -> bool:
+    """Whether a fault shows in five of so many worlds with grammars, or thoughts."""
 
+    def run(world: World) -> None:
+        check_ends(world, simulate(world, plant_masks=plant()))
 
-def worlds_until(found: int, most: int, plant: Callable[[], Plant] = lambda: honest, kind: str = "grammar") -> int:
-    """How many worlds with grammars, or thoughts, it takes until a fault has shown in so many; AssertionError: more than `most`."""
-    shown = tried = seed = 0
-    while shown < found:
-        world, seed = World(seed), seed + 1
-        if not any(getattr(request.params, kind) for request in world.requests):
-            continue
-        tried += 1
-        assert tried <= most, f"{shown} of {most} worlds show it"
-        try:
-            check_ends(world, simulate(world, plant_masks=plant()))
-        except AssertionError:
-            shown += 1
-    return tried
+    def has_kind(world: World) -> bool:
+        return any(getattr(request.params, kind) for request in world.requests)
+
+    return caught(worlds, 4, run=run, fault=AssertionError, where=has_kind)
 
 
 @pytest.mark.parametrize("fault", PLANTS)
 def test_a_wrong_mask_shows_in_few_worlds(fault: str) -> None:
     """Planted faults in the records of masks: five worlds that show it are found among the first thirty with grammars."""
-    tried = worlds_until(5, 30, PLANTS[fault])
-    print(f"{fault}: 5 of the first {tried} worlds with grammars")
+    assert shows(30, plant=PLANTS[fault])
 
 
 @pytest.mark.parametrize("fault", PLANTS)
 def test_a_wrong_end_of_a_thought_shows_in_few_worlds(fault: str) -> None:
     """The same among worlds with budgets of thought."""
-    tried = worlds_until(5, 60, PLANTS[fault], "thought")
-    print(f"{fault}: 5 of the first {tried} worlds with thoughts")
+    assert shows(60, "thought", PLANTS[fault])
 
 
 def of_what_is_there(patch: pytest.MonkeyPatch) -> None:
@@ -72,22 +62,12 @@ def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Masks, "_encoded", of_another_step)
 
 
-FAULTS = (of_what_is_there, of_the_last_plan)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [of_what_is_there, of_the_last_plan])
 def test_a_fault_in_masks_shows_in_few_worlds(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Planted faults in what makes the records."""
     fault(monkeypatch)
     monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
-    tried = worlds_until(5, 60)
-    print(f"{fault.__name__}: 5 of the first {tried} worlds with grammars")
-
-
-def one_late(patch: pytest.MonkeyPatch) -> None:
-    """A thought may have a token more than its budget."""
-    honest = ThoughtLimit.ends_at.fget
-    patch.setattr(ThoughtLimit, "ends_at", property(lambda self: None if (at := honest(self)) is None else at + 1))
+    assert shows(60)
 
 
 def in_flight_counts(patch: pytest.MonkeyPatch) -> None:
@@ -119,9 +99,8 @@ def slow_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MaskState, "late", property(lambda self: late(self) and chance(0.5, self.sequence.id)))
 
 
-@pytest.mark.parametrize("fault", [one_late, in_flight_counts, told_twice, free_ends, slow_ends])
+@pytest.mark.parametrize("fault", [thoughts_end_late, in_flight_counts, told_twice, free_ends, slow_ends])
 def test_a_wrong_budget_shows_in_few_worlds(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Planted faults in what counts the tokens of thoughts."""
     fault(monkeypatch)
-    tried = worlds_until(5, 40, kind="thought")
-    print(f"{fault.__name__}: 5 of the first {tried} worlds with thoughts")
+    assert shows(40, "thought")

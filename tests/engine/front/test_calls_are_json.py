@@ -9,8 +9,8 @@ import pytest
 
 from engine.front.arguments import ArgumentsParser, Reading
 from engine.front.reply import ReplyParser
-from engine.front.tools import Tools
 from tests.support.engine.replies import BEGIN_CALL, IDS, QUOTE, Said, Segment, parsed, segments, tokens
+from tests.support.engine.schemas import tools_of
 
 pytestmark = pytest.mark.pure
 
@@ -19,12 +19,7 @@ SCHEMAS: dict[str, Any] = {
     "f": {"a": TEXT, "n": {"type": "integer"}, "l": {"type": "array", "items": TEXT}, "o": {"properties": {"x y": {}, "b": TEXT}}},
     "g": {},
 }
-TOOLS = Tools(
-    [
-        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": each}}}
-        for name, each in SCHEMAS.items()
-    ]
-)
+TOOLS = tools_of({name: {"type": "object", "properties": each} for name, each in SCHEMAS.items()})
 WORDS: list[Segment] = [*IDS.values(), *[QUOTE] * 4, "a", "x y", "b:", "a:", "n:", "o:{", "l:[", "first name:", '"k":', "'k k':"]
 WORDS += [*",:={}[]()\\\"' \n\x00\x1f\x7f\u2028é👋", "12", "-", "1.", "1e", "tr", "true", "null", "None", "True", "\\u", "\\u00"]
 WORDS += ["\\ud83d", "\\ude00", "\\'", "9" * 300, " " * 300, "w" * 300, "call:", "call:f{", "f(", "call:g{{", "thought\n", "}}"]
@@ -58,15 +53,10 @@ def wrong(seeds: range) -> tuple[int, int]:
     return broken, different
 
 
-def test_calls_are_json() -> None:
+@pytest.mark.parametrize("seeds", [range(2500), pytest.param(range(10_000, 110_000), marks=pytest.mark.slow)])
+def test_calls_are_json(seeds: range) -> None:
     """Keys and strings that nothing ends, quotes and brackets of any kind, half escapes, long runs, calls in calls."""
-    assert wrong(range(2500)) == (0, 0)
-
-
-@pytest.mark.slow
-def test_many_calls_are_json() -> None:
-    """As above, a hundred thousand."""
-    assert wrong(range(10_000, 110_000)) == (0, 0)
+    assert wrong(seeds) == (0, 0)
 
 
 def _one_call_alone(parser: ReplyParser, *, complete: bool) -> None:

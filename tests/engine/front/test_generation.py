@@ -27,6 +27,15 @@ def text(nano: Nano) -> TextProcessor:
     return TextProcessor.load(nano("31b"))
 
 
+def job_of(params: SamplingParams, choices: int = 1, **options: Any) -> Job:
+    """Of a prompt of one token."""
+    return Job((array("i", [1]),), (params,) * choices, clip=False, **options)
+
+
+def content_of(deltas: Iterable[Delta]) -> str:
+    return "".join(part.text for delta in deltas for part in delta.parts if isinstance(part, Content))
+
+
 def deltas_of(text: TextProcessor, tokens: list[int], *, choices: int = 1, most: int = 1000, **job: Any) -> list[tuple[int, Delta]]:
     """What `choices` generations give when the engine answers each with `tokens`, of which `most` may come."""
 
@@ -34,8 +43,7 @@ def deltas_of(text: TextProcessor, tokens: list[int], *, choices: int = 1, most:
         return tokens
 
     async def main() -> list[tuple[int, Delta]]:
-        params = SamplingParams(max_tokens=most, stop_ids=text.eos_ids)
-        made = Job((array("i", [1]),), (params,) * choices, clip=False, **job)
+        made = job_of(SamplingParams(max_tokens=most, stop_ids=text.eos_ids), choices, **job)
         engine = FakeEngineClient(answer)
         generations = [Generation(engine, text, made, choice) for choice in range(choices)]
         reader, found = DeltaReader(generations, list), list[tuple[int, Delta]]()
@@ -53,7 +61,7 @@ def test_the_parts_of_all_deltas_are_the_text(text: TextProcessor) -> None:
     parts = [part for delta in found for part in delta.parts]
     assert all(isinstance(part, Content) and part.text for part in parts)
     assert any(not delta.parts for delta in found[:-1]), "no character took several tokens: the text is too plain for this test"
-    assert "".join(part.text for part in parts if isinstance(part, Content)) == text.decode(tokens) == WORDS
+    assert content_of(found) == text.decode(tokens) == WORDS
     assert "".join(part.text for part in parts[:-1]) != WORDS
 
 
@@ -77,8 +85,7 @@ def readers_of(
     put: Callable[[list[Delta]], list[Delta] | None] | None = None,
 ) -> tuple[list[Stream], list[DeltaReader[list[Delta]]]]:
     """`count` readers of streams that nobody feeds yet; `made` notes what each converts."""
-    job = Job((array("i", [1]),), (SamplingParams(max_tokens=9),) * choices, clip=False)
-    engine = UnfedEngine()
+    job, engine = job_of(SamplingParams(max_tokens=9), choices), UnfedEngine()
     readers = []
     for reader in range(count):
 
@@ -183,8 +190,7 @@ def test_what_has_piled_up_comes_in_pieces(text: TextProcessor, stops: tuple[str
 
     async def taken() -> list[Delta]:
         engine = UnfedEngine()
-        job = Job((array("i", [1]),), (SamplingParams(max_tokens=count),), clip=False, stops=stops)
-        generation = Generation(engine, text, job, 0)
+        generation = Generation(engine, text, job_of(SamplingParams(max_tokens=count), stops=stops), 0)
         engine.streams[0].push(Output(id=0, tokens=tokens[:-1], logprobs=[Logprobs(-float(at), top) for at in range(count - 1)]))
         engine.streams[0].push(Output(id=0, tokens=tokens[-1:], logprobs=[Logprobs(-1.0, top)], finish=FinishReason.length))
         return list(generation.take())
@@ -193,7 +199,7 @@ def test_what_has_piled_up_comes_in_pieces(text: TextProcessor, stops: tuple[str
     assert max(len(delta.logprobs) * (1 + alternatives) for delta in found) <= 4096
     assert [token for delta in found for token in delta.tokens] == tokens
     assert [entry.chosen for delta in found for entry in delta.logprobs][:-1] == [-float(at) for at in range(count - 1)]
-    assert "".join(part.text for delta in found for part in delta.parts if isinstance(part, Content)) == text.decode(tokens)
+    assert content_of(found) == text.decode(tokens)
     assert [delta.finish for delta in found] == [None] * (len(found) - 1) + ["length"]
     monkeypatch.setattr("engine.front.generation._MOST_LOGPROBS", 1 << 40)
     assert len(asyncio.run(taken())) == 1 < len(found)
@@ -219,7 +225,7 @@ def test_an_error_comes_behind_what_was_there_before_it(text: TextProcessor) -> 
 def test_a_stop_string_cuts_the_parts(text: TextProcessor) -> None:
     """The text before the stop string, whatever tokens it began in, and the end is a stop."""
     found = [delta for _, delta in deltas_of(text, text.encode(WORDS, add_bos=False), stops=(" and",))]
-    assert "".join(part.text for delta in found for part in delta.parts) == WORDS.partition(" and")[0]
+    assert content_of(found) == WORDS.partition(" and")[0]
     assert [delta.finish for delta in found][-1] == "stop"
 
 
@@ -231,7 +237,7 @@ def test_siblings_are_aborted_with_the_true_reason(text: TextProcessor, error: E
 
     async def main() -> list[AbortReason]:
         engine = FakeEngineClient(step_s=5)
-        made = Job((array("i", [1]),), (SamplingParams(max_tokens=9),) * 3, clip=False)
+        made = job_of(SamplingParams(max_tokens=9), 3)
         generations = [Generation(engine, text, made, choice) for choice in range(3)]
         reader = DeltaReader(generations, list)
         engine._open[2][0].fail(error)
@@ -297,11 +303,7 @@ def test_a_cut_call_is_not_completed(text: TextProcessor) -> None:
 def test_without_chat_it_is_text(text: TextProcessor) -> None:
     """A raw completion is not taken apart."""
     tokens = text.encode(THOUGHT + "Hi", add_bos=False)
-    found = deltas_of(text, tokens)
-    assert (
-        "".join(part.text for _, delta in found for part in delta.parts if isinstance(part, Content))
-        == "thought\nObservation: none\nHi"
-    )
+    assert content_of(delta for _, delta in deltas_of(text, tokens)) == "thought\nObservation: none\nHi"
 
 
 def test_stop_strings_match_the_content_alone(text: TextProcessor) -> None:

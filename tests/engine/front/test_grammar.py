@@ -13,11 +13,10 @@ from engine.errors import GenerationFailed, InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import Thought, calls_answer, choice_answer, closed, grammar, json_answer, lark_answer, regex_answer
 from engine.front.text import TextProcessor
-from engine.front.tools import Tools
 from engine.matcher import Matcher, Vocabulary
 from engine.step_masks import mask_words
 from tests.conftest import Nano
-from tests.support.engine.schemas import members
+from tests.support.engine.schemas import members, tools_of
 from tests.support.engine.walker import Walker
 
 pytestmark = pytest.mark.pure
@@ -34,10 +33,9 @@ def well_called(walker: Walker, seed: int) -> bool:
     """Whether calls by two random tools name them, parse and validate."""
     rng = random.Random(seed)
     schemas = {name: members(rng, 2) for name in ("get_weather", "run-it")}
-    tools = Tools([{"type": "function", "function": {"name": name, "parameters": each}} for name, each in schemas.items()])
     most = rng.choice((None, 1, 2))
     answer = calls_answer(CallGrammar(walker.markers, schemas, schemas), most)
-    choice = walker.said(grammar(walker.markers, answer, rng.choice((Thought.none, Thought.optional))), rng, tools)
+    choice = walker.said(grammar(walker.markers, answer, rng.choice((Thought.none, Thought.optional))), rng, tools_of(schemas))
     try:
         for call in choice.calls:
             jsonschema.validate(json.loads(call.text), schemas[call.name])
@@ -46,15 +44,10 @@ def well_called(walker: Walker, seed: int) -> bool:
     return choice.content == "" and 1 <= len(choice.calls) <= (most or 1000)
 
 
-def test_calls_keep_their_schemas(walker: Walker) -> None:
+@pytest.mark.parametrize("seeds", [range(CASES), pytest.param(range(1000, 2000), marks=pytest.mark.slow)])
+def test_calls_keep_their_schemas(walker: Walker, seeds: range) -> None:
     """required and named: of random schemas every call parses, names a tool and is valid by jsonschema; nothing stands beside."""
-    assert [seed for seed in range(CASES) if not well_called(walker, seed)] == []
-
-
-@pytest.mark.slow
-def test_many_calls_keep_their_schemas(walker: Walker) -> None:
-    """As above, a thousand."""
-    assert [seed for seed in range(1000, 2000) if not well_called(walker, seed)] == []
+    assert [seed for seed in seeds if not well_called(walker, seed)] == []
 
 
 def test_a_mask_that_is_not_kept_is_seen(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +65,9 @@ def test_json_keeps_its_schema(walker: Walker, thought: Thought) -> None:
     thoughts = 0
     for seed in range(CASES // 2):
         rng = random.Random(seed)
-        wanted = members(rng, 2)
-        choice = walker.said(grammar(walker.markers, json_answer(wanted), thought), rng)
-        found = json.loads(choice.content)
-        jsonschema.validate(found, wanted)
+        schema = members(rng, 2)
+        choice = walker.said(grammar(walker.markers, json_answer(schema), thought), rng)
+        jsonschema.validate(json.loads(choice.content), schema)
         assert "\n" not in choice.content
         thoughts += walker.markers.begin_thought in choice.tokens
     assert thoughts in {Thought.none: (0,), Thought.forced: (CASES // 2,)}.get(thought, range(1, CASES // 2))
@@ -113,23 +105,17 @@ def test_objects_are_closed(schema: dict[str, Any], kept: dict[str, Any]) -> Non
 def test_an_answer_has_no_key_of_its_own(walker: Walker) -> None:
     """Where a schema says nothing of other keys, answers have none; where it allows any, some answers have."""
     keys = [
-        {key for seed in range(CASES // 2) for key in json.loads(said(walker, seed, A_OR_B | extra).content)}
+        {key for seed in range(CASES // 2) for key in json.loads(walker.answer(json_answer(A_OR_B | extra), seed).content)}
         for extra in ({"type": "object"}, {"type": "object", "additionalProperties": {"type": "null"}})
     ]
     assert keys[0] == {"a", "b"}
     assert keys[1] - keys[0]
 
 
-def said(walker: Walker, seed: int, schema: dict[str, Any]) -> Any:
-    """A random answer by a schema."""
-    return walker.said(grammar(walker.markers, json_answer(schema), Thought.none), random.Random(seed))
-
-
 def test_any_object_is_an_object(walker: Walker) -> None:
     """json_object: an object, whatever is in it."""
     for seed in range(20):
-        choice = walker.said(grammar(walker.markers, json_answer(), Thought.none), random.Random(seed))
-        assert isinstance(json.loads(choice.content), dict)
+        assert isinstance(json.loads(walker.answer(json_answer(), seed).content), dict)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +129,8 @@ def test_any_object_is_an_object(walker: Walker) -> None:
 def test_other_forms(walker: Walker, answer: str, pattern: str) -> None:
     """A regular expression, words, and a grammar of the client's own."""
     for seed in range(10):
-        choice = walker.said(grammar(walker.markers, answer, Thought.none), random.Random(seed))
-        assert jsonschema.Draft202012Validator({"pattern": f"^({pattern})$"}).is_valid(choice.content)
+        content = walker.answer(answer, seed).content
+        assert jsonschema.Draft202012Validator({"pattern": f"^({pattern})$"}).is_valid(content)
 
 
 def test_arguments_come_in_the_order_of_templates(walker: Walker) -> None:
@@ -192,12 +178,9 @@ def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[
         CallGrammar(walker.markers, tools, tools)
     assert says in str(caught.value)
     assert caught.value.code == "unsupported_schema"
-    free = grammar(walker.markers, calls_answer(CallGrammar(walker.markers, tools), 1), Thought.none)
-    names = {}
+    free, names = calls_answer(CallGrammar(walker.markers, tools), 1), {}
     for seed in range(12):
-        (call,) = walker.said(
-            free, random.Random(seed), Tools([{"type": "function", "function": {"name": name}} for name in "fg"])
-        ).calls
+        (call,) = walker.answer(free, seed, tools_of({name: {} for name in "fg"})).calls
         names[call.name] = json.loads(call.text)
     assert names["g"] == {}
 
@@ -268,11 +251,11 @@ def test_bombs_cost_little(walker: Walker, bomb: str) -> None:
 def test_bad_grammars_are_refused(walker: Walker, rules: Any, says: str) -> None:
     """A sentence says what of it cannot be kept."""
     try:
-        found = walker.vocabulary.complaint(grammar(walker.markers, rules(), Thought.none))
+        complaint = walker.vocabulary.complaint(grammar(walker.markers, rules(), Thought.none))
     except InvalidRequest as error:
-        found = str(error)
-    assert found is not None
-    assert says in found
+        complaint = str(error)
+    assert complaint is not None
+    assert says in complaint
 
 
 def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.front.generation import Choice, Delta
 from engine.front.reply import Markers, ReplyParser
 from engine.front.template import MAX_CUT, CutCalls
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
 from tests.nano.random_models import build
 from tests.support.engine.replies import NAMES, Segment, members, text_of, value
+from tests.support.engine.walker import choice_of
 
 pytestmark = pytest.mark.pure
 
@@ -51,8 +51,7 @@ def message(
     """The reply as a client keeps it; `cut`: max_tokens ended it."""
     markers = Markers.of(text)
     assert markers is not None
-    parser, choice = ReplyParser(text.pieces, markers, Tools(tools), prompt=prompt), Choice()
-    choice.add(Delta((*parser.push(reply), *parser.end(cut=cut)), reply, [], None))
+    choice = choice_of(ReplyParser(text.pieces, markers, Tools(tools), prompt=prompt), reply, cut=cut)
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for call in choice.calls
     ]

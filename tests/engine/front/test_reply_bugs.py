@@ -5,30 +5,24 @@ import random
 
 import pytest
 
-from engine.front.tools import Tools
 from tests.support.engine.replies import IDS, Said, parsed, segments, tokens
+from tests.support.engine.schemas import tools_of
 
 pytestmark = pytest.mark.pure
 
 
-def declared(name: str, **properties: object) -> dict[str, object]:
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
-TOOLS = Tools(
-    [
-        declared("bash", command=TEXT),
-        declared("f"),
-        declared("g"),
-        declared("web_search", query=TEXT, limit=NUMBER),
-        declared("move", command=TEXT, angle=NUMBER),
-        declared("light", area=TEXT, state={"type": ["string", "null"]}, level={"anyOf": [NUMBER, {"type": "null"}]}),
-        declared("create-pdf-file", filename=TEXT, content=TEXT),
-        declared("execute_python", code=TEXT, data_refs={"type": "array", "items": TEXT}),
-    ]
-)
+PROPERTIES: dict[str, dict[str, object]] = {
+    "bash": {"command": TEXT},
+    "f": {},
+    "g": {},
+    "web_search": {"query": TEXT, "limit": NUMBER},
+    "move": {"command": TEXT, "angle": NUMBER},
+    "light": {"area": TEXT, "state": {"type": ["string", "null"]}, "level": {"anyOf": [NUMBER, {"type": "null"}]}},
+    "create-pdf-file": {"filename": TEXT, "content": TEXT},
+    "execute_python": {"code": TEXT, "data_refs": {"type": "array", "items": TEXT}},
+}
+TOOLS = tools_of({name: {"type": "object", "properties": each} for name, each in PROPERTIES.items()})
 
 
 def calls(*found: tuple[str, object], content: str = "", reasoning: str = "") -> Said:

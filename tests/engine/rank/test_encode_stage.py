@@ -65,9 +65,14 @@ def stage_of(cached: int = 1 << 20, parallel: Parallel = Single(), host: int = 0
     return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host, cached), encoder.calls
 
 
+def admit(stage: EncodeStage, *slots: int) -> None:
+    """Sequences without media."""
+    stage.admit([Admission(slot, 1, [5] * 3, 3, SamplingParams(max_tokens=1)) for slot in slots])
+
+
 def encode(stage: EncodeStage, items: Sequence[MediaItem], slots: Sequence[int] = (), admitted: Sequence[int] = ()) -> None:
     """To the end, as a plan does whose chunks follow at once."""
-    stage.admit([Admission(slot, 1, [5] * 3, 3, SamplingParams(max_tokens=1)) for slot in admitted])
+    admit(stage, *admitted)
     stage.encode(slots or [0] * len(items), media_of(items))
     stage._gather()
 
@@ -106,9 +111,7 @@ def test_how_often_encoders_run(monkeypatch: pytest.MonkeyPatch, items: list[Med
     stage, called = stage_of()
     encode(stage, items)
     assert called == calls
-    found = rows(stage, Chunk(0, 0, 200, 0))
-    shades = {item.first + row: (float(item.data[0]), item.shape[0], row) for item in items for row in range(item.length)}
-    assert dict(found) == shades
+    assert rows(stage, Chunk(0, 0, 200, 0)) == whole_rows(items)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -140,7 +143,7 @@ def test_data_are_read_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for reaches in (False, True):
         media = media_of(items, items)
         for plan in range(2):
-            stage.admit([Admission(0, 1, [5] * 3, 3, SamplingParams(max_tokens=1))])
+            admit(stage, 0)
             stage.encode([0, 0], media)
             ended = stage.ended
             assert len(media.left) == 10
@@ -155,13 +158,22 @@ def test_data_are_read_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [2]
 
 
+def random_pictures(rng: random.Random) -> list[MediaItem]:
+    return [picture(20 * at, rng.randint(1, 8), 2, 2 + rng.randint(0, 1)) for at in range(rng.randint(1, 3))]
+
+
+def whole_rows(items: Sequence[MediaItem]) -> list[tuple[int, tuple[float, float, int]]]:
+    """What a chunk from 0 on has of pictures of two cells' height."""
+    return [(item.first + row, (item.data[0], 96.0, row)) for item in items for row in range(item.length)]
+
+
 @pytest.mark.parametrize("fault", [False, True])
 def test_ranks_that_have_read_different_parts_agree(monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
     """Three ranks, each of which has read and launched as much as chance wants when the next plan comes or rows are read, have the
     rows of all pictures (planted fault: one reads the rest to other memory)."""
     monkeypatch.setattr(step_media, "RECORD_BYTES", 5_000)
     rng = random.Random(1)
-    steps = [[picture(20 * at, rng.randint(1, 8), 2, 2 + rng.randint(0, 1)) for at in range(rng.randint(1, 3))] for _ in range(20)]
+    steps = [random_pictures(rng) for _ in range(20)]
     read_now = [rng.random() < 0.5 for _ in steps]
 
     def on_thread(parallel: ThreadParallel) -> list[object]:
@@ -176,7 +188,7 @@ def test_ranks_that_have_read_different_parts_agree(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(media, "finish", elsewhere)
         seen: list[object] = []
         for items, now in zip(steps, read_now, strict=True):
-            stage.admit([Admission(0, 1, [5] * 3, 3, SamplingParams(max_tokens=1))])
+            admit(stage, 0)
             stage.encode([0] * len(items), media)
             for _ in range(own.randint(0, 40)):
                 stage.advance()
@@ -185,7 +197,7 @@ def test_ranks_that_have_read_different_parts_agree(monkeypatch: pytest.MonkeyPa
         return seen
 
     shown = [items for items, now in zip(steps, read_now, strict=True) if now]
-    right = [[(item.first + row, (item.data[0], 96.0, row)) for item in items for row in range(item.length)] for items in shown]
+    right = [whole_rows(items) for items in shown]
     assert (run_ranks(3, on_thread) == [right] * 3) == (not fault)
 
 
@@ -299,7 +311,7 @@ def test_a_wrong_copy_on_the_host_shows(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_agree_on_what_is_kept(host: int) -> None:
     """Random pictures of random sizes, some a step: three ranks have the same of each, and have encoded the same."""
     rng = random.Random(host)
-    steps = [[picture(20 * at, rng.randint(1, 8), 2, 2 + rng.randint(0, 1)) for at in range(rng.randint(1, 3))] for _ in range(40)]
+    steps = [random_pictures(rng) for _ in range(40)]
 
     def on_thread(parallel: ThreadParallel) -> tuple[list[object], tuple[int, ...]]:
         stage, _ = stage_of(200, parallel, host)
@@ -309,7 +321,7 @@ def test_ranks_agree_on_what_is_kept(host: int) -> None:
             seen.append(rows(stage, Chunk(0, 0, 200, 0)))
         return seen, stage.figures[1:]
 
-    right = [[(item.first + row, (item.data[0], 96.0, row)) for item in items for row in range(item.length)] for items in steps]
+    right = [whole_rows(items) for items in steps]
     made = run_ranks(3, on_thread)
     assert [seen for seen, _ in made] == [right] * 3
     assert len({figures for _, figures in made}) == 1

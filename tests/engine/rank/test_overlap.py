@@ -17,12 +17,13 @@ from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
 from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
-from engine.protocol import GenerateRequest, MediaItem, SamplingParams, pack_tokens
+from engine.protocol import MediaItem
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
 from engine.rank_status import StatusBlock
 from engine.step_media import RECORD_BYTES, MediaReader
 from tests.support.engine.core_loop import running
+from tests.support.engine.scheduling import request_of
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
@@ -102,7 +103,7 @@ def serve(worker: Callable[[SlowDevice, Wires], Worker]) -> list[float]:
         ranks = threading.Thread(target=worker(device, ends).run)
         with running(lambda sock: Core(scheduler, RingExecutor(ends.args), FrontLink(sock), ends, Waiter())) as front:  # type: ignore[arg-type]
             ranks.start()
-            front.send(GenerateRequest(id=1, prompt=pack_tokens([1] * 10), params=SamplingParams(max_tokens=TOKENS)))
+            front.send(request_of(1, [1] * 10, TOKENS))
             front.until_ended(1)
         ranks.join(10)
         assert not ranks.is_alive()

@@ -62,6 +62,12 @@ def violation(runner: Runner, first: int, count: int = 1) -> str:
     pytest.fail(f"no violation in {count} steps")
 
 
+@pytest.fixture
+def runner(ranks: dict[str, Rank]) -> Runner:
+    """A runner that checks every row, behind the plans before STEP."""
+    return started(ranks["every"], STEP - 1)
+
+
 @pytest.mark.parametrize("mode", ["sample", "every"])
 def test_a_real_stream_has_no_violation(ranks: dict[str, Rank], mode: str) -> None:
     """The golden stream, with its preemptions and prefixes, gives its tokens under the check."""
@@ -113,9 +119,8 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("plant", PLANTED)
-def test_a_planted_fault_is_found_in_its_step(ranks: dict[str, Rank], plant: Plant) -> None:
+def test_a_planted_fault_is_found_in_its_step(runner: Runner, plant: Plant) -> None:
     """The step that would read it raises; slot, group, entry and owner are named."""
-    runner = started(ranks["every"], STEP - 1)
     plant(runner)
     message = violation(runner, STEP - 1)
     assert message.startswith(f"step {STEP}: ")
@@ -130,9 +135,8 @@ def test_sampling_finds_it_soon(ranks: dict[str, Rank], plant: Plant) -> None:
     violation(runner, STEP - 1, SAMPLED)
 
 
-def test_what_rows_gather_is_checked(ranks: dict[str, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_rows_gather_is_checked(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that is right and a row whose page ids are not: the row and its position are named."""
-    runner = started(ranks["every"], STEP - 1)
     gather = GroupCache.gather
 
     def wrong(self: GroupCache, slots: Tensor, positions: Tensor, out: Tensor) -> None:
@@ -143,16 +147,14 @@ def test_what_rows_gather_is_checked(ranks: dict[str, Rank], monkeypatch: pytest
     assert re.search(rf"row 0 at position \d+, slot {decoding(STEP)}, group \w+, entry \d+: reads", violation(runner, STEP - 1))
 
 
-def test_a_wrong_length_is_found(ranks: dict[str, Rank]) -> None:
+def test_a_wrong_length_is_found(runner: Runner) -> None:
     """A row whose length has jumped needs pages that it does not have."""
-    runner = started(ranks["every"], STEP - 1)
     runner.slots.lengths[decoding(STEP)] += 64
     assert "needs a page and has none" in violation(runner, STEP - 1)
 
 
-def test_two_steps_out(ranks: dict[str, Rank]) -> None:
+def test_two_steps_out(runner: Runner) -> None:
     """With the next step launched already, the first of the two raises."""
-    runner = started(ranks["every"], STEP - 1)
     stale_tail(runner)
     first, _ = (runner.launch(encode_plan(plan)) for plan in PLANS[STEP - 1 : STEP + 1])
     with pytest.raises(PageViolation, match=f"step {STEP}: "):
@@ -262,9 +264,8 @@ def test_an_append_out_of_range_is_refused(ranks: dict[str, Rank], append: PageA
         runner.launch(encode_plan(StepPlan(1, appends=[append])))
 
 
-def test_a_slot_that_changes_its_sequence_in_one_plan(ranks: dict[str, Rank]) -> None:
+def test_a_slot_that_changes_its_sequence_in_one_plan(runner: Runner) -> None:
     """Released, admitted anew and appended to twice at one entry: the last append is what both tables hold."""
-    runner = started(ranks["every"], STEP - 1)
     slot = decoding(STEP)
     entries = runner.slots.cache.groups[1].table[slot].count_nonzero().item()
     admission = Admission(slot, 99, [1] * 8, 8, SamplingParams(max_tokens=1))

@@ -51,10 +51,6 @@ class Rank:
         return self.slots.result_rows(read_plan(encode_plan(plan)).result_slots, plan.step)
 
 
-def state() -> Rank:
-    return Rank()
-
-
 @dataclass
 class SlotSequence:
     """What one slot should hold."""
@@ -149,7 +145,7 @@ def compare(slots: SlotState, model: SlotModel) -> None:
 
 def run_plans(seed: int, plant_fault: Callable[[StepPlan], StepPlan]) -> None:
     """Sixty random plans; the state runs what `plant_fault` makes of each, the model the plan itself."""
-    rank, model = state(), SlotModel(seed)
+    rank, model = Rank(), SlotModel(seed)
     slots = rank.slots
     for _ in range(60):
         plan = model.plan()
@@ -186,7 +182,7 @@ def test_a_dropped_section_is_seen(section: str) -> None:
 
 def test_sampling_parameters_live_with_their_tenant() -> None:
     """Rows carry their own sequence's parameters to the bit of fp32; a new sequence's replace them whole, stop ids included."""
-    rank = state()
+    rank = Rank()
     seed = -(2**63) + 12345
     first = SamplingParams(
         max_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=seed, min_tokens=2, stop_ids=tuple(range(30)),
@@ -229,7 +225,7 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
 def test_which_op_filters_a_row(params: dict[str, float], small: bool, other: list[int]) -> None:
     """A top_k up to SMALL_TOP_K is decided by candidates, whatever cuts behind it; other filters by whole logits; greedy and plain
     rows by neither."""
-    rank = state()
+    rank = Rank()
     sampling = SamplingParams(**({"max_tokens": 1, "temperature": 1.0} | params))
     plan = StepPlan(1, admissions=[Admission(1, 1, [5, 6], 2, sampling)], chunks=[PrefillChunk(1, 0, 2, 1)])
     rank.run(plan)
@@ -240,7 +236,7 @@ def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
     """With min_tokens 2, exactly the first two generated tokens may not be stop ids, also after a preemption."""
     params, sampler = SamplingParams(max_tokens=9, min_tokens=2, stop_ids=(9,)), Sampler(Single(), 10, None, (), CPU)
     for done in range(4):  # tokens generated before this admission
-        rank = state()
+        rank = Rank()
         known = 3 + done
         plan = StepPlan(1, admissions=[Admission(1, 1, [4] * known, 3, params)], chunks=[PrefillChunk(1, 0, known, known - 1)])
         masked = []
@@ -257,7 +253,7 @@ def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
 
 def test_an_entry_outside_its_pool_is_found() -> None:
     """The debug check names the group of a page number that its pool does not have."""
-    rank = state()
+    rank = Rank()
     rank.run(StepPlan(1, appends=[PageAppend(1, 0, 0, PAGES - 1)]))
     rank.slots.check()
     rank.run(StepPlan(2, appends=[PageAppend(1, 0, 0, PAGES)]))
@@ -267,7 +263,7 @@ def test_an_entry_outside_its_pool_is_found() -> None:
 
 def test_the_last_of_equal_appends_counts() -> None:
     """A slot given away within a plan is appended to twice: the later page stands."""
-    rank = state()
+    rank = Rank()
     admission = Admission(1, 1, [5], 1, SamplingParams(max_tokens=1))
     rank.run(StepPlan(1, admissions=[admission], appends=[PageAppend(0, 1, 2, page) for page in (5, 6, 7)]))
     assert next(iter(rank.slots.cache)).table[1].tolist() == [0, 0, 7, 0, 0, 0, 0, 0]
@@ -275,7 +271,7 @@ def test_the_last_of_equal_appends_counts() -> None:
 
 def test_cached_positions_are_not_computed_again() -> None:
     """An admission with cached positions decodes behind them."""
-    rank = state()
+    rank = Rank()
     admission = Admission(2, 1, [5, 6, 7, 8], 4, SamplingParams(max_tokens=1), cached=3)
     batch = rank.run(StepPlan(1, admissions=[admission], rows=single_rows([2])))
     assert batch is not None
@@ -284,7 +280,7 @@ def test_cached_positions_are_not_computed_again() -> None:
 
 def test_padding_rows_change_nothing() -> None:
     """Rows behind the plan's decodes name the padding's slot and no position, and advance no length."""
-    rank = state()
+    rank = Rank()
     rank.run(StepPlan(1, admissions=[Admission(0, 1, [5, 6], 2, SamplingParams(max_tokens=1), cached=1)]))
     batch = rank.run(StepPlan(2, rows=single_rows([0])), padding=2)
     assert batch is not None
@@ -294,7 +290,7 @@ def test_padding_rows_change_nothing() -> None:
 
 def test_a_plan_too_large_for_the_buffer_goes_up_by_itself() -> None:
     """More appends than the device buffer holds are applied all the same."""
-    rank = state()
+    rank = Rank()
     room = len(rank.step.plan)
     appends = [PageAppend(1, at % SLOTS, at % 8, 1 + at % 90) for at in range(room)]
     rank.run(StepPlan(1, appends=appends))

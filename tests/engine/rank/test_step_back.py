@@ -11,11 +11,12 @@ from engine.core.scheduler import Scheduler
 from engine.errors import PageViolation
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import DEPTH, StepPlan
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import SamplingParams
 from engine.rank.worker import Rank, build
 from tests.conftest import Nano
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
+from tests.support.engine.scheduling import request_of
 
 pytestmark = pytest.mark.cpu
 
@@ -33,10 +34,10 @@ def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
     makes it step back. Steps without a prompt have no chunk."""
     runner, scheduler = build(rank, PAGES), Scheduler(scheduler_config(rank.config, PAGES))
     for number, length in enumerate(LENGTHS):
-        prompt = pack_tokens((number * 31 + at * 7) % 900 + 10 for at in range(length))
+        prompt = [(number * 31 + at * 7) % 900 + 10 for at in range(length)]
         adjustments = LogitAdjustments(frequency_penalty=0.5, repetition_penalty=1.2) if number % 2 else None
         params = SamplingParams(max_tokens=12, temperature=0.9, seed=number, adjustments=adjustments)
-        scheduler.requests.add(GenerateRequest(id=number, prompt=prompt, params=params))
+        scheduler.requests.add(request_of(number, prompt, params))
     given: list[list[int]] = [[] for _ in LENGTHS]
     for plan in plans(scheduler):
         scheduler.commit(run(runner, plan))

@@ -75,6 +75,12 @@ def scratch_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return make
 
 
+def newest(it: Scene) -> tuple[TrtllmScratch, KernelStandIn]:
+    """Scratch on the newest version's front end, and the kernel behind it."""
+    kernel = KernelStandIn()
+    return TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE), kernel
+
+
 # ---- signatures
 
 
@@ -174,9 +180,8 @@ def test_chunks_and_decode_rows(kind: Kind, scratch_for: ScratchFor) -> None:
 @pytest.mark.usefixtures("any_shape")
 def test_a_step_after_a_longer_one() -> None:
     """What an earlier step with more and longer rows left in tables and lengths reaches no later one."""
-    kernel = KernelStandIn()
     it = scene(SMALL, [900, 700, 800])
-    scratch = TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE)
+    scratch, kernel = newest(it)
     router = theirs(it, scratch)
     attended(it, router)
     it.cache.table[0, 0], it.cache.table[0, 1:] = it.cache.table[1, 40], 10**6  # the tail of a row, which nobody may read
@@ -214,9 +219,8 @@ def test_stale_tails(kind: Kind, scratch_for: ScratchFor) -> None:
 @pytest.mark.parametrize("kv_projections", [2, 0])
 def test_a_wrong_page_is_seen(kv_projections: int) -> None:
     """An id of another row's page changes the answer by a hundred tolerances; one that the pool lacks is caught by the stand-in."""
-    kernel = KernelStandIn()
     it = scene(replace(SMALL, kv_projections=kv_projections), [500, 600], [(100, 200)])
-    router = theirs(it, TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE))
+    router = theirs(it, newest(it)[0])
     want = attended(it, router)
     kept = it.cache.table.clone()
     for place in ((0, 3), (1, 20)):  # of the chunk's slot and of a decode row's, behind the positions that this step writes
@@ -232,7 +236,7 @@ def test_a_wrong_page_is_seen(kv_projections: int) -> None:
 def test_garbage_that_is_no_number_is_seen() -> None:
     """The stand-in multiplies masked values by zero as FlashInfer does: NaN behind a row's end, in its own page, shows."""
     it = scene(SMALL, [500])
-    router = theirs(it, TrtllmScratch(pinned(NEWEST, KernelStandIn()), it.settings, WORKSPACE))
+    router = theirs(it, newest(it)[0])
     it.cache.pool[0, it.cache.table[0, 500 // 16], 1, :, 500 % 16 + 1 :] = torch.nan
     assert attended(it, router).isnan().all()
     assert not ours(it).isnan().any()
@@ -297,8 +301,7 @@ TRAPS: dict[str, Callable[[TableRows], TableRows]] = {
 def test_what_flashinfer_takes_on_trust_is_refused(trap: str) -> None:
     """Each misuse that FlashInfer's front end lets through stops before it; the same call without it passes."""
     it = scene(SMALL, [500, 40])
-    kernel = KernelStandIn()
-    scratch = TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE)
+    scratch, kernel = newest(it)
     q = torch.zeros(2, SMALL.heads, SMALL.head_dim)
     call = partial(call_decode, scratch, it.cache.group, q, it.cache.pool[0])
     call(rows_of(it), torch.empty_like(q))
@@ -311,8 +314,7 @@ def test_what_flashinfer_takes_on_trust_is_refused(trap: str) -> None:
 def test_wrong_tensors_are_refused() -> None:
     """A pool with K and V apart, an output of another dtype or layout, and tokens that no rows make up stop before FlashInfer."""
     it = scene(SMALL, [500, 40])
-    kernel = KernelStandIn()
-    scratch = TrtllmScratch(pinned(NEWEST, kernel), it.settings, WORKSPACE)
+    scratch, kernel = newest(it)
     q, pool, group = torch.zeros(2, SMALL.heads, SMALL.head_dim), it.cache.pool[0], it.cache.group
     apart = pool.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(AssertionError):

@@ -9,14 +9,12 @@ import asyncio
 import base64
 import gc
 import json
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from starlette.requests import Request
@@ -30,6 +28,7 @@ from engine.front import generation
 from engine.front.generation import Delta
 from tests.support.edge.http_edge import Edge
 from tests.support.repo_rules import ROOT
+from tests.support.stack.serve_process import process_mb
 
 _TICK_S = 0.002
 
@@ -81,7 +80,7 @@ class EdgeProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -109,18 +108,12 @@ class _Meter:
 
     def mark(self) -> dict[str, float]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._cpu, self._memory, self._longest = time.process_time(), _memory_mb("VmRSS"), 0.0
+        self._cpu, self._memory, self._longest = time.process_time(), process_mb("self", "VmRSS"), 0.0
         return {}
 
     def cost(self) -> dict[str, float]:
-        peak = _memory_mb("VmHWM") - self._memory
+        peak = process_mb("self", "VmHWM") - self._memory
         return {"cpu_s": time.process_time() - self._cpu, "memory_mb": peak, "loop_held_s": self._longest}
-
-
-def _memory_mb(name: str) -> float:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, name
-    return int(found[1]) / 1024
 
 
 def _costly_parse(edge: Edge) -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import uvicorn
@@ -61,7 +60,7 @@ class Edge:
         assert self._up.wait(20), "the edge did not start"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(20)
         assert not self._thread.is_alive(), "the edge did not stop"

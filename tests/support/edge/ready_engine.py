@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from engine.front.stream import Clock, Stream
-from engine.protocol import FinishReason, MediaItem, Output, SamplingParams
+from engine.protocol import FinishReason, Output, SamplingParams
 
 BODY = b'{"model":"nano","stream":true,"max_tokens":%d,"messages":[{"role":"user","content":"Hello"}]}'
 
@@ -26,16 +26,7 @@ class ReadyEngine:
     def health(self) -> None:
         """As EngineClient.health: it lives."""
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        clip: bool = False,
-        salt: str = "",
-        priority: int = 0,
-        media: tuple[MediaItem, ...] = (),
-    ) -> Stream:
+    def generate(self, prompt: Sequence[int], params: SamplingParams, **_: object) -> Stream:
         """As EngineClient.generate."""
         self._last += 1
         now = time.monotonic()

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Self
 
 Fault = Literal["drop", "no_done", "no_finish", "busy", "bug", "error_event", "hang", "garbage"]
@@ -52,7 +51,7 @@ class TimedEndpoint:
         assert self._up.wait(10)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
         assert not self._thread.is_alive()

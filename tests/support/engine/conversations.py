@@ -9,19 +9,20 @@ import heapq
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 from engine.core.prefix import extend_keys, root_key
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.geometry import KVGroup
 from engine.plan import ResultRow, StepPlan
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import SamplingParams
 from tests.support.engine.plans import result_of
+from tests.support.engine.scheduling import request_of, two_groups
 
 PAGE, WINDOW = 32, 256
 TAIL = -(-(WINDOW - 1) // PAGE)
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, WINDOW, PAGE), KVGroup(1, "full", (1,), 1, 512, None, PAGE))
+GROUPS = two_groups(WINDOW, PAGE)
 AT_ONCE = 8
 TURN_END = 1
 
@@ -110,30 +111,23 @@ class Server:
 
     def run(self) -> Found:
         """The whole trace."""
-        waiting = self.trace.prompts()
-        ended, count = False, 0
-        while not ended or self.scheduler.requests.unfinished:
-            while not ended and self.scheduler.requests.unfinished < AT_ONCE:
-                following = next(waiting, None)
-                if following is None:
-                    ended = True
-                    break
-                conversation, turn, prompt = following
-                self._answers[count] = iter(self.trace.answered(conversation, turn))
-                params = SamplingParams(max_tokens=self.trace.answer, stop_ids=(TURN_END,))
-                self.scheduler.requests.add(GenerateRequest(id=count, prompt=pack_tokens(prompt), params=params))
-                count += 1
+        params = SamplingParams(max_tokens=self.trace.answer, stop_ids=(TURN_END,))
+        for number, (conversation, turn, prompt) in enumerate(self.trace.prompts()):
+            while self.scheduler.requests.unfinished >= AT_ONCE:
+                self._step()
+            self._answers[number] = iter(self.trace.answered(conversation, turn))
+            self.scheduler.requests.add(request_of(number, prompt, params))
+        while self.scheduler.requests.unfinished:
             self._step()
         counters = self.scheduler.requests.counters
-        assert counters.finished == count, counters
+        assert counters.finished == len(self._answers), counters
         return Found(counters.queried_tokens, counters.hit_tokens)
 
     def _step(self) -> None:
         plan = self.scheduler.schedule()
         assert plan is not None
         self.scheduler.commit(result_of(plan.step, list(self._rows(plan))))
-        for _ in self.scheduler.requests.drain():
-            pass
+        self.scheduler.requests.drain()
         self.scheduler.requests.drain_started()
 
     def _rows(self, plan: StepPlan) -> Iterator[ResultRow]:
@@ -152,6 +146,7 @@ def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tu
     return Server(trace, scheduler).run(), scheduler
 
 
+@cache
 def unlimited(trace: Trace) -> Found:
     """What a cache finds that never forgets a page; the last token of an answer is in none, because it is never computed."""
     found, known = Found(), set()

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead, InvalidRequest
@@ -18,7 +19,6 @@ from engine.protocol import (
     FrontMessage,
     GenerateRequest,
     Load,
-    MediaItem,
     Output,
     SamplingParams,
     TokenBatch,
@@ -131,23 +131,10 @@ class FakeEngineClient:
         self._step_s = step_s
         self._open: dict[int, tuple[Stream, asyncio.Task[None]]] = {}
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        clip: bool = False,
-        salt: str = "",
-        priority: int = 0,
-        media: tuple[MediaItem, ...] = (),
-    ) -> Stream:
+    def generate(self, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> Stream:
         """As EngineClient.generate."""
         stream = Stream(len(self.requests) + 1, self.abort, Clock(0.0, scheduled=0.0))
-        packed = pack_tokens(prompt)
-        request = GenerateRequest(
-            id=stream.id, prompt=packed, params=params, clip=clip, salt=salt, priority=priority, media=media
-        )
-        self.requests.append(request)
+        self.requests.append(GenerateRequest(id=stream.id, prompt=pack_tokens(prompt), params=params, **fields))
         if self.dead is not None:
             stream.fail(EngineDead(self.dead))
         elif self.refuse is not None:

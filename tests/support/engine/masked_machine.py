@@ -1,17 +1,15 @@
 """Ranks whose model knows nothing of grammars: a masked row gives any token that its mask allows, every other any token at all."""
 
-import numpy as np
-
 from engine.front.text import TextProcessor
-from engine.geometry import KVGroup
 from engine.plan import StepResult
 from tests.support.engine.draws import mixed
 from tests.support.engine.masked_ranks import MaskedRanks
+from tests.support.engine.scheduling import two_groups
+from tests.support.engine.walker import candidates
 
 Known = dict[tuple[int, int], int]
-GROUPS = (KVGroup(0, "sliding", (0,), 1, 256, 8, 4), KVGroup(1, "full", (1,), 1, 512, None, 4))
+GROUPS = two_groups()
 HURRY = 120  # tokens after which a reply takes the shortest way out
-CLOSERS = frozenset(b'"}],:')
 
 
 class MaskedMachine(MaskedRanks):
@@ -47,12 +45,7 @@ class MaskedMachine(MaskedRanks):
         drawn, bits = super()._token(slot, prefix, position), self.mask(slot, position)
         if bits is None:
             return self._free(slot, prefix, position)
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
-        special, ends = self._text.pieces.special, self._text.eos_ids
-        marks = [token for token in allowed if token in special]
         hurry = position - self._begun[slot] > HURRY
-        if marks and (hurry or drawn % 10 < 3):
-            return ([token for token in marks if token in ends] or marks)[0] if hurry else marks[drawn % len(marks)]
-        closers = [token for token in allowed if hurry and self._text.pieces.bytes_of(token)[0] in CLOSERS]
-        found = closers or allowed
-        return int(found[drawn % len(found)])
+        marks, others = candidates(self._text, bits, hurry=hurry)
+        choices = marks if marks and (hurry or drawn % 10 < 3) else others
+        return choices[drawn % len(choices)]

@@ -1,5 +1,4 @@
-"""A scheduler in virtual time: ranks whose steps take what a measured table, or a rank's CPU time, says, and requests that arrive
-when they do."""
+"""A scheduler in virtual time: ranks whose steps take what a measured table says, and requests that arrive when they do."""
 
 import heapq
 from collections import deque
@@ -9,13 +8,13 @@ from statistics import quantiles
 
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step_budget import StepEstimate, StepTimer
-from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.plan import DEPTH, NUMBER_MASK, ResultRow, StepPlan, StepResult
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
+from engine.protocol import GenerateRequest
 from tests.support.engine.plans import result_of
+from tests.support.engine.scheduling import request_of, two_groups
 
-GROUPS = (KVGroup(0, "sliding", (0,), 4, 256, 1024), KVGroup(1, "full", (1,), 1, 512, None))
+GROUPS = two_groups(1024, 32, kv_heads=4)
 ATTEND_MS = 4e-7  # what each token behind a prompt token adds: ten full layers at 400 TFLOP/s a rank
 BASE_MS, DECODE_MS, PREFILL_MS = 5.1, 0.093, 0.022  # 31B, TP=4, bf16: a step, and what each row adds (kernel model and 4 x H200)
 TILE = 128  # rows of large products: those of a step with chunks cost as if rounded up to whole tiles (measured on 4 x H200)
@@ -73,7 +72,7 @@ class ModelledRanks:
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of its step."""
         self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
-        rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
+        rows = [ResultRow(slot, self._numbers[slot], (7,)) for slot in plan.result_slots]
         return result_of(plan.step, rows), step_ms(plan)
 
 
@@ -82,19 +81,17 @@ class EstimatedRanks:
     """The same with steps that take what the policy expects of a rank's measured times."""
 
     times: StepTimes
-    _numbers: dict[int, int] = field(default_factory=dict)
+    _ranks: ModelledRanks = field(default_factory=ModelledRanks)
     _lengths: dict[int, int] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of its step."""
-        self._numbers |= {admission.slot: admission.number for admission in plan.admissions}
         expected = StepEstimate(self.times, len(plan.decodes), sum(self._lengths[slot] for slot in plan.decodes))
         for slot, start, end, *_ in plan.chunks:
             expected.add(end - start, start)
             self._lengths[slot] = end
         self._lengths |= {slot: self._lengths[slot] + 1 for slot in plan.decodes}
-        rows = [ResultRow(slot, self._numbers[slot] & NUMBER_MASK, (7,)) for slot in plan.result_slots]
-        return result_of(plan.step, rows), expected.ms if plan.chunks else expected.decode_ms
+        return self._ranks.run(plan)[0], expected.ms if plan.chunks else expected.decode_ms
 
 
 @dataclass
@@ -119,12 +116,7 @@ class Pace:
         """A request of its own content; returns its id."""
         number = len(self.clocks)
         self.clocks[number] = Clocks(prompt, at)
-        request = GenerateRequest(
-            id=number,
-            prompt=pack_tokens([number + 5] * prompt),
-            params=SamplingParams(max_tokens=tokens),
-            priority=priority,
-        )
+        request = request_of(number, [number + 5] * prompt, tokens, priority=priority)
         heapq.heappush(self._arrivals, (at, number, request))
         return number
 

@@ -11,8 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import msgspec
@@ -32,8 +30,8 @@ from engine.rank_status import RankStatus, StatusBlock
 from engine.step_media import MEDIA_BYTES, MediaReader, MediaWriter
 from kernels.allreduce import shared_bytes
 from tests.support import forked
+from tests.support.repo_rules import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 # Seconds of a phase of boot, and of a step. On GPUs kernels that nobody has compiled yet are compiled in them.
 BOOT_S = {"cpu": 150.0, "cuda": 300.0}
 STEP_S = {"cpu": 20.0, "cuda": 60.0}
@@ -204,7 +202,7 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 

@@ -10,6 +10,7 @@ from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStar
 from engine.front.reply import Markers, ReplyParser
 from engine.front.tools import Tools
 from engine.pieces import Pieces
+from tests.support.engine.schemas import tools_of
 
 BEGIN_THOUGHT, END_THOUGHT, BEGIN_CALL, END_CALL, QUOTE, TURN, END_TURN = range(7)
 MARKERS = Markers(BEGIN_THOUGHT, END_THOUGHT, BEGIN_CALL, END_CALL, QUOTE, frozenset({0, 1, 2, 3, TURN, END_TURN}))
@@ -19,12 +20,7 @@ IDS = {name: number for number, name in enumerate(NAMES)}
 
 Segment = str | int  # text, or the id of a marker
 
-TOOLS = Tools(
-    [
-        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-        for name in ("get_weather", "f", "g", "run-it", "Ünit.x")
-    ]
-)
+TOOLS = tools_of({name: {"type": "object"} for name in ("get_weather", "f", "g", "run-it", "Ünit.x")})
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,15 @@
 """Random JSON Schemas, within what the grammar of Gemma 4's notation keeps: plain ones, and wide ones with every keyword of it."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
+
+from engine.front.tools import Tools
+
+
+def tools_of(schemas: Mapping[str, dict[str, Any]]) -> Tools:
+    """Tools with these parameters, by name."""
+    return Tools([{"type": "function", "function": {"name": name, "parameters": each}} for name, each in schemas.items()])
 
 
 def schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:

@@ -5,8 +5,6 @@ The model is a function of the prefix, so that what each request must give is kn
 """
 
 import random
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -480,16 +478,3 @@ def run_worlds(seeds: range) -> Counter[str]:
             failed=counters.failed,
         )
     return seen
-
-
-def main() -> None:
-    """`python -m tests.support.engine.worlds COUNT [FIRST SEED]`: so many worlds, each to its end; the first that fails raises."""
-    count = int(sys.argv[1])
-    start = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    began = time.monotonic()
-    seen = run_worlds(range(start, start + count))
-    print(f"{count} worlds from seed {start} in {time.monotonic() - began:.0f} s: {dict(seen)}")
-
-
-if __name__ == "__main__":
-    main()

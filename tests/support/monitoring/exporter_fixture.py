@@ -25,14 +25,11 @@ FACTS = Facts(
 )
 
 
-def begun(request: int, prompt: int, queue_s: float, ttft_s: float) -> list[Event]:
-    """A request up to its first token; seconds since its submission."""
-    return [RequestStarted(request, prompt), Scheduled(request, queue_s), FirstToken(request, prompt, ttft_s, queue_s)]
-
-
 # One request from its submission to its stop: 11 tokens in, 4 out at 2 ms each.
 ANSWERED: list[Event] = [
-    *begun(1, 11, 0.004, 0.012),
+    RequestStarted(1, 11),
+    Scheduled(1, 0.004),
+    FirstToken(1, 11, 0.012, 0.004),
     Tokens(1, []),
     Tokens(3, [0.002]),
     RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),

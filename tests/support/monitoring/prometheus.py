@@ -6,7 +6,6 @@ The binary is the distribution's (`apt-get install prometheus`); nothing is down
 import json
 import math
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,11 +15,11 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from engine.errors import ConfigError
 from tests.support.monitoring.tables import DISCOVERY_JOB, JOB
+from tests.support.stack.serve_process import free_port
 
 RAY_JOB = "ray"  # Ray's own exporters
 READY_TIMEOUT_S = 20.0
@@ -99,7 +98,7 @@ class Prometheus:
         if self._binary is None:
             raise ConfigError("no `prometheus` on the PATH: on Debian and Ubuntu, `apt-get install prometheus`")
         self._folder = tempfile.TemporaryDirectory(prefix="quartet-prometheus-")
-        self._port = port or _free_port()
+        self._port = port or free_port()
         self._config = {
             "global": {
                 "scrape_interval": f"{interval_s}s",
@@ -139,7 +138,7 @@ class Prometheus:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -193,9 +192,3 @@ def _dies_with_parent() -> list[str]:
     """What a command begins with to end with us, even where we are killed; nothing where util-linux is not."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

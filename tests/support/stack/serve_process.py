@@ -145,8 +145,13 @@ def figures(stack: Stack) -> dict[str, float]:
 def memory_mb(stack: Stack) -> float:
     """What the replica's process holds."""
     (pid,) = stack.find("ServeReplica")
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
+    return process_mb(pid, "VmRSS")
+
+
+def process_mb(pid: int | str, figure: str) -> float:
+    """A figure of the kernel's about a process's memory, in MiB."""
+    found = re.search(rf"{figure}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None, figure
     return int(found[1]) / 1024
 
 
