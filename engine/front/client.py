@@ -228,7 +228,7 @@ class EngineClient(asyncio.Protocol):
             self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
-        """Of one message, those that came for nobody left out."""
+        """Count the tokens of one message, and report them; not those of requests that have ended or are being aborted."""
         now, total, gaps = self._clock(), 0, list[float]()
         for output in outputs:
             entry, count = self._requests.get(output.id), len(output.tokens)

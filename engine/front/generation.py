@@ -298,7 +298,7 @@ class Generation:
         return Delta(tuple(joined(kept)), output.tokens, output.logprobs, finish, stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
-        """What each token adds, then what was held back."""
+        """Yields what each token adds, then what was held back."""
         for token in self._shown(output):
             yield self._reader.push([token])
         if output.finish is not None:
@@ -418,15 +418,15 @@ class DeltaReader(Generic[T]):
         """The pairs that have come; an error is raised after the pairs before it were given."""
         if self._error is not None:
             raise self._error
-        some = False
+        has_yielded = False
         for generation in self.generations:
             try:
                 for delta in generation.take():
-                    some = True
+                    has_yielded = True
                     yield generation.choice, delta
             except Exception as error:
                 self._abort_siblings(generation, error)
-                if not some:
+                if not has_yielded:
                     raise
                 self._error = error
                 return
