@@ -12,7 +12,7 @@ MAX_BAD_WORD_IDS = 1024  # of all its bad words together
 
 
 class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one request; the defaults change nothing.
+    """The adjustments of one request; the defaults change nothing.
 
     repetition_penalty                   of ids that the prompt has or that were generated: 1 is none
     presence_penalty, frequency_penalty  of ids that were generated

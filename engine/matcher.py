@@ -161,7 +161,7 @@ class Matcher:
         return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Tokens that were sampled. Raises GenerationFailed for one that its mask forbids."""
+        """Go on by tokens that were sampled. Raises GenerationFailed for one that its mask forbids."""
         self.inner.consume_tokens(list(tokens))
         self._check()
 

@@ -2,7 +2,6 @@
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.audio_geometry import AudioGeometry
@@ -77,9 +76,7 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
     """Pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
     if config.pages is not None:
         return config.pages
-    groups = config.kv_groups(read_geometry(Path(config.model)))
-    need = Need(config.max_seqs, config.max_len, config.prefill_budget, cache=config.prefix_cache)
-    return pool_pages(groups, need, kv_bytes)
+    return pool_pages(config, config.kv_groups(read_geometry(Path(config.model))), kv_bytes)
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
@@ -88,18 +85,7 @@ def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
-@dataclass(frozen=True)
-class Need:
-    """What the pools are for: sequences that run at once, their tokens at most, rows of a step with prompt tokens; `cache`: and
-    prefixes that nobody runs on."""
-
-    slots: int
-    max_len: int
-    prefill_budget: int
-    cache: bool
-
-
-def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int) -> tuple[int, ...]:
+def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available: int) -> tuple[int, ...]:
     """Pages of each group, null page included, for one rank that may spend `bytes_available` on all pools.
 
     Sized by need: a sliding group gets what all slots and the budgets of the plans that are out can hold at once, and a window for
@@ -107,28 +93,28 @@ def pool_pages(groups: Sequence[KVGroup], need: Need, bytes_available: int) -> t
     tokens fill. ConfigError, with the numbers, if not even one page of a full group fits.
     """
     *sliding, full = groups
-    spent = sum(_windows(group, need) * group.page_bytes for group in sliding)
+    spent = sum(_windows(group, config) * group.page_bytes for group in sliding)
     left = bytes_available - spent
     if left < 2 * full.page_bytes:
         raise ConfigError(
-            f"the KV cache does not fit: {bytes_available / 2**20:.1f} MiB are available for it, the windows of {need.slots} "
+            f"the KV cache does not fit: {bytes_available / 2**20:.1f} MiB are available for it, the windows of {config.max_seqs} "
             f"sequences (max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs "
             f"{2 * full.page_bytes / 2**20:.1f} MiB at the very least; lower max_seqs, or give it more memory"
         )
     tails = sum(_tail(group) * group.page_bytes for group in sliding)
-    usual = -(-min(need.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
-    cached = _cached(need, left, tails, usual) if need.cache else 0
-    most = (need.slots + cached) * -(-need.max_len // full.page) + 1
-    pages = (_windows(group, need) + cached * _tail(group) for group in sliding)
+    usual = -(-min(config.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
+    cached = _cached(config.max_seqs, left, tails, usual) if config.prefix_cache else 0
+    most = (config.max_seqs + cached) * -(-config.max_len // full.page) + 1
+    pages = (_windows(group, config) + cached * _tail(group) for group in sliding)
     return *pages, min(most, (left - cached * tails) // full.page_bytes)
 
 
-def _windows(group: KVGroup, need: Need) -> int:
+def _windows(group: KVGroup, config: EngineConfig) -> int:
     """Windows of all slots, the prompts of the plans that are out (held until their results are in), the null page."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
-    limit = need.slots * -(-need.max_len // group.page) + 1
-    return min(need.slots * window + DEPTH * -(-need.prefill_budget // group.page) + 1, limit)
+    limit = config.max_seqs * -(-config.max_len // group.page) + 1
+    return min(config.max_seqs * window + DEPTH * -(-config.prefill_budget // group.page) + 1, limit)
 
 
 def _tail(group: KVGroup) -> int:
@@ -137,10 +123,10 @@ def _tail(group: KVGroup) -> int:
     return -(-(group.window - 1) // group.page)
 
 
-def _cached(need: Need, left: int, tails: int, usual: int) -> int:
+def _cached(slots: int, left: int, tails: int, usual: int) -> int:
     """Conversations of the usual length that the cache is to hold, windows and all, once every slot has one; at most one a slot.
 
     Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
     to a place with a window before it.
     """
-    return max(0, min(need.slots, (left - need.slots * usual) // (tails + usual)))
+    return max(0, min(slots, (left - slots * usual) // (tails + usual)))

@@ -5,7 +5,7 @@ device as it is (`engine.plan_layout`).
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, msgpack
-    StepResult  header | table [n,4 + W + D] | logprobs of tokens, variable, only when the header says so | of prompts, variable
+    StepResult  header | table [n,4 + W + D] | logprobs of tokens, variable, only when the header says so | of prompts, msgpack
 
     plan header, int32: version, flags, step (two words), the number of rows of each section, bytes of admissions; drafts; the rest
               0
@@ -58,7 +58,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
 _RESULT = struct.Struct("<QIIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
-_PROMPT = struct.Struct("<iiiii")  # slot, number, first position, alternatives, tokens
+PROMPT_ROW_BYTES = 28  # that a PromptRow takes at most beside its words
 
 FLAG_STOP = 1
 FLAG_MASKED = 2
@@ -196,6 +196,9 @@ class PromptRow(NamedTuple):
     logprobs: PromptLogprobs
 
 
+_decode_prompts = msgspec.msgpack.Decoder(list[PromptRow]).decode
+
+
 def has_numbers(logprobs: PromptLogprobs) -> bool:
     """Whether each token's logprob is a number, -inf among them: where a logit was NaN it is not."""
     words = np.frombuffer(logprobs.words, "<f4").reshape(logprobs.count, -1)
@@ -271,7 +274,7 @@ def largest_result(seqs: int, width: int = 1) -> int:
     """Bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, with as many drafts behind it, and
     MAX_SCORED prompt tokens, all tokens with logprobs."""
     tokens = width * (8 + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES))
-    rows = seqs * (4 * RESULT_HEAD + tokens + _PROMPT.size)
+    rows = seqs * (4 * RESULT_HEAD + tokens + PROMPT_ROW_BYTES)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 
 
@@ -326,16 +329,11 @@ def encode_rows(
 ) -> bytes:
     """Bytes of a result; the arguments are as in StepResult. With logprobs of some rows, each token of any row has an entry."""
     assert table.dtype == np.int32, table.dtype
-    flags = RESULT_HAS_LOGPROBS * bool(logprobs)
-    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, flags, len(prompts), encoded)
+    flags, prompt_rows = RESULT_HAS_LOGPROBS * bool(logprobs), _encode(prompts)
+    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, flags, len(prompt_rows), encoded)
     counts = table[:, 2].tolist() if logprobs else []
     lists = [_encode_logprobs(entry) for row, count in enumerate(counts) for entry in logprobs.get(row, [None] * count)]
-    return b"".join([header, table.tobytes(), *lists, *map(_encode_prompt, prompts)])
-
-
-def _encode_prompt(row: PromptRow) -> bytes:
-    slot, number, reported = row
-    return _PROMPT.pack(slot, number, reported.first, reported.alternatives, reported.count) + reported.words
+    return b"".join([header, table.tobytes(), *lists, prompt_rows])
 
 
 def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
@@ -348,7 +346,7 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
 
 def decode_result(data: bytes) -> StepResult:
     """The result in `data`, in place; raises ValueError when its length is wrong."""
-    step, n_rows, width, flags, n_prompts, encoded = _RESULT.unpack_from(data)
+    step, n_rows, width, flags, prompt_bytes, encoded = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     offset = _RESULT.size + 4 * n_rows * columns
     if offset > len(data):
@@ -360,20 +358,9 @@ def decode_result(data: bytes) -> StepResult:
             reported, offset = _decode_logprobs(data, offset)
             if reported is not None:
                 logprobs.setdefault(row, []).append(reported)
-    prompts = []
-    for _ in range(n_prompts):
-        prompt, offset = _decode_prompt(data, offset)
-        prompts.append(prompt)
-    if offset != len(data):
-        raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {offset}")
-    return StepResult(step, table, logprobs, prompts, encoded)
-
-
-def _decode_prompt(data: bytes, offset: int) -> tuple[PromptRow, int]:
-    slot, number, first, alternatives, count = _PROMPT.unpack_from(data, offset)
-    start = offset + _PROMPT.size
-    end = start + count * token_bytes(alternatives)
-    return PromptRow(slot, number, PromptLogprobs(first, alternatives, data[start:end])), end
+    if offset + prompt_bytes != len(data):
+        raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {offset + prompt_bytes}")
+    return StepResult(step, table, logprobs, _decode_prompts(memoryview(data)[offset:]), encoded)
 
 
 def _decode_logprobs(data: bytes, offset: int) -> tuple[Logprobs | None, int]:

@@ -163,7 +163,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 class Control(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
     """Front -> core: `stop` ends the core after the plan in flight; `report` asks for an empty TokenBatch with the load figures."""
 
-    action: str
+    action: Literal["stop", "report"]
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -174,7 +174,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of the prompt's tokens at positions first, first + 1, ...: natural log, fp32, of the capped logits.
+    """Logprobs of the prompt's tokens at positions first, first + 1, ...: natural log, fp32, of the capped logits.
 
     words: little-endian, 2 + 2 * `alternatives` of four bytes a token: its logprob fp32; its rank int32, 1 for the likeliest; the
     most likely ids int32, best first; their logprobs fp32.
@@ -248,7 +248,7 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftPosition(msgspec.Struct, frozen=True):
-    """Of the first drafts, the second ones, ...: how many were verified, and accepted with all before them."""
+    """How many of the first drafts (or second ones, ...) were verified, and accepted with all before them."""
 
     position: int
     verified: int

@@ -104,5 +104,5 @@ class StatusBlock:
         self._record(index)[4] = now_ns
 
     def _record(self, index: int) -> memoryview:
-        """Its words; a temporary view, so that the memory's owner can unmap it."""
+        """Returns the record's words; a temporary view, so that the memory's owner can unmap it."""
         return self._buffer[index * STATUS_BYTES : (index + 1) * STATUS_BYTES].cast("Q")

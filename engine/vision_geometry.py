@@ -76,9 +76,9 @@ def _geometry(vision: dict[str, Any], text: Geometry) -> VisionGeometry:
             raise CheckpointError(f"vision_config: head_dim {head_dim}, or fewer KV heads than query heads, is not implemented")
     rope = Rope(float((vision.get("rope_parameters") or {}).get("rope_theta", 100.0)), head_dim // 4)
     layers = tuple(Layer(i, "full", head_dim, heads, rope, width, k_eq_v=False, kv_source=i) for i in range(count))
-    common = {**vars(text), "hidden": hidden, "heads": heads, "layers": layers, "ple": 0, "moe": None}
+    own = {"hidden": hidden, "heads": heads, "layers": layers, "eps": vision["rms_norm_eps"], "ple": 0, "moe": None}
     return VisionGeometry(
-        **{**common, "eps": vision["rms_norm_eps"]},
+        **(vars(text) | own),
         model=text.hidden,
         positions=positions,
         unified=unified,

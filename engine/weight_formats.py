@@ -32,7 +32,7 @@ class StoredTensor:
     draw: Callable[[Any, int], Any] | None = None
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
-        """Its shape, of a matrix of that one."""
+        """The tensor's shape, for a matrix of shape `matrix`."""
         sizes = zip(matrix[-2:], self.block, strict=False)
         return (*matrix[:-2], *(-(-size // unit) if unit else 1 for size, unit in sizes))
 

@@ -5,7 +5,7 @@ limits: nobody of later precedence gets a slot meanwhile, and a request always b
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from engine.core.allocator import Allocator, Changes
@@ -32,9 +32,8 @@ class AdmissionBudget:
         """Counts a running sequence, and reserves the pages that its prompt still needs."""
         self._running += 1
         if sequence.high < sequence.target:
-            for index, pool in enumerate(self._allocator.pools):
-                worst = pool.group.worst_pages(sequence.target + 1)
-                self._promised[index] += max(0, worst - len(sequence.runs[index].pages))
+            for index, run in enumerate(sequence.runs):
+                self._promised[index] += max(0, run.pool.group.worst_pages(sequence.target + 1) - len(run.pages))
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
         """Whether all known tokens fit what is left, with a page to grow for every running sequence; always if none runs.
@@ -96,18 +95,19 @@ class Admissions:
         free = self._requests.free_slots
         return list(islice(self._requests.waiting, free + _LOOKAHEAD)) if free else []
 
-    def admit(self, budget_left: Callable[[], int], begin: Callable[[Sequence], None]) -> None:
-        """Admit while slots, pages and this step's budget last; `begin` gets each admitted sequence."""
-        if not (self._requests.waiting and self._requests.free_slots and budget_left()):
+    def admit(self) -> Iterator[Sequence]:
+        """Admit while slots, pages and the plan last; yields each admitted sequence, which then begins."""
+        candidates = self.candidates()
+        if not candidates:
             return
-        room, prefills, passed = AdmissionBudget(self._requests.running, self._allocator), self._prefills(), []
-        for sequence in self.candidates():
-            if not (self._requests.free_slots and budget_left()):
+        page_budget, prefills, passed = AdmissionBudget(self._requests.running, self._allocator), self._prefills(), []
+        for sequence in candidates:
+            if not self._requests.free_slots:
                 return
             hit = self._allocator.find(sequence)
             if self._waits(sequence, hit, prefills):
                 continue
-            if not self._may_begin(sequence, hit, room, prefills):
+            if not self._may_begin(sequence, hit, page_budget, prefills):
                 if sequence.overtaken >= self._policy.overtaking:
                     return
                 passed.append(sequence)
@@ -115,10 +115,10 @@ class Admissions:
             if not self._fits_plan(sequence, len(hit.full) + len(hit.tail)):
                 return
             self._admit(sequence, hit)
-            room.reserve(sequence)
+            page_budget.reserve(sequence)
             for other in passed:
                 other.overtaken += 1
-            begin(sequence)
+            yield sequence
             prefills = self._prefills()
 
     def _prefills(self) -> list[Sequence]:
@@ -131,13 +131,13 @@ class Admissions:
             return True
         return self._allocator.being_computed(sequence, hit, prefills, self._gain)
 
-    def _may_begin(self, sequence: Sequence, hit: Hit, room: AdmissionBudget, prefills: list[Sequence]) -> bool:
+    def _may_begin(self, sequence: Sequence, hit: Hit, page_budget: AdmissionBudget, prefills: list[Sequence]) -> bool:
         """There are pages, and it is short, or few enough long prompts are being computed."""
         if len(sequence.tokens) - hit.count * self._allocator.page > self._budget:
             long = sum(other.target - other.high > self._budget for other in prefills)
             if long >= self._policy.long and sequence.overtaken < self._policy.overtaking:
                 return False
-        return room.fits(sequence, hit)
+        return page_budget.fits(sequence, hit)
 
     def _admit(self, sequence: Sequence, hit: Hit) -> None:
         first = not sequence.started

@@ -50,37 +50,38 @@ class Allocator:
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
         fitting = count
-        for pool, run in zip(self.pools, sequence.runs, strict=True):
-            held = (run.end + max(0, pool.available - headroom)) * pool.group.page
+        for run in sequence.runs:
+            held = (run.end + max(0, run.pool.available - headroom)) * self.page
             fitting = min(fitting, held - sequence.high)
         return max(0, fitting)
 
     def hold(self, sequence: Sequence, end: int, changes: Changes) -> None:
         """Take the pages for positions up to `end`."""
-        for pool, run in zip(self.pools, sequence.runs, strict=True):
-            count = max(0, -(-end // pool.group.page) - run.end)
+        for run in sequence.runs:
+            pool, count = run.pool, max(0, -(-end // self.page) - run.end)
             if self.cache is not None and count > pool.free:
                 self.cache.make_free(pool, count)
             pages = pool.take(count)
-            self._append(pool, sequence, run.end, pages, changes)
+            run.pages += pages
+            self._append(sequence, run, pages, changes)
             for page in pool.cleanse(pages):
                 changes.zeros.extend((pool.group.index, page))
-            run.pages += pages
         self._note_bounds(sequence)
 
-    def _append(self, pool: PagePool, sequence: Sequence, first: int, pages: "list[int] | array[int]", changes: Changes) -> None:
-        group, slot = pool.group.index, sequence.slot
-        changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(slot), range(first, first + len(pages)), pages)))
+    def _append(self, sequence: Sequence, run: PageRun, pages: list[int], changes: Changes) -> None:
+        """Append the last of a run's pages to the ranks' tables."""
+        group, entries = run.pool.group.index, range(run.end - len(pages), run.end)
+        changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(sequence.slot), entries, pages)))
 
     def append_again(self, sequence: Sequence, changes: Changes) -> None:
         """Append all pages of a sequence to the ranks' tables, as if they were new."""
-        for pool, run in zip(self.pools, sequence.runs, strict=True):
-            self._append(pool, sequence, run.first, run.pages, changes)
+        for run in sequence.runs:
+            self._append(sequence, run, run.pages, changes)
 
     def release(self, sequence: Sequence, changes: Changes) -> None:
         """Give back the pages that no position from the edge of `low`'s page on can see."""
-        for pool, run in zip(self.pools, sequence.runs, strict=True):
-            first = run.first
+        for run in sequence.runs:
+            pool, first = run.pool, run.first
             dropped = run.drop_before(first_page(pool.group, sequence.low))
             if dropped:
                 pool.give(dropped)
@@ -89,8 +90,8 @@ class Allocator:
 
     def _note_bounds(self, sequence: Sequence) -> None:
         """Note the `high` up to which no page must be taken, and the `low` up to which none can be given back."""
-        sequence.held = min(run.end * pool.group.page for pool, run in zip(self.pools, sequence.runs, strict=True))
-        sequence.release_at = min(map(_release_at, self.pools, sequence.runs))
+        sequence.held = min(run.end for run in sequence.runs) * self.page
+        sequence.release_at = min(map(_release_at, sequence.runs))
 
     def give_all(self, sequence: Sequence, *, poisoned: bool) -> None:
         """Give back every page of a sequence that leaves its slot. `poisoned`: its values were not finite.
@@ -100,7 +101,8 @@ class Allocator:
         if self.cache is not None and poisoned:
             self.cache.discard(self._keys(sequence, sequence.low // self.page))
         written = max(sequence.high, sequence.dropped)
-        for pool, run in zip(self.pools, sequence.runs, strict=True):
+        for run in sequence.runs:
+            pool = run.pool
             certain = 0 if poisoned else sequence.low // self.page if written > sequence.low else run.end
             pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders(page) == 1)
             pool.give(run.pages)
@@ -136,11 +138,11 @@ class Allocator:
         if self.cache is None:
             return
         self.cache.use(sequence.keys, hit)
-        for index, pool in enumerate(self.pools):
-            pages = hit.full if pool is self._full else hit.tail
-            pool.share(pages)
-            sequence.runs[index] = PageRun(hit.count - len(pages), pages)
-            self._append(pool, sequence, hit.count - len(pages), pages, changes)
+        for run in sequence.runs:
+            run.pages = list(hit.full if run.pool is self._full else hit.tail)
+            run.first = hit.count - len(run.pages)
+            run.pool.share(run.pages)
+            self._append(sequence, run, run.pages, changes)
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
         points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
         points = {self._uncut_pages(sequence, point) for point in points}
@@ -206,9 +208,9 @@ def turn_ends(sequence: Sequence, page: int) -> set[int]:
     return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()
 
 
-def _release_at(pool: PagePool, run: PageRun) -> int:
+def _release_at(run: PageRun) -> int:
     """The least `low` at which the run's first page is no longer held."""
-    group = pool.group
+    group = run.pool.group
     if group.window is None:
         return 1 << 62
     seen = (run.first + 1) * group.page + group.window - 1

@@ -53,7 +53,7 @@ class PromptTime:
         self._squares, self._products = 0.0, 0.0
 
     def of(self, kind: object, tokens: int, ms: float) -> float:
-        """What so many add to a step, which took `ms`. `kind`: equal of steps that differ in prompt tokens alone."""
+        """The ms that so many tokens add to a step, which took `ms`. `kind`: equal of steps that differ in prompt tokens alone."""
         if not tokens:
             return 0.0
         before, last_tokens, last_ms = self._last
@@ -72,7 +72,7 @@ class PromptTime:
 
 @dataclass
 class Trial:
-    """Of an option: `ms` of its steps so far, by kind as there; `verified` rows had that many drafts before."""
+    """A trial of an option: `ms` of its steps so far, by kind as there; `verified` rows had that many drafts before."""
 
     option: Option
     verified: int
@@ -164,7 +164,7 @@ class Drafting:
             self._look(stats)
 
     def _stats(self, size: int) -> RowStats:
-        """Of steps of so many rows. At first the number in force is that of the nearest rows."""
+        """Returns the statistics of steps of so many rows. At first the number in force is that of the nearest rows."""
         if size not in self._by_rows:
             options = [Option(drafts) for drafts in self._options]
             nearest = min(self._by_rows, key=lambda other: abs(other - size), default=None)
@@ -235,7 +235,7 @@ class Drafting:
             self.switches["trial"] += 1
 
     def _is_sure(self, stats: RowStats, option: Option) -> bool:
-        """Its time is measured, and the chance of its last draft."""
+        """Whether the option's time is measured, and the chance of its last draft."""
         verified, _ = self._remembered
         fresh = self._step - option.step < FRESH and _in_all(stats, option.ms)
         return fresh and verified[option.drafts] >= (SURE if option.drafts else 0)
@@ -279,7 +279,7 @@ class Drafting:
 
 def _in_all(stats: RowStats, by_kind: Sequence[float]) -> bool:
     """Whether there is something for each kind of steps that is not rare."""
-    return all(some or share < RARE for some, share in zip(by_kind, (1 - stats.prompts, stats.prompts), strict=True))
+    return all(amount or share < RARE for amount, share in zip(by_kind, (1 - stats.prompts, stats.prompts), strict=True))
 
 
 def _at_least(counts: Sequence[int]) -> list[int]:

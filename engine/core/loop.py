@@ -93,22 +93,14 @@ class Core:
         while self._unread and size < _TURN_BYTES:
             raw = self._unread.popleft()
             size += len(raw)
-            message = self._decode(raw)
-            if message is not None:
-                self._handle(message)
+            try:
+                self._handle(decode_front_message(raw))
+            except msgspec.DecodeError as error:  # fails its own request only
+                request = _request_id(raw)
+                if request is None:
+                    raise
+                self._requests.refuse(request, f"the request could not be read: {error}")
         return size > 0
-
-    def _decode(self, raw: bytes) -> FrontMessage | None:
-        """The message, or None: one that cannot be read fails its own request only."""
-        try:
-            message: FrontMessage = decode_front_message(raw)
-        except msgspec.DecodeError as error:
-            request = _request_id(raw)
-            if request is None:
-                raise
-            self._requests.refuse(request, f"the request could not be read: {error}")
-            return None
-        return message
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
@@ -120,10 +112,8 @@ class Core:
                 self._requests.abort(message.id, message.reason)
             case Control(action="stop"):
                 self._stopping = True
-            case Control(action="report"):
-                self._report = True
             case Control():
-                raise ValueError(f"unknown control {message.action!r}")
+                self._report = True
 
     def _plan(self) -> bool:
         """Keep one step running and one queued."""

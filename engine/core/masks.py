@@ -393,7 +393,7 @@ class Masks:
         return compiled
 
     def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
-        """In a thread: a matcher at the grammar's beginning, and its mask there. GenerationFailed where there is none."""
+        """Compile a grammar, in a thread: a matcher at its beginning, and its mask there. GenerationFailed where there is none."""
         matcher = present(self._vocabulary).matcher(grammar)
         return matcher, matcher.mask()
 

@@ -121,11 +121,12 @@ class PagePool:
 
 
 class PageRun:
-    """The pages one sequence holds in one group: table entries [first, first + len(pages)), in order."""
+    """The pages of a pool that one sequence holds: table entries [first, first + len(pages)), in order."""
 
-    def __init__(self, first: int = 0, pages: Iterable[int] = ()) -> None:
-        self.first = first
-        self.pages = list(pages)
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.first = 0
+        self.pages: list[int] = []
 
     @property
     def end(self) -> int:

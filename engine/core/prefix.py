@@ -54,7 +54,7 @@ def extend_keys(
 
 
 def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
-    """Of each page in which media stand: where they do, and their digests."""
+    """Describes the media of each page in which some stand: where they do, and their digests."""
     by_page: dict[int, bytes] = {}
     for item in media:
         described = pack("<qq", item.first, item.length) + item.digest

@@ -29,7 +29,7 @@ from engine.protocol import (
 
 @dataclass
 class Counters:
-    """Since boot."""
+    """Counts since boot."""
 
     received: int = 0
     finished: int = 0
@@ -162,7 +162,7 @@ class Requests:
         if not sequence.started:
             sequence.started = True
             self._started.append(sequence.id)
-        sequence.admit(self._slots.pop(), self._admissions, len(self.allocator.pools))
+        sequence.admit(self._slots.pop(), self._admissions, self.allocator.pools)
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
     def readmit(self, sequence: Sequence) -> None:

@@ -277,12 +277,12 @@ class Scheduler:
         before = takewhile(lambda other: other is not sequence, self.requests.running)
         busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)
-        one = beside and self.config.tpot_target_ms is not None
+        singly = beside and self.config.tpot_target_ms is not None
         for item in sequence.media[sequence.encoded :]:
             if item.first >= sequence.high + size:
                 break
             if item.end > sequence.high:
-                full = busy or (draft.plan.encodes and (one or item.length > draft.encoder_rows))
+                full = busy or (draft.plan.encodes and (singly or item.length > draft.encoder_rows))
                 if full or beside:
                     awaited = awaited or item
                 if full:
@@ -322,13 +322,13 @@ class Scheduler:
 
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
-        def begin(sequence: Sequence) -> None:
+        for sequence in self._admissions.admit() if draft.budget else ():
             self._prefill(sequence, shares.get(sequence, 0), draft, may_preempt=False)
-
-        self._admissions.admit(lambda: draft.budget, begin)
+            if not draft.budget:
+                return
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
-        """What is left of the `planned` shares goes to running prefills."""
+        """Give running prefills what is left of the `planned` shares."""
         if draft.plan.prompt_tokens >= planned:
             return
         prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
@@ -355,7 +355,7 @@ class Scheduler:
 
 
 def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
-    """Its token in this step has drafts behind it, unless its next row is to have none."""
+    """Note that its token in this step has drafts behind it, unless its next row is to have none."""
     draft.in_flight.drafting += sequence.may_draft
     sequence.drafts = draft.drafts if sequence.may_draft else 0
 

@@ -12,10 +12,11 @@ At most `limit - 1` positions are needed: the last token is sampled from positio
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.core.pages import Hit, PageRun
+from engine.core.pages import Hit, PagePool, PageRun
 from engine.protocol import MediaItem, SamplingParams
 
 Wait = Literal["mask", "encoder"]
@@ -152,13 +153,13 @@ class Sequence:
         """Positions that may come from the prefix cache: one token at least, and all whose logprobs are wanted, are computed."""
         return self.scored if self.scores else len(self.tokens) - 1
 
-    def admit(self, slot: int, number: int, groups: int) -> None:
+    def admit(self, slot: int, number: int, pools: Iterable[PagePool]) -> None:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
         self.low = self.high = self.drafts = self.encoded = self.cached = self.dropped = self.held = self.release_at = 0
         self.cache_points, self.drafted, self.hit = [], [], None
-        self.runs = [PageRun() for _ in range(groups)]
+        self.runs = [PageRun(pool) for pool in pools]
 
     def step_back(self) -> None:
         """Drop the decode rows in flight. It keeps slot and pages, and is admitted again with its next row, which begins at `low`:

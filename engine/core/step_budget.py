@@ -96,7 +96,7 @@ class StepEstimate:
 
     @property
     def ms(self) -> float:
-        """With all that was added. Without prompts it is `decode_ms` instead."""
+        """Milliseconds of the step with all that was added. Without prompts they are `decode_ms` instead."""
         return self._slowed * self._measured_ms
 
     @property

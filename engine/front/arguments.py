@@ -50,7 +50,7 @@ Reading = Generator[None, None, T]
 
 
 class ArgumentsParser:
-    """One call's arguments after their opening bracket. Feed it text and quote markers; `take` gives the JSON.
+    """One call's arguments after their opening bracket. Feed it text, with MARK for quote markers; `take` gives the JSON.
 
     in_string  markers other than the quote are text now
     """
@@ -88,9 +88,6 @@ class ArgumentsParser:
     def _resume(self, text: str) -> None:
         self._new = text
         next(self._reading, None)
-
-    def quote(self) -> None:
-        self.push(MARK)
 
     def end(self) -> None:
         """The model has ended the call, or its turn: what is open is closed."""
@@ -154,7 +151,10 @@ class ArgumentsParser:
                 return
             if char == container.closers[-1]:
                 self._at += 1
-                self._close(container)
+                container.closers.pop()
+                if not container.closers:
+                    self._out.append(container.json)
+                    self._open.pop()
             elif container.is_array:
                 yield from self._value(char, container.schema.element(container.begun))
             elif char == "{":
@@ -162,12 +162,6 @@ class ArgumentsParser:
                 container.closers.append("}")
             else:
                 yield from self._member(container)
-
-    def _close(self, container: Container) -> None:
-        container.closers.pop()
-        if not container.closers:
-            self._out.append(container.json)
-            self._open.pop()
 
     def _member(self, container: Container) -> Reading[None]:
         closer = container.closers[-1]

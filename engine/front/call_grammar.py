@@ -61,6 +61,7 @@ class CallGrammar:
         self._bytes = 0
         self._referred: dict[str, str] = {}
         self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
+        self._root: Any = None  # the schema of the tool whose rules are being made
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
         self._rules += [f"tool_{index}: {_literal(name)} {rule}" for index, (name, rule) in enumerate(arguments.items())]
         called = " | ".join(f"tool_{index}" for index in range(len(arguments)))
@@ -76,9 +77,10 @@ class CallGrammar:
     def _arguments(self, name: str, schema: Any, strict: bool) -> str:
         if not schema:
             return "any_object"
+        self._root = schema
         kept, size, referred = len(self._rules), self._bytes, dict(self._referred)
         try:
-            return f"({self._value(_of_object(schema), schema, 0)})"
+            return f"({self._value(_of_object(schema), 0)})"
         except SchemaError as error:
             if strict:
                 message = f"tools: {name}: {error} cannot be kept by the grammar of calls"
@@ -101,7 +103,7 @@ class CallGrammar:
             raise SchemaError(f"a grammar of more than {_BYTES} bytes")
         self._rules.append(rule)
 
-    def _value(self, schema: Any, root: Any, depth: int) -> str:
+    def _value(self, schema: Any, depth: int) -> str:
         """The right side of a rule for a value of this schema."""
         if depth > _DEPTH:
             raise SchemaError(f"nesting deeper than {_DEPTH}")
@@ -112,18 +114,18 @@ class CallGrammar:
         schema = _without_nulls(schema)
         for keyword in (*_REFERRING, "const", "enum"):
             if keyword in schema:
-                return self._special(keyword, schema, root, depth)
+                return self._special(keyword, schema, depth)
         types = schema.get("type", "object" if "properties" in schema else None)
         if types is None:
             _only(schema, frozenset())
             return "value"
-        return _either([self._typed(str(name).lower(), schema, root, depth) for name in _listed(types)])
+        return _either([self._typed(str(name).lower(), schema, depth) for name in _listed(types)])
 
-    def _special(self, keyword: str, schema: Mapping[str, Any], root: Any, depth: int) -> str:
+    def _special(self, keyword: str, schema: Mapping[str, Any], depth: int) -> str:
         _only(schema, frozenset((keyword, "type") if keyword in ("const", "enum") else (keyword,)))
         match keyword:
             case "$ref":
-                return self._reference(str(schema["$ref"]), root, depth)
+                return self._reference(str(schema["$ref"]), depth)
             case "const":
                 return self._constant(schema["const"])
             case "enum":
@@ -131,24 +133,24 @@ class CallGrammar:
             case "allOf" if len(schema["allOf"]) != 1:
                 raise SchemaError("the schema keyword 'allOf' with several schemas")
             case "oneOf":
-                self._check_apart([ValueSchema(branch, root) for branch in schema["oneOf"]])
-        return _either([self._value(branch, root, depth + 1) for branch in schema[keyword]])
+                self._check_apart([ValueSchema(branch, self._root) for branch in schema["oneOf"]])
+        return _either([self._value(branch, depth + 1) for branch in schema[keyword]])
 
     def _check_apart(self, branches: Sequence[ValueSchema]) -> None:
-        """Of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
+        """Check the schemas of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
         self._pairs += len(branches) * (len(branches) - 1) // 2
         if self._pairs > _PAIRS:
             raise SchemaError("the schema keyword 'oneOf' with so many schemas")
-        if not all(are_apart(one, other) for one, other in combinations(branches, 2)):
+        if not all(are_apart(*pair) for pair in combinations(branches, 2)):
             raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once")
 
-    def _reference(self, reference: str, root: Any, depth: int) -> str:
+    def _reference(self, reference: str, depth: int) -> str:
         """A schema that refers to itself is a rule that does."""
-        key = f"{id(root)}{reference}"
+        key = f"{id(self._root)}{reference}"
         if key not in self._referred:
-            target = _target(root, reference)
+            target = _target(self._root, reference)
             name = self._referred[key] = f"ref_{len(self._referred)}"
-            self._add(f"{name}: {self._value(target, root, depth + 1)}")
+            self._add(f"{name}: {self._value(target, depth + 1)}")
         return self._referred[key]
 
     def _constant(self, value: Any) -> str:
@@ -158,14 +160,14 @@ class CallGrammar:
             return _literal(json.dumps(value))
         raise SchemaError("an object or array in enum or const")
 
-    def _typed(self, kind: str, schema: Mapping[str, Any], root: Any, depth: int) -> str:
+    def _typed(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
         every = frozenset().union(*(_KEYWORDS[str(name).lower()] for name in _listed(schema.get("type", kind))))
         _only(schema, every | {"type"})
         match kind:
             case "object":
-                return self._object(schema, root, depth)
+                return self._object(schema, depth)
             case "array":
-                return self._array(schema, root, depth)
+                return self._array(schema, depth)
             case "string":
                 return self._string(schema)
             case "integer" | "number":
@@ -182,41 +184,41 @@ class CallGrammar:
             return "string"
         return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"
 
-    def _array(self, schema: Mapping[str, Any], root: Any, depth: int) -> str:
-        named = [self._rule("item", self._value(item, root, depth + 1)) for item in schema.get("prefixItems") or ()]
+    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+        named = [self._rule("item", self._value(item, depth + 1)) for item in schema.get("prefixItems") or ()]
         least, most, others = schema.get("minItems") or 0, schema.get("maxItems"), schema.get("items", True)
         most = len(named) if others is False and (most is None or most > len(named)) else most
         repeats(least, most)
         begun = ' "," '.join(named)
         if most == len(named):
             return self._rule("array", f'"[" {begun} "]"')
-        item = self._rule("item", self._value(others, root, depth + 1))
+        item = self._rule("item", self._value(others, depth + 1))
         count = max(1, len(named))
         more = f'("," {item}){repeats(max(least - count, 0), None if most is None else most - count)}'
         return self._rule("array", f'"[" {begun or item} {more} "]"' if begun or least else f'"[" ({item} {more})? "]"')
 
-    def _object(self, schema: Mapping[str, Any], root: Any, depth: int) -> str:
+    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
         others = schema.get("additionalProperties", True)
         required = frozenset(schema.get("required") or ())
         properties = dict.fromkeys(required, others) | dict(schema.get("properties") or {})
         if not properties:
-            return self._map(others, root, depth)
-        members = [(self._member(key, properties[key], root, depth), key in required) for key in sorted(properties, key=str.lower)]
+            return self._map(others, depth)
+        members = [(self._member(key, properties[key], depth), key in required) for key in sorted(properties, key=str.lower)]
         return self._rule("object", f'"{{" {self._members(members)} "}}"')
 
-    def _map(self, schema: Any, root: Any, depth: int) -> str:
+    def _map(self, schema: Any, depth: int) -> str:
         """An object whose keys are free."""
         if schema is False:
             return '"{" "}"'
         if schema is True or schema == {}:
             return "any_object"
-        member = self._rule("member", f'KEY ":" ({self._value(schema, root, depth + 1)})')
+        member = self._rule("member", f'KEY ":" ({self._value(schema, depth + 1)})')
         return self._rule("object", f'"{{" ({member} ("," {member})*)? "}}"')
 
-    def _member(self, key: str, schema: Any, root: Any, depth: int) -> str:
+    def _member(self, key: str, schema: Any, depth: int) -> str:
         if not _BARE_KEY.fullmatch(key):
             raise SchemaError(f"the key {key[:100]!r}")
-        return self._rule("member", f"{_literal(key + ':')} ({self._value(schema, root, depth + 1)})")
+        return self._rule("member", f"{_literal(key + ':')} ({self._value(schema, depth + 1)})")
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
         """Members in order, those that are not required left out or not, commas between what is there."""

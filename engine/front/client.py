@@ -38,7 +38,6 @@ from engine.protocol import (
     Control,
     FinishReason,
     FrameReader,
-    FrontMessage,
     GenerateRequest,
     Load,
     MediaItem,
@@ -112,17 +111,19 @@ class EngineClient(asyncio.Protocol):
         """
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(self._clock()))
-        message = self._frame(
-            GenerateRequest(
-                id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
-            )
+        request = GenerateRequest(
+            id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
         )
+        try:
+            message = frame(encode_message(request))
+        except ValueError as error:
+            raise InvalidRequest(f"the request is too large: {error}") from error
         if not self._requests:
             self._waiting_since = time.monotonic_ns()
         self._requests[stream.id] = _Request(stream, len(prompt))
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
-            self._kill(stream.id, self.dead)
+            self._end(stream.id, "dead", EngineDead(self.dead))
         else:
             self._write(message)
         return stream
@@ -133,7 +134,7 @@ class EngineClient(asyncio.Protocol):
         if entry is None or entry.aborted is not None:
             return
         entry.aborted, entry.aborted_at = reason, self._clock()
-        self._write(self._frame(Abort(id=request, reason=reason)))
+        self._write(frame(encode_message(Abort(id=request, reason=reason))))
 
     def health(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -153,11 +154,11 @@ class EngineClient(asyncio.Protocol):
 
     def report(self) -> None:
         """Ask for the core's figures; they come as `load` and an EngineLoad event."""
-        self._write(self._frame(Control(action="report")))
+        self._write(frame(encode_message(Control(action="report"))))
 
     def stop(self) -> None:
         """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
-        self._write(self._frame(Control(action="stop")))
+        self._write(frame(encode_message(Control(action="stop"))))
 
     def fail(self, reason: str) -> None:
         """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""
@@ -166,7 +167,7 @@ class EngineClient(asyncio.Protocol):
         self.dead = reason
         self._sink(EngineFailed(reason))
         for request in list(self._requests):
-            self._kill(request, reason)
+            self._end(request, "dead", EngineDead(reason))
 
     async def close(self) -> None:
         """Detach; open streams raise EngineDead."""
@@ -208,7 +209,9 @@ class EngineClient(asyncio.Protocol):
             self._end(output.id, "refused" if output.invalid else "error", error)
             return
         if output.finish is not None:
-            self._end(output.id, _outcome(output.finish, entry.aborted), None)
+            aborted = entry.aborted or AbortReason.client_gone
+            reason = aborted if output.finish is FinishReason.abort else output.finish
+            self._end(output.id, cast("Outcome", reason.value), None)  # outcomes have the names of both kinds of reasons
         if entry.stream.push(output) > MAX_PILED_TOKENS and output.finish is None:
             entry.stream.drop()
             entry.stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
@@ -225,7 +228,7 @@ class EngineClient(asyncio.Protocol):
             self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
-        """Of one message, those that came for nobody left out."""
+        """Count the tokens of one message, and report them; not those of requests that have ended or are being aborted."""
         now, total, gaps = self._clock(), 0, list[float]()
         for output in outputs:
             entry, count = self._requests.get(output.id), len(output.tokens)
@@ -255,17 +258,14 @@ class EngineClient(asyncio.Protocol):
         e2e, queued = ended - clock.submitted, clock.queue_s
         self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, e2e, queued))
 
-    def _kill(self, request: int, reason: str) -> None:
-        self._end(request, "dead", EngineDead(reason))
-
     def _interval(self, before: Load | None, load: Load) -> float | None:
         """Seconds since the last report of a step, if `load` has a new step and there was work in between."""
-        busy = before is not None and before.running + before.waiting > 0
-        if busy and before is not None and load.step == before.step:
+        last_step = before.step if before is not None and before.running + before.waiting else None
+        if load.step == last_step:
             return None
         now, since = self._clock(), self._stepped
         self._stepped = now
-        return now - since if busy else None
+        return None if last_step is None else now - since
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket ended. The process watcher may report a more specific cause: it has EOF_GRACE_S to do so."""
@@ -276,13 +276,6 @@ class EngineClient(asyncio.Protocol):
         asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)
 
     # -- to the core
-
-    @staticmethod
-    def _frame(message: FrontMessage) -> bytes:
-        try:
-            return frame(encode_message(message))
-        except ValueError as error:
-            raise InvalidRequest(f"the request is too large: {error}") from error
 
     def _write(self, data: bytes) -> None:
         assert self._transport is not None, "EngineClient.start has not run"
@@ -295,9 +288,3 @@ def _packed(prompt: Sequence[int]) -> bytes:
         return pack_tokens(prompt)
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
-
-
-def _outcome(finish: FinishReason, aborted: AbortReason | None) -> Outcome:
-    """Outcomes have the names of how requests finish and why they are aborted."""
-    reason = aborted or AbortReason.client_gone
-    return cast("Outcome", reason.value if finish is FinishReason.abort else finish.value)

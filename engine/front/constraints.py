@@ -13,7 +13,7 @@ from typing import Literal
 from engine.config import ToolGrammar
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
-from engine.front.grammar import Thought, begun_call, calls_answer, either_answer, grammar
+from engine.front.grammar import Thought, begun_call, calls_answer, grammar
 from engine.front.reply import LABEL, Markers
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
@@ -43,7 +43,8 @@ class Constraints:
     def grammar(self, markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
         """The grammar of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
         thought = _thought(markers, prompt, thinking=thinking)
-        if not self._calls:
+        free = self.choice.mode == "none" or (self.ours and self.arguments == "off")  # nothing is to be said about calls
+        if free or not self.tools:
             return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
         if markers is None:
             raise InvalidRequest("tools: this model's vocabulary has no tokens for tool calls", param="tools")
@@ -52,7 +53,7 @@ class Constraints:
             thought = Thought.optional if thought is Thought.forced else thought
             return Grammar(grammar(markers, calls_answer(calls, most), thought))
         if self.answer is not None:
-            return Grammar(grammar(markers, either_answer(self.answer, calls, most), thought))
+            return Grammar(grammar(markers, calls_answer(calls, most, self.answer), thought))
         return Grammar(begun_call(calls), markers.begin_call)
 
     def thought_budget(self, text: TextProcessor, prompt: Sequence[int]) -> ThoughtBudget | None:
@@ -64,14 +65,6 @@ class Constraints:
         open_label = None if begun is None else max(0, label - len(begun))
         begin_call = markers.begin_call if self.tools else None
         return ThoughtBudget(self.budget, markers.begin_thought, markers.end_thought, label, begin_call, open_label)
-
-    @property
-    def _calls(self) -> bool:
-        """Whether the grammar has anything to say about calls."""
-        if not self.tools or self.choice.mode == "none":
-            return False
-        asked = self.choice.mode == "required" or self.choice.names is not None or self.answer is not None
-        return asked or self.arguments != "off" or bool(self.tools.strict)
 
     @property
     def ours(self) -> bool:

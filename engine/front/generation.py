@@ -103,12 +103,16 @@ class Delta:
     prompt: PromptPart | None = None
 
 
+BlockKind = Literal["reasoning", "text", "call"]
+_BLOCK_KINDS: dict[type[Part], BlockKind] = {Reasoning: "reasoning", Content: "text", Arguments: "call"}
+
+
 @dataclass(slots=True)
 class ReplyBlock:
     """A run of parts of one kind. `pieces`: its text, of a call its arguments; `id` and `name` are a call's."""
 
     index: int
-    kind: Literal["reasoning", "text", "call"]
+    kind: BlockKind
     id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -140,26 +144,15 @@ class Choice:
 
     def take(self, part: Part) -> ReplyBlock:
         """Add a part to the block that it belongs to, which is returned."""
-        match part:
-            case ToolCallStart(_, number, name):
-                return self._open(ReplyBlock(len(self.blocks), "call", number, name))
-            case Arguments(text=text):
-                block = self.blocks[-1]
-            case Content(text):
-                block = self._last("text")
-            case Reasoning(text):
-                block = self._last("reasoning")
-        block.pieces.append(text)
-        return block
-
-    def _last(self, kind: Literal["reasoning", "text"]) -> ReplyBlock:
-        if self.blocks and self.blocks[-1].kind == kind:
-            return self.blocks[-1]
-        return self._open(ReplyBlock(len(self.blocks), kind))
-
-    def _open(self, block: ReplyBlock) -> ReplyBlock:
-        self.blocks.append(block)
-        return block
+        blocks = self.blocks
+        if isinstance(part, ToolCallStart):
+            blocks.append(ReplyBlock(len(blocks), "call", part.id, part.name))
+            return blocks[-1]
+        kind = _BLOCK_KINDS[type(part)]
+        if not blocks or blocks[-1].kind != kind:
+            blocks.append(ReplyBlock(len(blocks), kind))
+        blocks[-1].pieces.append(part.text)
+        return blocks[-1]
 
     @property
     def content(self) -> str:
@@ -271,7 +264,7 @@ class Generation:
     def _made(self, output: Output) -> Delta:
         if self._echo_only:
             return Delta((), [], [], FinishReason.length.value if output.finish else None)
-        return self._cut(output) if self._stops else self._plain(output)
+        return self._cut(output, self._stops) if self._stops else self._plain(output)
 
     def _plain(self, output: Output) -> Delta:
         if output.finish is None:
@@ -290,23 +283,22 @@ class Generation:
         """The stop id that ended it, unless it is one of end of sequence."""
         return last if (last := _last(output)) in self._own_stop_ids else None
 
-    def _cut(self, output: Output) -> Delta:
-        assert self._stops is not None
+    def _cut(self, output: Output, stops: StopStrings) -> Delta:
         kept: list[Part] = []
         for index, parts in enumerate(self._by_token(output)):
-            matched = _keep(parts, self._stops, kept)
+            matched = _keep(parts, stops, kept)
             if matched is not None or (self._one_call and self._reader.ended_calls):
                 self.stream.abort(AbortReason.stop_string)
                 used = min(index + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)
                 return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish, matched)
         if output.finish is not None:
-            kept += _content(self._stops.flush())
+            kept += _content(stops.flush())
         finish, stop = self._finish(output.finish), self._stop_id(output)
         return Delta(tuple(joined(kept)), output.tokens, output.logprobs, finish, stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
-        """What each token adds, then what was held back."""
+        """Yields what each token adds, then what was held back."""
         for token in self._shown(output):
             yield self._reader.push([token])
         if output.finish is not None:
@@ -426,15 +418,15 @@ class DeltaReader(Generic[T]):
         """The pairs that have come; an error is raised after the pairs before it were given."""
         if self._error is not None:
             raise self._error
-        some = False
+        has_yielded = False
         for generation in self.generations:
             try:
                 for delta in generation.take():
-                    some = True
+                    has_yielded = True
                     yield generation.choice, delta
             except Exception as error:
                 self._abort_siblings(generation, error)
-                if not some:
+                if not has_yielded:
                     raise
                 self._error = error
                 return

@@ -62,7 +62,7 @@ class _Combination(Exception):
 
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     properties = schema.get("properties")
@@ -78,7 +78,7 @@ def _closed(schema: Any) -> Any:
 
 def _closed_member(key: str, value: Any) -> Any:
     named = key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
-    return {name: _closed(one) for name, one in value.items()} if named else _closed(value)
+    return {name: _closed(inner) for name, inner in value.items()} if named else _closed(value)
 
 
 def _json(schema: Mapping[str, Any] | None) -> str:
@@ -91,7 +91,7 @@ def _json(schema: Mapping[str, Any] | None) -> str:
 
 @dataclass(frozen=True)
 class Structure:
-    """Of a structural tag: JSON by `schema` between two texts; `trigger` is how `begin` begins."""
+    """A part of a structural tag: JSON by `schema` between two texts; `trigger` is how `begin` begins."""
 
     trigger: str
     begin: str
@@ -128,7 +128,7 @@ def lark_answer(grammar: str) -> str:
 
 
 def _from_gbnf(grammar: str) -> str:
-    """In Lark. The translation takes the square of the rules' number, so that there is a bound."""
+    """Translate to Lark. It takes the square of the rules' number, so that there is a bound."""
     if len(grammar) > _MAX_GBNF or grammar.count("::=") > _MAX_GBNF_RULES:
         most = f"{_MAX_GBNF} characters or {_MAX_GBNF_RULES} rules"
         raise InvalidRequest(f"GBNF of more than {most}: write it in Lark, with a rule start")
@@ -140,14 +140,12 @@ def _from_gbnf(grammar: str) -> str:
         raise InvalidRequest(f"neither Lark with a rule start nor GBNF: {error}"[:300]) from None
 
 
-def calls_answer(calls: CallGrammar, most: int | None = None) -> str:
-    """One call or more; `most` of them."""
-    return f"answer: call{{1,{'' if most is None else most}}}\n{calls.text}"
-
-
-def either_answer(answer: str, calls: CallGrammar, most: int | None = None) -> str:
-    """An answer of a form, or calls."""
-    return f"answer: form | call{{1,{'' if most is None else most}}}\nform:{answer.removeprefix('answer:')}\n{calls.text}"
+def calls_answer(calls: CallGrammar, most: int | None = None, answer: str | None = None) -> str:
+    """One call or more, `most` of them; or an answer of a form, where that is one."""
+    some_calls = f"call{{1,{'' if most is None else most}}}"
+    if answer is None:
+        return f"answer: {some_calls}\n{calls.text}"
+    return f"answer: form | {some_calls}\nform:{answer.removeprefix('answer:')}\n{calls.text}"
 
 
 def begun_call(calls: CallGrammar) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.front.arguments import ArgumentsParser
-from engine.front.notation import QUOTE
+from engine.front.notation import MARK, QUOTE
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
 from engine.front.text import Detokenizer, TextProcessor
 from engine.front.tools import Tools
@@ -149,7 +149,7 @@ class ReplyParser:
             case State.LABEL | State.THOUGHT if not cut:
                 self._end_thought()
             case State.GAP if self._held.strip() or not self.calls:
-                self._answer(self._held)
+                self._content(self._held)
             case State.HEAD if not cut:
                 self._no_call()
         self._held = ""
@@ -207,7 +207,7 @@ class ReplyParser:
         if token == self._markers.end_call and arguments.in_string:
             self._held = str(self._pieces[token])  # text of the string, unless the reply ends here: then it ended the call
         elif token == self._markers.quote:
-            arguments.quote()
+            arguments.push(MARK)
         elif arguments.in_string:
             arguments.push(str(self._pieces[token]))
         elif token == self._markers.begin_call:
@@ -227,19 +227,16 @@ class ReplyParser:
 
     def _take(self) -> list[Part]:
         if self._arguments is not None:
-            self._put_arguments()
+            self._put_arguments(self._arguments)
         parts, self._parts = self._parts, []
         return joined(parts) if len(parts) > 1 else parts
 
     # --- text of the answer, and of thoughts ---
 
     def _content(self, text: str) -> str:
-        self._answer(text)
-        return ""
-
-    def _answer(self, text: str) -> None:
         if text:
             self._parts.append(Content(text))
+        return ""
 
     def _reason(self, text: str) -> None:
         """Thoughts of several blocks are joined by a newline."""
@@ -328,7 +325,7 @@ class ReplyParser:
     def _no_call(self) -> None:
         """The text held as the head of a call is content."""
         marker = str(self._pieces[self._markers.begin_call]) if self._state is State.HEAD else ""
-        self._answer(marker + self._held)
+        self._content(marker + self._held)
         self._held, self._state = "", State.CONTENT
 
     def _more_arguments(self, text: str) -> str:
@@ -344,18 +341,17 @@ class ReplyParser:
 
     def _end_arguments(self, *, complete: bool) -> str:
         """End the arguments; returns the text after them."""
-        assert self._arguments is not None
-        if not self._arguments.ended:
-            self._arguments.end() if complete else self._arguments.cut()
-        self._put_arguments()
-        rest, self._arguments = self._arguments.rest, None
+        arguments, self._arguments = self._arguments, None
+        assert arguments is not None
+        if not arguments.ended:
+            arguments.end() if complete else arguments.cut()
+        self._put_arguments(arguments)
         self._state = State.GAP
         self.ended_calls += complete
-        return rest
+        return arguments.rest
 
-    def _put_arguments(self) -> None:
-        assert self._arguments is not None
-        json_text = self._arguments.take()
+    def _put_arguments(self, arguments: ArgumentsParser) -> None:
+        json_text = arguments.take()
         if json_text:
             self._parts.append(Arguments(self.calls - 1, json_text))
 

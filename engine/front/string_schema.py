@@ -82,7 +82,7 @@ def _bytes() -> LLTokenizer:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Between its outermost bars, each as atoms: characters, escapes, classes, the beginnings of groups."""
+    """Cut a pattern at its outermost bars, and each part into atoms: characters, escapes, classes, the beginnings of groups."""
     branches: list[list[str]] = [[]]
     depth = 0
     for atom in _ATOM.findall(pattern):
@@ -127,7 +127,7 @@ def _date() -> str:
 
 
 def _duration() -> str:
-    """RFC 3339, appendix A."""
+    """A duration by RFC 3339, appendix A."""
     number = "[0-9]{1,6}"
     seconds = f"{number}S"
     minutes = f"{number}M(?:{seconds})?"

@@ -189,7 +189,7 @@ class TextProcessor:
         ids: list[int] = []
         for plain, control in self._pieces_of(text):
             if plain:
-                ids += self._plain(plain.replace(sentinel, "") if sentinel else plain, param, most)
+                ids += self._plain(plain.replace(sentinel, ""), param, most)
             if control:
                 ids.append(self._control[control])
             if len(ids) > most:

@@ -95,12 +95,11 @@ def _check_parameters(parameters: Any, where: str) -> None:
         where, schema = left.pop()
         if id(schema) not in seen:
             seen.add(id(schema))
-            left += _checked_schema(schema, where)
-            left += _referred_schema(schema, parameters, where)
+            left += _checked_schema(schema, parameters, where)
 
 
-def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The schemas inside this one, each with its place; what is wrong with itself is raised."""
+def _checked_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """The schemas inside this one, and the one that it refers to, each with its place; what is wrong with itself is raised."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -115,12 +114,8 @@ def _checked_schema(schema: Any, where: str) -> Iterator[tuple[str, Any]]:
     for keyword in _SCHEMAS:
         inner = schema.get(keyword)
         if inner is not None:
-            yield from ((_inside(where, f".{keyword}"), one) for one in (inner if isinstance(inner, list) else [inner]))
-
-
-def _referred_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """What a reference points at, which need not stand where schemas do."""
-    target = referred(root, schema["$ref"]) if isinstance(schema, Mapping) and "$ref" in schema else None
+            yield from ((_inside(where, f".{keyword}"), item) for item in (inner if isinstance(inner, list) else [inner]))
+    target = referred(root, schema.get("$ref"))  # which need not stand where schemas do
     if target is not None:  # else it points nowhere: what it stands for may be anything
         yield _inside(where, ".$ref"), target
 

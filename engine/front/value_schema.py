@@ -11,7 +11,9 @@ import msgspec
 _BRANCHES = 64  # of anyOf, oneOf, allOf and $ref together: more are not looked at
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
-_PYTHON_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+_PYTHON_TYPES: dict[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,15 @@ class ValueSchema:
         return self._inside(lambda branch: _mapping(branch.get("properties")).get(key, branch.get("additionalProperties")))
 
     @property
-    def constants(self) -> frozenset[str] | None:
+    def constants(self) -> frozenset[bytes] | None:
         """The only values, as JSON, by const or enum, also of what it refers to; None: others are allowed."""
-        branches = [branch for branch in self._branches() if "$ref" not in branch]
-        constants = _constants_of(branches[0]) if len(branches) == 1 else None
-        return None if constants is None else frozenset(map(_as_json, constants))
+        constants = _constants_of(self._single_branch())
+        return None if constants is None else frozenset(msgspec.json.encode(value, order="sorted") for value in constants)
 
     @property
     def required(self) -> frozenset[str]:
         """Keys that an object must have."""
-        branches = [branch for branch in self._branches() if "$ref" not in branch]
-        return frozenset(branches[0].get("required") or ()) if len(branches) == 1 else frozenset()
+        return frozenset(self._single_branch().get("required") or ())
 
     def declares(self, key: str) -> bool:
         """Whether an object has a property of this name."""
@@ -63,6 +63,11 @@ class ValueSchema:
         if not schemas or not all(isinstance(inner, Mapping) for inner in schemas):
             return ValueSchema(True, self.root)
         return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self.root)
+
+    def _single_branch(self) -> Mapping[str, Any]:
+        """What all of it says, references followed; nothing, if it has alternatives."""
+        branches = [branch for branch in self._branches() if "$ref" not in branch]
+        return branches[0] if len(branches) == 1 else {}
 
     def _branches(self) -> Iterator[Mapping[str, Any]]:
         """The schema and its alternatives, references followed."""
@@ -88,14 +93,14 @@ def referred(root: Any, reference: Any) -> Any:
     return root
 
 
-def are_apart(one: ValueSchema, other: ValueSchema) -> bool:
+def are_apart(left: ValueSchema, right: ValueSchema) -> bool:
     """Whether no value fits both, as far as types, constants and the constants of required members tell."""
-    if one.types is not None and other.types is not None and not _with_numbers(one.types) & _with_numbers(other.types):
+    if left.types is not None and right.types is not None and not _with_numbers(left.types) & _with_numbers(right.types):
         return True
-    if one.constants is not None and other.constants is not None:
-        return not one.constants & other.constants
-    shared = one.required & other.required
-    constants = [(one.member(key).constants, other.member(key).constants) for key in shared]
+    if left.constants is not None and right.constants is not None:
+        return not left.constants & right.constants
+    shared = left.required & right.required
+    constants = [(left.member(key).constants, right.member(key).constants) for key in shared]
     return any(first is not None and second is not None and not first & second for first, second in constants)
 
 
@@ -119,7 +124,7 @@ def json_kind(text: str) -> str | None:
         value = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return None
-    return "null" if value is None else _PYTHON_TYPES[type(value)]
+    return _PYTHON_TYPES[type(value)]
 
 
 def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
@@ -130,7 +135,7 @@ def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
         case {"type": [*names]}:
             return frozenset(str(name).lower() for name in names)
     constants = _constants_of(branch)
-    return None if constants is None else frozenset(map(_kind_of, constants))
+    return None if constants is None else frozenset(_PYTHON_TYPES.get(type(value), "string") for value in constants)
 
 
 def _constants_of(branch: Mapping[str, Any]) -> list[Any] | None:
@@ -140,14 +145,6 @@ def _constants_of(branch: Mapping[str, Any]) -> list[Any] | None:
         case {"enum": [*values]}:
             return values
     return None
-
-
-def _as_json(value: Any) -> str:
-    return msgspec.json.encode(value, order="sorted").decode()
-
-
-def _kind_of(value: Any) -> str:
-    return "null" if value is None else _PYTHON_TYPES.get(type(value), "string")
 
 
 def _element(branch: Mapping[str, Any], index: int) -> Any:

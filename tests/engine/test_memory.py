@@ -12,7 +12,6 @@ from engine.memory import (
     CPU_BYTES,
     PIECE_LOGITS,
     PIECES,
-    Need,
     adjustment_bytes,
     buckets,
     kv_budget,
@@ -38,7 +37,12 @@ TAIL = 32  # pages that hold 1023 positions
 def asked(spare: int, max_len: int = MAX_LEN, slots: int = SLOTS, *, cache: bool = False) -> tuple[int, ...]:
     """Pages when `spare` bytes are left behind the windows."""
     spent = WINDOWS * SLIDING.page_bytes
-    return pool_pages((SLIDING, FULL), Need(slots, max_len, BUDGET, cache=cache), spent + spare)
+    return pool_pages(sized(slots, max_len, BUDGET, cache=cache), (SLIDING, FULL), spent + spare)
+
+
+def sized(slots: int, max_len: int, budget: int, *, cache: bool) -> EngineConfig:
+    """The settings that pools are sized by."""
+    return EngineConfig(model="", device="cuda", max_seqs=slots, max_len=max_len, prefill_budget=budget, prefix_cache=cache)
 
 
 def test_a_budget_is_the_share_less_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +128,9 @@ def hit_rate(*, cache: bool) -> float:
     """Fourteen conversations in turn over eight slots that are never idle, in pools of 31B's proportions."""
     groups = (KVGroup(0, "sliding", tuple(range(50)), 4, 256, WINDOW, 32), KVGroup(1, "full", tuple(range(10)), 1, 512, None, 32))
     trace = Trace(conversations=14, system=200, turns=8)
-    need = Need(AT_ONCE, trace.length + 1, 256, cache=cache)
-    pages = pool_pages(groups, need, 4 << 30)
-    config = SchedulerConfig(GROUPS, pages, AT_ONCE, need.max_len, need.prefill_budget, cache_share=1.0)
+    settings = sized(AT_ONCE, trace.length + 1, 256, cache=cache)
+    pages = pool_pages(settings, groups, 4 << 30)
+    config = SchedulerConfig(GROUPS, pages, AT_ONCE, settings.max_len, settings.prefill_budget, cache_share=1.0)
     return Server(trace, Scheduler(config)).run().hit / unlimited(trace).hit
 
 

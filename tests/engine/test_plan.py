@@ -19,6 +19,8 @@ from engine.channel import create_shared, map_shared
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
 from engine.plan import (
     MAX_PARAMS,
+    MAX_SCORED,
+    PROMPT_ROW_BYTES,
     ROW_MASKED,
     Admission,
     PromptRow,
@@ -28,11 +30,12 @@ from engine.plan import (
     admission_size,
     decode_result,
     encode_plan,
+    encode_rows,
     read_plan,
     single_rows,
 )
 from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS, STEP
-from engine.protocol import MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams
+from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
 from engine.rank_status import STATUS_BYTES, EncoderFigures, RankStatus, StatusBlock
 from tests.support.engine.plans import (
     KINDS,
@@ -224,6 +227,14 @@ def test_a_cut_or_grown_result_is_refused(result: StepResult, data: st.DataObjec
     for wrong in (whole[:cut], whole + b"\0\0\0\0"):
         with pytest.raises((ValueError, struct.error)):
             decode_result(wrong)
+
+
+def test_logprobs_of_a_prompt_take_little_beside_their_words() -> None:
+    """The largest numbers fit the bytes that are counted beside the words of a prompt's logprobs; half as many would not do."""
+    table, words = np.zeros((0, RESULT_HEAD + 1), np.int32), bytes(MAX_SCORED * token_bytes(MAX_ALTERNATIVES))
+    row = PromptRow(2**31 - 1, 2**31 - 1, PromptLogprobs(2**31 - 1, MAX_ALTERNATIVES, words))
+    beside = len(encode_rows(1, table, {}, [row])) - len(encode_rows(1, table, {})) - len(words)
+    assert PROMPT_ROW_BYTES // 2 < beside <= PROMPT_ROW_BYTES - 5  # as many for the number of rows
 
 
 def test_admission_numbers_come_back_modulo_2_to_the_31() -> None:

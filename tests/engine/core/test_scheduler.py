@@ -179,7 +179,7 @@ def test_a_release_by_what_is_planned_is_noticed(monkeypatch: pytest.MonkeyPatch
         sequence.low = low
 
     monkeypatch.setattr(Allocator, "release", by_high)
-    monkeypatch.setattr("engine.core.allocator._release_at", lambda pool, run: 0)
+    monkeypatch.setattr("engine.core.allocator._release_at", lambda run: 0)
     monkeypatch.setattr("tests.support.engine.worlds.check_windows", lambda scheduler: None)
 
     def uncached(world: World) -> World:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.front.arguments import ArgumentsParser
+from engine.front.notation import MARK
 from engine.front.value_schema import ValueSchema
 from tests.support.engine.replies import QUOTE, Segment, segments
 
@@ -20,7 +21,7 @@ def made(text: str, schema: Any = True, *, size: int | None = None) -> str:
     """The JSON of `text`, which begins behind the opening bracket; in pieces of `size` characters."""
     parser = ArgumentsParser(ValueSchema(schema, schema))
     for part in pieces(segments(text), size):
-        parser.quote() if part == QUOTE else parser.push(str(part))
+        parser.push(MARK if part == QUOTE else str(part))
     parser.end()
     return parser.take()
 
@@ -102,7 +103,7 @@ def test_strings_go_out_as_they_come() -> None:
         ("]}", ",3]}"),
     ]
     for part, out in steps:
-        parser.quote() if part == QUOTE else parser.push(str(part))
+        parser.push(MARK if part == QUOTE else str(part))
         assert parser.take() == out, part
     assert parser.ended
 
@@ -133,7 +134,7 @@ def cost(parts: list[Segment]) -> float:
     for _ in range(2):
         parser, began = ArgumentsParser(ValueSchema()), time.process_time()
         for part in parts:
-            parser.quote() if part == QUOTE else parser.push(str(part))
+            parser.push(MARK if part == QUOTE else str(part))
             parser.take()
         parser.end()
         taken.append(time.process_time() - began)
