@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.edge.api_client import events, token_steps
@@ -101,9 +100,9 @@ def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, monkeypatch
     """The model sees it with what was open closed. Planted: arguments that begin no JSON are a 400."""
     monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
     edge.core.steps = token_steps(edge, "again")
-    assert httpx.post(f"{edge.url}{path}", timeout=10, json={"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
+    assert edge.post(path, {"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
     prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
     assert 'call:read_file{path:<|"|>a.p<|"|>}<tool_call|><|tool_response>response:read_file{value:<|"|>no JSON<|"|>}' in prompt
-    reply = httpx.post(f"{edge.url}{path}", timeout=10, json={"model": "nano", **asked('{"path":a.p')[path]})
+    reply = edge.post(path, {"model": "nano", **asked('{"path":a.p')[path]})
     assert reply.status_code == 400
     assert "arguments: not JSON" in reply.json()["error"]["message"]

@@ -28,7 +28,7 @@ def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None
     assert raw["choices"][0]["message"]["content"] == "hi there"
     assert raw["object"] == "chat.completion"
     assert raw["choices"][0]["finish_reason"] == "stop"
-    message = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO}).json()["choices"][0]
+    message = edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO}).json()["choices"][0]
     assert message["message"] == {"role": "assistant", "content": "hi there", "refusal": None, "annotations": []}
     assert message["logprobs"] is None
     prompt = len(edge.core.requests[0].tokens)
@@ -76,7 +76,7 @@ def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> Non
     the first of them computed was not cached."""
     edge.core.steps, edge.core.cached = [*token_steps(edge, "hi"), [106]], [32, 48, 64] * 2
     body = {"model": "nano", "messages": HELLO, "n": n}
-    whole = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
+    whole = edge.post("/v1/chat/completions", body).json()
     edge.core.requests.clear()
     data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
     for usage in (whole["usage"], json.loads(data[-2])["usage"]):
@@ -89,13 +89,13 @@ def test_usage_says_what_became_of_drafts(edge: Edge, *, at_once: bool) -> None:
     `speculative: false`."""
     edge.core.steps, edge.core.drafts, edge.core.at_once = [[300, 301, 302], [303, 304], [305]], 3, at_once
     body = {"model": "nano", "messages": HELLO, "n": 2}
-    whole = httpx.post(f"{edge.url}/v1/chat/completions", json=body | {"speculative": False}).json()
+    whole = edge.post("/v1/chat/completions", body | {"speculative": False}).json()
     data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
     for usage in (whole["usage"], json.loads(data[-2])["usage"]):
         details = usage["completion_tokens_details"]
         assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 12)
     assert [request.params.drafts for request in edge.core.requests] == [False, False, True, True]
-    refused = httpx.post(f"{edge.url}/v1/chat/completions", json=body | {"speculative": "no"})
+    refused = edge.post("/v1/chat/completions", body | {"speculative": "no"})
     assert (refused.status_code, "speculative" in refused.text) == (400, True)
 
 
@@ -132,7 +132,7 @@ def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
     """tokens, token_logprobs, top_logprobs and text_offset run in parallel; the offsets go on through a stream."""
     edge.core.steps = token_steps(edge, "a small house")
     body = {"model": "nano", "prompt": "x", "logprobs": 1, "max_tokens": 40}
-    whole = httpx.post(f"{edge.url}/v1/completions", json=body).json()["choices"][0]
+    whole = edge.post("/v1/completions", body).json()["choices"][0]
     found = whole["logprobs"]
     assert "".join(found["tokens"]) == whole["text"] == "a small house"
     for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
@@ -155,7 +155,7 @@ def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         finish = chunks[-1]["choices"][0]["finish_reason"]
     else:
-        choice = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()["choices"][0]
+        choice = edge.post("/v1/chat/completions", body).json()["choices"][0]
         text, finish = choice["message"]["content"], choice["finish_reason"]
     assert (text, finish) == ("one two ", "stop")
     if not batched:
@@ -165,7 +165,7 @@ def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched
 def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:
     """What was held back is emitted when the stream ends without a match."""
     edge.core.steps = [*token_steps(edge, "all ST"), [106]]
-    answer = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO, "stop": "STOP"}).json()
+    answer = edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO, "stop": "STOP"}).json()
     assert answer["choices"][0]["message"]["content"] == "all ST"
 
 
@@ -174,7 +174,7 @@ def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
     word = edge.text.encode("house", add_bos=False)[0]
     edge.core.steps = [*token_steps(edge, "the "), [word]]
     body = {"model": "nano", "messages": HELLO, "stop_token_ids": [word]}
-    answer = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
+    answer = edge.post("/v1/chat/completions", body).json()
     assert answer["choices"][0]["message"]["content"] == "the "
     assert word in edge.core.requests[0].params.stop_ids
 
@@ -190,11 +190,11 @@ def test_several_choices_have_seeds_of_their_own(edge: Edge, *, stream: bool) ->
         texts = ["".join(c["delta"].get("content", "") for c in chunks if c["index"] == index) for index in range(3)]
         assert sorted(c["index"] for c in chunks if c["finish_reason"]) == [0, 1, 2]
     else:
-        reply = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()
+        reply = edge.post("/v1/chat/completions", body).json()
         texts = [choice["message"]["content"] for choice in reply["choices"]]
         assert reply["usage"]["completion_tokens"] == 3 * len(edge.core.steps)
     assert texts == ["hi"] * 3
-    httpx.post(f"{edge.url}/v1/chat/completions", json=body | {"seed": 8})
+    edge.post("/v1/chat/completions", body | {"seed": 8})
     seeds = [request.params.seed for request in edge.core.requests]
     assert (seeds[0], seeds[3]) == (7, 8)
     assert len(set(seeds)) == 6
@@ -205,7 +205,7 @@ def test_sampling_parameters_reach_the_engine(edge: Edge) -> None:
     chat = {"model": "nano", "messages": HELLO}
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "min_tokens": 2, "max_completion_tokens": 9}
     for body in (chat | given, chat, chat, chat | {"ignore_eos": True, "stop_token_ids": [9], "top_k": -1}):
-        httpx.post(f"{edge.url}/v1/chat/completions", json=body).raise_for_status()
+        edge.post("/v1/chat/completions", body).raise_for_status()
     first, second, third, last = edge.core.requests
     params = first.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.9, 5, 0.1, 3)
@@ -232,7 +232,7 @@ def test_adjustments_of_logits_reach_the_engine(edge: Edge) -> None:
     given |= {"bad_words": ["house", " house", "two words"], "allowed_token_ids": [9, 8, 9]}
     neutral = {"presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "bad_words": [], "allowed_token_ids": None}
     for body in (chat | given, chat, chat | neutral):
-        httpx.post(f"{edge.url}/v1/chat/completions", json=body).raise_for_status()
+        edge.post("/v1/chat/completions", body).raise_for_status()
     wanted, *others = [request.params.adjustments for request in edge.core.requests]
     spelled = [tuple(edge.text.encode(text, add_bos=False)) for text in ("house", " house", "two words", " two words")]
     assert wanted == LogitAdjustments(
@@ -255,7 +255,7 @@ def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
         {"tools": [tool], "tool_choice": "none", "logit_bias": {"7": 2}},
     ]  # fmt: skip
     for extra in variants:
-        httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO} | extra).raise_for_status()
+        edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO} | extra).raise_for_status()
     plain, thinking, tools, none = [tuple(request.tokens) for request in edge.core.requests]
     assert len({plain, thinking, tools}) == 3
     assert none == tools
@@ -265,7 +265,7 @@ def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
     assert last is not None
     assert dict(last.bias) == {7: 2.0, **dict.fromkeys(markers, -float("inf"))}
     full = {"tools": [tool], "tool_choice": "none", "logit_bias": {str(token): 1 for token in range(100, 1123)}}
-    reply = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO} | full)
+    reply = edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO} | full)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
 
 
@@ -278,7 +278,7 @@ def test_models_and_health(edge: Edge) -> None:
             api.models.retrieve("other/name")
     assert caught.value.code == "model_not_found"
     for path in ("/health", "/health/live", "/health/ready"):
-        assert httpx.get(f"{edge.url}{path}").status_code == 200
+        assert edge.get(path).status_code == 200
 
 
 def test_load_balancers_may_ask_for_health_with_head(edge: Edge) -> None:
@@ -286,7 +286,7 @@ def test_load_balancers_may_ask_for_health_with_head(edge: Edge) -> None:
     for path in ("/health", "/health/live", "/health/ready"):
         reply = httpx.head(f"{edge.url}{path}")
         assert (reply.status_code, reply.content) == (200, b"")
-        assert reply.headers["content-length"] == httpx.get(f"{edge.url}{path}").headers["content-length"]
+        assert reply.headers["content-length"] == edge.get(path).headers["content-length"]
     assert httpx.head(f"{edge.url}/v1/models").status_code == 405
 
 def test_an_engine_refusal_is_a_plain_400_even_for_a_stream(edge: Edge) -> None:
@@ -311,7 +311,7 @@ def test_a_request_that_fails_midway_ends_with_one_error_event(edge: Edge) -> No
 def test_a_failure_before_the_first_token_is_not_retried(edge: Edge) -> None:
     """500 with x-should-retry: false."""
     edge.core.fail_after = 0
-    reply = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO})
+    reply = edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO})
     assert reply.status_code == 500
     assert reply.headers["x-should-retry"] == "false"
 
@@ -326,6 +326,6 @@ def test_an_end_that_nobody_asked_for_is_no_success(edge: Edge) -> None:
 def test_length_is_said_to_be_length(edge: Edge) -> None:
     """finish_reason is length when max_tokens ends it, and nothing but stop and length ever appears."""
     edge.core.forever = True
-    answer = httpx.post(f"{edge.url}/v1/chat/completions", json={"model": "nano", "messages": HELLO, "max_tokens": 4}).json()
+    answer = edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO, "max_tokens": 4}).json()
     assert answer["choices"][0]["finish_reason"] == FinishReason.length.value
     assert answer["usage"]["completion_tokens"] == 4

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -39,7 +38,7 @@ def asked(**more: Any) -> dict[str, Any]:
 def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
     """Whole and streamed say the same: reasoning under both its names, two calls, no content, and how many tokens were thoughts."""
     script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>", batch=batch)
-    whole = httpx.post(f"{edge.url}{CHAT}", json=asked()).json()
+    whole = edge.post(CHAT, asked()).json()
     message, usage = whole["choices"][0]["message"], whole["usage"]
     assert whole["choices"][0]["finish_reason"] == "tool_calls"
     assert message["content"] is None
@@ -111,7 +110,7 @@ def test_a_cut_call_says_length(edge: Edge, *, stream: bool, parallel: bool) -> 
         found = sum_chat([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
         arguments, finish = found["calls"][0][2], found["finish"]
     else:
-        choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+        choice = edge.post(CHAT, body).json()["choices"][0]
         arguments, finish = choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]
     assert finish == "length"
     assert ARGUMENTS[0].startswith(arguments)
@@ -127,7 +126,7 @@ def test_one_call_where_parallel_ones_are_not_wanted(edge: Edge, *, stream: bool
         found = sum_chat([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
         calls, finish = [call[2] for call in found["calls"]], found["finish"]
     else:
-        choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+        choice = edge.post(CHAT, body).json()["choices"][0]
         calls, finish = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]], choice["finish_reason"]
     assert (calls, finish) == (ARGUMENTS[:1], "tool_calls")
     until(lambda: edge.core.aborts[-1:] == [(edge.core.requests[-1].id, AbortReason.stop_string)], "the engine is told")
@@ -137,7 +136,7 @@ def test_without_tools_a_call_is_text(edge: Edge) -> None:
     """tool_choice none, or no tools: the model's markup is the content, readable."""
     for body in (asked(tool_choice="none"), {"model": "nano", "messages": ASK}):
         script(edge, f"{ROME}<turn|>")
-        choice = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+        choice = edge.post(CHAT, body).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (ROME, "stop")
         assert "tool_calls" not in choice["message"]
 
@@ -145,8 +144,8 @@ def test_without_tools_a_call_is_text(edge: Edge) -> None:
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("high", True), (None, False)])
 def test_reasoning_effort_switches_thinking(edge: Edge, effort: str | None, *, thinks: bool) -> None:
     """none: off; anything else: on; chat_template_kwargs decide where both are given."""
-    httpx.post(f"{edge.url}{CHAT}", json=asked(reasoning_effort=effort)).raise_for_status()
-    httpx.post(f"{edge.url}{CHAT}", json=asked(reasoning_effort=effort, chat_template_kwargs={"enable_thinking": False}))
+    edge.post(CHAT, asked(reasoning_effort=effort)).raise_for_status()
+    edge.post(CHAT, asked(reasoning_effort=effort, chat_template_kwargs={"enable_thinking": False}))
     think = edge.text.control_id("<|think|>")
     assert [think in request.tokens for request in edge.core.requests] == [thinks, False]
 
@@ -172,7 +171,7 @@ def test_the_servers_default_of_thinking(
     explicit = ({"chat_template_kwargs": {"enable_thinking": each}} for each in (thinks, not thinks))
     for said in ({"reasoning_effort": wish}, *explicit):
         body = {"model": "nano", "messages": ASK, "response_format": {"type": "json_object"}}
-        httpx.post(f"{edge.url}{CHAT}", json=body | said).raise_for_status()
+        edge.post(CHAT, body | said).raise_for_status()
     seen, same, other = ((bytes(request.tokens), request.params.grammar) for request in edge.core.requests)
     assert seen == same
     assert all(one != two for one, two in zip(seen, other, strict=True))  # the prompt says so, and the form begins with the thought
@@ -182,7 +181,7 @@ def test_logprobs_beside_calls(edge: Edge) -> None:
     """Every token has its entry, markers and calls included, whole and streamed."""
     script(edge, f"{THOUGHT}Hi{ROME}<|tool_response>", batch=2)
     size = sum(map(len, edge.core.steps))
-    whole = httpx.post(f"{edge.url}{CHAT}", json=asked(logprobs=True)).json()["choices"][0]
+    whole = edge.post(CHAT, asked(logprobs=True)).json()["choices"][0]
     chunks = [json.loads(line) for line in events(edge, CHAT, asked(logprobs=True))[:-1]]
     streamed = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert len(whole["logprobs"]["content"]) == size
@@ -192,7 +191,7 @@ def test_logprobs_beside_calls(edge: Edge) -> None:
 def test_a_plain_answer_has_no_new_fields(edge: Edge) -> None:
     """Neither reasoning nor tool_calls where there are none."""
     script(edge, "hi<turn|>")
-    choice = httpx.post(f"{edge.url}{CHAT}", json=asked()).json()["choices"][0]
+    choice = edge.post(CHAT, asked()).json()["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
     assert edge.core.finish is FinishReason.stop
 

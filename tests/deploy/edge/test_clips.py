@@ -37,7 +37,7 @@ def audio_url(file: bytes) -> dict[str, Any]:
 
 def post(edge: Edge, parts: list[dict[str, Any]]) -> httpx.Response:
     body = {"model": "nano", "messages": [{"role": "user", "content": parts}]}
-    return httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
+    return edge.post(CHAT, body)
 
 
 def asked(edge: Edge, parts: list[dict[str, Any]]) -> GenerateRequest:
@@ -79,7 +79,7 @@ def test_a_responses_clip_is_a_chats(edge: Edge) -> None:
     items = asked(edge, [input_audio(wav(tone(RATE, 440)))]).media
     content = [{"type": "input_audio", "input_audio": input_audio(wav(tone(RATE, 440)))["input_audio"]}]
     body = {"model": "nano", "input": [{"role": "user", "content": content}]}
-    reply = httpx.post(f"{edge.url}{RESPONSES}", json=body, timeout=60)
+    reply = edge.post(RESPONSES, body)
     assert reply.status_code == 200, reply.text
     assert edge.core.requests[-1].media == items
     assert reply.json()["usage"]["input_tokens_details"]["audio_tokens"] == 25

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -54,7 +53,7 @@ def image_url(data: bytes, **more: Any) -> dict[str, Any]:
 
 def asked(edge: Edge, parts: list[dict[str, Any]], **more: Any) -> GenerateRequest:
     body = {"model": "nano", "messages": [{"role": "user", "content": parts}], **more}
-    reply = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
+    reply = edge.post(CHAT, body)
     assert reply.status_code == 200, reply.text
     return edge.core.requests[-1]
 
@@ -75,7 +74,7 @@ def test_soft_tokens_are_in_the_usage(edge: Edge) -> None:
     """prompt_tokens counts them, and prompt_tokens_details has them apart."""
     parts = [image_url(png(96, 96), detail="low"), image_url(png(48, 48))]
     body = {"model": "nano", "messages": [{"role": "user", "content": parts}]}
-    usage = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60).json()["usage"]
+    usage = edge.post(CHAT, body).json()["usage"]
     request = edge.core.requests[-1]
     assert usage["prompt_tokens"] == len(request.tokens)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": sum(item.length for item in request.media)}
@@ -112,7 +111,7 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "body"), ASKS)
 def test_every_api_sends_the_same_item(edge: Edge, path: str, body: dict[str, Any]) -> None:
     """Of a user's turn and of what a tool gave."""
-    reply = httpx.post(f"{edge.url}{path}", json={"model": "nano", **body}, timeout=60)
+    reply = edge.post(path, {"model": "nano", **body})
     assert reply.status_code == 200, reply.text
     [item] = edge.core.requests[-1].media
     assert np.unique(np.frombuffer(item.data, np.uint8).reshape(-1, 3), axis=0).tolist() == [[0, 0, 255]]
@@ -161,11 +160,11 @@ def test_tokens_are_counted_with_images(edge: Edge) -> None:
     """/tokenize and count_tokens say what a request would have."""
     parts = [image_url(png(100, 100))]
     tokens = asked(edge, parts).tokens
-    tokenized = httpx.post(f"{edge.url}/tokenize", json={"messages": [{"role": "user", "content": parts}]}, timeout=60).json()
+    tokenized = edge.post("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json()
     assert tokenized["tokens"] == list(tokens)
     body = {"model": "nano", "messages": [{"role": "user", "content": [anthropics(BASE64)]}]}
-    counted = httpx.post(f"{edge.url}/v1/messages/count_tokens", json=body, timeout=60).json()
-    httpx.post(f"{edge.url}/v1/messages", json={"max_tokens": 1, **body}, timeout=60)
+    counted = edge.post("/v1/messages/count_tokens", body).json()
+    edge.post("/v1/messages", {"max_tokens": 1, **body})
     assert counted == {"input_tokens": len(edge.core.requests[-1].tokens)}
 
 
@@ -187,7 +186,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
 def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[str, Any]], says: str) -> None:
     """400 with the reason and the key; the engine hears nothing."""
     edge.core.requests.clear()
-    reply = httpx.post(f"{edge.url}{CHAT}", json={"model": "nano", "messages": [{"role": "user", "content": parts}]}, timeout=60)
+    reply = edge.post(CHAT, {"model": "nano", "messages": [{"role": "user", "content": parts}]})
     assert reply.status_code == 400, reply.text
     assert says in reply.json()["error"]["message"]
     assert reply.json()["error"]["param"] == "messages"
@@ -198,7 +197,7 @@ def test_a_model_without_a_tower_says_so(edge: Edge) -> None:
     """And one without audio."""
     with edge.configured(media_kinds=frozenset()):
         body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}]}
-        assert "this model reads no images" in httpx.post(f"{edge.url}{CHAT}", json=body).json()["error"]["message"]
+        assert "this model reads no images" in edge.post(CHAT, body).json()["error"]["message"]
 
 
 def test_a_template_without_a_place_for_it_says_so(edge: Edge) -> None:
@@ -240,7 +239,7 @@ def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.Monk
     monkeypatch.setattr("deploy.edge.media.media_reader.MEDIA_BYTES", 500_000)
     assert asked(edge, [image_url(BLUE, detail="low")])
     body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)] * 2}]}
-    reply = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
+    reply = edge.post(CHAT, body)
     assert reply.status_code == 400
     assert "a lower detail" in reply.json()["error"]["message"]
 
@@ -250,7 +249,7 @@ def test_an_answer_keeps_no_media(edge: Edge) -> None:
     edge.reset()
     edge.core.forever, edge.core.delay_s = True, 0.02
     body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}], "stream": True}
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=body, timeout=60) as reply:
+    with edge.stream(CHAT, body) as reply:
         next(reply.iter_raw())
         size = len(edge.core.requests[-1].media[0].data)
         edge.core.requests.clear()
@@ -268,7 +267,7 @@ def test_a_videos_frames_are_spans_of_one_item(edge: Edge, kind: str) -> None:
         saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=1000), kind
     )
     body = {"model": "nano", "messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}
-    usage = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60).json()["usage"]
+    usage = edge.post(CHAT, body).json()["usage"]
     request = edge.core.requests[-1]
     [item] = request.media
     rows, columns = item.shape[1] // 48, item.shape[2] // 48

@@ -82,7 +82,7 @@ def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge
     """With the keys of LINES in force, and a file that is looked at for each request."""
     monkeypatch.setattr(key_ring, "FILE_CHECK_PERIOD_S", 0.0)
     keys_file.write_text(LINES)
-    until(lambda: httpx.get(f"{shared.url}/v1/models", headers=bearer(OLD)).status_code == 200, "the keys are read again")
+    until(lambda: shared.get("/v1/models", headers=bearer(OLD)).status_code == 200, "the keys are read again")
     shared.reset()
     return shared
 
@@ -159,9 +159,9 @@ REFUSED = [
 def test_a_key_is_sent_one_way(edge: Edge) -> None:
     """As a bearer token in any case or as x-api-key: exactly one, whole, and not expired; its hash is none."""
     for headers in ACCEPTED:
-        assert httpx.get(f"{edge.url}/v1/models", headers=headers).status_code == 200, headers
+        assert edge.get("/v1/models", headers=headers).status_code == 200, headers
     for pairs in REFUSED:
-        reply = httpx.get(f"{edge.url}/v1/models", headers=pairs)
+        reply = edge.get("/v1/models", headers=pairs)
         assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), pairs
 
 
@@ -180,7 +180,7 @@ def test_health_tells_addresses_to_key_holders_only(edge: Edge) -> None:
     """From this machine, too: whoever stands behind a proxy on it looks like this machine."""
     edge.service.about["metrics"] = "http://127.0.0.1:9/metrics"
     try:
-        found = [httpx.get(f"{edge.url}/health/ready", headers=headers) for headers in ({}, bearer("sk-wrong"), bearer(ALICE))]
+        found = [edge.get("/health/ready", headers=headers) for headers in ({}, bearer("sk-wrong"), bearer(ALICE))]
     finally:
         del edge.service.about["metrics"]
     assert [reply.status_code for reply in found] == [200, 200, 200]
@@ -192,22 +192,22 @@ def test_a_browser_may_ask_before_it_has_a_key(edge: Edge) -> None:
     origin = {"origin": "https://page.example"}
     wants = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     assert httpx.options(f"{edge.url}{CHAT}", headers=wants).status_code == 200
-    refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=origin)
+    refused = edge.post(CHAT, BODY, headers=origin)
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://page.example")
-    assert httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=origin | bearer(ALICE)).status_code == 200
+    assert edge.post(CHAT, BODY, headers=origin | bearer(ALICE)).status_code == 200
 
 
 def test_keys_are_replaced_without_a_dropped_stream(edge: Edge, keys_file: Path) -> None:
     """A stream of a key that is taken out goes on to its end; the next request with it gets 401, and the new key is let in."""
     edge.core.forever, edge.core.delay_s = True, 0.01
     body = BODY | {"stream": True, "max_tokens": 60, "ignore_eos": True}
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=body, headers=bearer(OLD), timeout=20) as reply:
+    with edge.stream(CHAT, body, headers=bearer(OLD)) as reply:
         parts = reply.iter_text()
         text = next(parts)
         keys_file.with_name("new").write_text(line("sk-new", "alice"))
         keys_file.with_name("new").replace(keys_file)
-        until(lambda: httpx.get(f"{edge.url}/v1/models", headers=bearer(OLD)).status_code == 401, "the old key is out of force")
-        assert httpx.get(f"{edge.url}/v1/models", headers=bearer("sk-new")).status_code == 200
+        until(lambda: edge.get("/v1/models", headers=bearer(OLD)).status_code == 401, "the old key is out of force")
+        assert edge.get("/v1/models", headers=bearer("sk-new")).status_code == 200
         assert "[DONE]" not in text, "the stream was over before the keys changed"
         text += "".join(parts)
     assert reply.status_code == 200
@@ -220,7 +220,7 @@ def test_a_file_that_is_wrong_changes_nothing(edge: Edge, keys_file: Path, caplo
     caplog.set_level(logging.ERROR, logger=key_ring.__name__)
 
     def status() -> int:
-        return httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code
+        return edge.get("/v1/models", headers=bearer(ALICE)).status_code
 
     for wrong in ("nonsense", None):
         caplog.clear()
@@ -246,7 +246,7 @@ def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(key_ring, "read", read)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code, range(8)))
+        found = list(pool.map(lambda _: edge.get("/v1/models", headers=bearer(ALICE)).status_code, range(8)))
     took = time.monotonic() - hung[0]
     released.set()
     assert found == [200] * 8
@@ -257,27 +257,27 @@ def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.Monke
 def test_a_holder_has_so_many_requests_at_once(edge: Edge) -> None:
     """The second beside a stream is a 429 with Retry-After; when the stream has ended there is room, and others always have it."""
     edge.core.forever, edge.core.delay_s = True, 0.01
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"stream": True, "max_tokens": 200}, headers=bearer(SLOW)) as reply:
+    with edge.stream(CHAT, BODY | {"stream": True, "max_tokens": 200}, headers=bearer(SLOW)) as reply:
         parts = reply.iter_text()
         next(parts)
-        second = httpx.get(f"{edge.url}/v1/models", headers=bearer(SLOW))
+        second = edge.get("/v1/models", headers=bearer(SLOW))
         assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert second.headers["retry-after"] == "1"
-        assert httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code == 200
-    until(lambda: httpx.get(f"{edge.url}/v1/models", headers=bearer(SLOW)).status_code == 200, "its place is free")
+        assert edge.get("/v1/models", headers=bearer(ALICE)).status_code == 200
+    until(lambda: edge.get("/v1/models", headers=bearer(SLOW)).status_code == 200, "its place is free")
 
 
 def test_tokens_are_counted_as_the_answer_used_them(edge: Edge) -> None:
     """Not as it might have: so one that asked for many and took few leaves room; and then the rest is used up, and 429."""
-    reply = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 200}, headers=bearer(FEW))
+    reply = edge.post(CHAT, BODY | {"max_tokens": 200}, headers=bearer(FEW))
     usage = reply.json()["usage"]
     used = KeyTokens("few", usage["total_tokens"])
     until(lambda: used in edge.events, "its end")
     assert 0 < used.count < 40
     edge.core.steps = [[300]] * 60
-    assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
+    assert edge.post(CHAT, BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
     until(lambda: sum(isinstance(event, KeyTokens) and event.key == "few" for event in edge.events) == 2, "its end")
-    refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=bearer(FEW))
+    refused = edge.post(CHAT, BODY, headers=bearer(FEW))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 2 <= int(refused.headers["retry-after"]) <= 120
     assert len(edge.core.requests) == 2
@@ -303,7 +303,7 @@ def test_what_becomes_of_a_request_is_told_with_its_holder(edge: Edge, caplog: p
 def salt(edge: Edge, headers: dict[str, str], **body: Any) -> str:
     """What the core is given for a request."""
     edge.reset()
-    httpx.post(f"{edge.url}{CHAT}", json=BODY | body, headers=headers).raise_for_status()
+    edge.post(CHAT, BODY | body, headers=headers).raise_for_status()
     (request,) = edge.core.requests
     return request.salt
 
@@ -372,7 +372,7 @@ def test_the_guard_around_serve_reads_no_body_without_a_key(keys_file: Path, mon
 def test_a_refusal_has_the_shape_of_the_api_that_was_asked(edge: Edge) -> None:
     """OpenAI's everywhere but for Anthropic's messages."""
     for path, anthropic in (("/v1/messages", True), ("/v1/messages/count_tokens", True), (CHAT, False), ("/elsewhere", False)):
-        reply = httpx.post(f"{edge.url}{path}", json={})
+        reply = edge.post(path, {})
         assert reply.status_code == 401
         assert (reply.json().get("type") == "error") is anthropic, path
 

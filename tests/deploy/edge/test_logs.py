@@ -87,7 +87,7 @@ class LoggedEdge:
         return line
 
     def post(self, body: dict[str, Any], path: str = CHAT, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.edge.url}{path}", json=body, headers=headers, timeout=10)
+        return self.edge.post(path, body, headers=headers)
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +316,7 @@ def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, logged: LoggedEd
     """Which process died is for the operator: in the line of each request that it took along, with its code."""
     mortal.configure(logs=LogSettings(format="json"))
     mortal.on_loop(lambda: mortal.client.fail("rank 2 was killed by SIGKILL"))
-    reply = httpx.post(f"{mortal.url}{CHAT}", json=BODY)
+    reply = mortal.post(CHAT, BODY)
     assert reply.status_code == 503
     assert "SIGKILL" not in reply.text
     mortal.on_loop(lambda: None)
@@ -342,8 +342,8 @@ def canaries(logged: LoggedEdge) -> list[str]:
     post(BODY, "/v1/canaryn")
     post(BODY, **{"authorization": "Bearer canaryo", "user-agent": "canaryp", "cookie": "canaryq", "x-canaryr": "x"})
     post(BODY | {"chat_template_kwargs": {"canarys": "canaryt"}, "response_format": {"type": "canaryu"}, "n": "canaryv"})
-    httpx.get(f"{logged.edge.url}/v1/models/canaryw?canaryx=canaryy")
-    httpx.post(f"{logged.edge.url}{CHAT}", content=b'{"canaryz', headers={"content-type": "application/json"})
+    logged.edge.get("/v1/models/canaryw?canaryx=canaryy")
+    logged.edge.post(CHAT, b'{"canaryz')
     text = logged.text()
     return [word for word in ("canary", answer, answer[:10]) if word in text]
 
@@ -378,7 +378,7 @@ def test_access_off_leaves_what_is_our_fault(logged: LoggedEdge) -> None:
     logged.open(LogSettings(format="json", access=False))
     logged.post(BODY)
     logged.post(BODY | {"n": 0})
-    httpx.get(f"{logged.edge.url}/health")
+    logged.edge.get("/health")
     logged.core.fail_after = 1
     logged.post(BODY)
     line = logged.line()
@@ -388,7 +388,7 @@ def test_access_off_leaves_what_is_our_fault(logged: LoggedEdge) -> None:
 def test_probes_are_not_worth_a_line(logged: LoggedEdge) -> None:
     """A balancer asks every second; other routes have theirs."""
     for path in ("/health", "/health/live", "/health/ready", "/v1/models", "/v1/models/nano"):
-        assert httpx.get(f"{logged.edge.url}{path}").status_code == 200
+        assert logged.edge.get(path).status_code == 200
     assert [line["http_route"] for line in logged.lines()] == ["/v1/models", "/v1/models/{model}"]
 
 

@@ -35,7 +35,7 @@ def asked(**more: Any) -> dict[str, Any]:
 
 
 def post(edge: Edge, body: dict[str, Any], path: str = PATH) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+    return edge.post(path, body)
 
 
 def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -138,16 +138,15 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
             {"role": "tool", "tool_call_id": "a", "content": "18C"},
         ],
     }  # fmt: skip
-    headers = {"content-type": "application/json"}
     body = raw % json.dumps(TOOLS)
     for content in (body, body.replace("1e2", "100")):
-        httpx.post(f"{edge.url}{PATH}", content=content, headers=headers).raise_for_status()
-    httpx.post(f"{edge.url}/v1/chat/completions", json=chat).raise_for_status()
+        edge.post(PATH, content).raise_for_status()
+    edge.post("/v1/chat/completions", chat).raise_for_status()
     same, other, wanted = [list(request.tokens) for request in edge.core.requests]
     assert same == wanted
     assert other != wanted
     assert "days:1e2" in edge.text.decode(wanted, skip_special_tokens=False)
-    count = httpx.post(f"{edge.url}{COUNT}", content=body.replace('"max_tokens":9,', ""), headers=headers)
+    count = edge.post(COUNT, body.replace('"max_tokens":9,', ""))
     assert count.json() == {"input_tokens": len(wanted)}
 
 
@@ -187,43 +186,44 @@ def test_a_named_tool_is_a_tool_use(edge: Edge) -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-BAD: list[tuple[dict[str, Any], str]] = [
-    (asked(model=None), "model"),
-    (asked(max_tokens=None), "max_tokens"),
-    (asked(max_tokens=0), "max_tokens"),
-    (asked(messages=[]), "messages"),
-    (asked(messages="x"), "messages"),
-    (asked(messages=[{"role": "tool", "content": "x"}]), "messages[0].role"),
-    (asked(messages=[{"role": "user", "content": [IMAGE]}]), "reads no images"),
-    (asked(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0]"),
-    (asked(messages=[{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]), "messages[0].content[0]"),
-    (asked(messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]),
-     "reads no images"),
-    (asked(messages=[*ASK, {"role": "assistant", "content": "It"}]), "messages"),
-    (asked(messages=[{"role": "user", "content": "word " * 400}]), "tokens"),
-    (asked(system=[IMAGE]), "system"),
-    (asked(system=5), "system"),
-    (asked(temperature=1.5), "temperature"),
-    (asked(stop_sequences=["a"] * 17), "stop_sequences"),
-    (asked(stop_sequences=[""]), "stop_sequences"),
-    (asked(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "tools[0].type"),
-    (asked(tools=[TOOLS[0], TOOLS[0]]), "tools[1]"),
-    (asked(tool_choice={"type": "maybe"}), "tool_choice"),
-    (asked(thinking={"type": "deeply"}), "thinking"),
-    (asked(mcp_servers=[{"name": "x"}]), "mcp_servers"),
-    (asked(container="x"), "container"),
-    (asked(output_config={"format": {"type": "xml", "schema": {}}}), "output_config"),
-]  # fmt: skip
+# What the error's message names -> values, each of which is refused, of the key that it begins with.
+BAD: dict[str, tuple[Any, ...]] = {
+    "model": (None,),
+    "max_tokens": (None, 0),
+    "messages": ([], "x", [*ASK, {"role": "assistant", "content": "It"}]),
+    "messages[0].role": ([{"role": "tool", "content": "x"}],),
+    "messages[0].content[0]": (
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}],
+    ),
+    "system": ([IMAGE], 5),
+    "temperature": (1.5,),
+    "stop_sequences": (["a"] * 17, [""]),
+    "tools[0].type": ([{"type": "web_search_20250305", "name": "web_search"}],),
+    "tools[1]": ([TOOLS[0], TOOLS[0]],),
+    "tool_choice": ({"type": "maybe"},),
+    "thinking": ({"type": "deeply"},),
+    "mcp_servers": ([{"name": "x"}],),
+    "container": ("x",),
+    "output_config": ({"format": {"type": "xml", "schema": {}}},),
+}
+BAD_CONTENT: list[tuple[Any, str]] = [
+    ([IMAGE], "reads no images"),
+    ([{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}], "reads no images"),
+    ("word " * 400, "tokens"),
+]
+REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]
+REFUSED += [("messages", [{"role": "user", "content": content}], named) for content, named in BAD_CONTENT]
 
 
-@pytest.mark.parametrize(("body", "named"), BAD, ids=[f"{place}-{named}" for place, (_, named) in enumerate(BAD)])
-def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, body: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(("key", "value", "named"), REFUSED, ids=[f"{number}-{case[-1]}" for number, case in enumerate(REFUSED)])
+def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, key: str, value: Any, named: str) -> None:
     """400, invalid_request_error, the key in its message; the engine hears nothing."""
-    reply = post(edge, {key: value for key, value in body.items() if value is not None})
+    reply = post(edge, {key: value for key, value in asked(**{key: value}).items() if value is not None})
     assert reply.status_code == 400, reply.text
-    found = reply.json()
-    assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
-    assert named in found["error"]["message"]
+    refusal = reply.json()
+    assert (refusal["type"], refusal["error"]["type"]) == ("error", "invalid_request_error")
+    assert named in refusal["error"]["message"]
     assert not edge.core.requests
 
 

@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "now", "description": "d", "par
 
 
 def post(edge: Edge, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+    return edge.post(path, body)
 
 
 def test_a_text_and_its_tokens(edge: Edge) -> None:

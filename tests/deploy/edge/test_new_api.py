@@ -90,4 +90,4 @@ def test_a_new_api_is_served(edge: Edge) -> None:
     for body, key in wrong:
         reply = httpx.post(url, json=body)
         assert (reply.status_code, reply.json()["where"]) == (400, key)
-    assert "/haiku" in httpx.get(f"{edge.url}/openapi.json").json()["paths"]
+    assert "/haiku" in edge.get("/openapi.json").json()["paths"]

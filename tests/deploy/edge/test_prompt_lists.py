@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.edge.response_format import ServedModel
@@ -18,7 +17,7 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def asked(edge: Edge, **extra: Any) -> dict[str, Any]:
-    reply = httpx.post(f"{edge.url}{TEXT}", json={"model": "nano"} | extra)
+    reply = edge.post(TEXT, {"model": "nano"} | extra)
     assert reply.status_code == 200, reply.text
     found: dict[str, Any] = reply.json()
     return found
@@ -68,7 +67,7 @@ def test_what_ended_a_choice(edge: Edge, *, stream: bool) -> None:
         if stream:
             last = json.loads(events(edge, CHAT, body)[-2])["choices"][0]
         else:
-            last = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+            last = edge.post(CHAT, body).json()["choices"][0]
         assert last["stop_reason"] == wanted, extra
         assert last["finish_reason"] == ("length" if "max_tokens" in extra else "stop")
 

@@ -19,7 +19,7 @@ PROMPTS = ["One two three.", "Ein Haus"]
 
 
 def post(edge: Edge, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json={"model": "nano"} | body, timeout=10)
+    return edge.post(path, {"model": "nano"} | body)
 
 
 def answer(edge: Edge, path: str, **body: Any) -> dict[str, Any]:

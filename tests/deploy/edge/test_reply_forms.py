@@ -6,7 +6,6 @@ import random
 import re
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 from msgspec.structs import replace
@@ -36,7 +35,7 @@ def chat(**more: Any) -> dict[str, Any]:
 def asked(edge: Edge, body: dict[str, Any], path: str = CHAT) -> Grammar | None:
     """The grammar that the engine was sent with a request that is let in."""
     edge.reset()
-    reply = httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+    reply = edge.post(path, body)
     assert reply.status_code == 200, reply.text
     return edge.core.requests[-1].params.grammar
 
@@ -121,7 +120,7 @@ def test_a_thought_has_a_budget(edge: Edge) -> None:
     for path, body, wanted in cases:
         asked(edge, body, path)
         assert [request.params.thought for request in edge.core.requests] == [wanted] * body.get("n", 1)
-    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(thinking_token_budget=-1), timeout=10)
+    reply = edge.post(CHAT, chat(thinking_token_budget=-1))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "thinking_token_budget")
 
 
@@ -184,7 +183,7 @@ def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
     assert writes(edge, asked(edge, chat(tools=tools, tool_choice="required")), call("run-it", "{b:2}"))
     tools[0]["function"] |= {"strict": True}
     for refused in (chat(tools=tools), chat(tools=tools[:0], **form(**other))):
-        reply = httpx.post(f"{edge.url}{CHAT}", json=refused, timeout=10)
+        reply = edge.post(CHAT, refused)
         assert reply.status_code == 400
         assert "too slow" in reply.text
 
@@ -243,7 +242,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 def test_what_cannot_be_kept_is_refused(edge: Edge, keys: dict[str, Any], param: str, says: str) -> None:
     """A 400 that names the key and what is wrong; nothing reaches the engine."""
     edge.reset()
-    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(**keys), timeout=10)
+    reply = edge.post(CHAT, chat(**keys))
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["param"] == param

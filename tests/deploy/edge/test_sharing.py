@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.edge.edge_settings import LimitSettings
@@ -29,7 +28,7 @@ def salt(edge: Edge, path: str, key: str | None = None, **body: Any) -> str:
     """What the core is given for a request of the client whose key is `key`."""
     edge.reset()
     headers = {"authorization": f"Bearer {key}"} if key is not None else {}
-    httpx.post(f"{edge.url}{path}", json=BODIES[path] | body, headers=headers).raise_for_status()
+    edge.post(path, BODIES[path] | body, headers=headers).raise_for_status()
     (request,) = edge.core.requests
     return request.salt
 
@@ -56,13 +55,13 @@ def test_priorities_reach_the_core(edge: Edge, isolating: Edge) -> None:
     """Lower numbers go first, 0 where none is given; more urgent than the setting allows is a 400 that names it."""
     path = "/v1/completions"
     for priority in (0, 7):
-        httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": priority}).raise_for_status()
-    httpx.post(f"{edge.url}{path}", json=BODIES[path]).raise_for_status()
+        edge.post(path, BODIES[path] | {"priority": priority}).raise_for_status()
+    edge.post(path, BODIES[path]).raise_for_status()
     assert [request.priority >> TURN_BITS for request in edge.core.requests] == [0, 7, 0]
-    refused = httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": -1})
+    refused = edge.post(path, BODIES[path] | {"priority": -1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
     isolating.reset()
-    httpx.post(f"{isolating.url}{path}", json=BODIES[path] | {"priority": -5}).raise_for_status()
+    isolating.post(path, BODIES[path] | {"priority": -5}).raise_for_status()
     assert isolating.core.requests[0].priority >> TURN_BITS == -5
 
 
@@ -72,5 +71,5 @@ BAD: list[dict[str, Any]] = [{"cache_salt": ""}, {"cache_salt": "x" * 257}, {"ca
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_values_are_named(edge: Edge, bad: dict[str, Any]) -> None:
     """A salt is a short string, a priority an int32."""
-    reply = httpx.post(f"{edge.url}/v1/completions", json=BODIES["/v1/completions"] | bad)
+    reply = edge.post("/v1/completions", BODIES["/v1/completions"] | bad)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(bad)))

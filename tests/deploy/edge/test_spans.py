@@ -60,7 +60,7 @@ class Traced:
         return self.edge.core
 
     def post(self, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.edge.url}{CHAT}", json=body, headers=headers, timeout=10)
+        return self.edge.post(CHAT, body, headers=headers)
 
     def spans(self) -> list[Span]:
         """All there are, delivered."""
@@ -239,8 +239,8 @@ def test_a_request_that_never_began_has_a_queue_and_nothing_else(traced: Traced)
 def test_a_refusal_is_a_span_and_our_failure_an_error(traced: Traced) -> None:
     """A 404 is the client's and leaves the status unset; NaN logits are ours; probes and lists have no spans."""
     traced.post(BODY | {"model": "other"})
-    httpx.get(f"{traced.edge.url}/health")
-    httpx.get(f"{traced.edge.url}/v1/models")
+    traced.edge.get("/health")
+    traced.edge.get("/v1/models")
     traced.core.fail_after = 1
     traced.post(BODY | {"stream": True})
     spans = traced.spans()
@@ -316,7 +316,7 @@ def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[
     paced.service.tracer = made
     began = time.monotonic()
     for _ in range(20):
-        assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
+        assert paced.post(CHAT, BODY).status_code == 200
     assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
     paced.settle()
     paced.service.tracer = None
@@ -332,13 +332,13 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edg
         made = tracer(settings(collector.endpoint, queue=16, timeout_s=30.0), {})
         assert made is not None
         paced.service.tracer = made
-        assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
+        assert paced.post(CHAT, BODY).status_code == 200
         until(lambda: collector.requests == 1, "the export that hangs")
         for _ in range(4):
-            assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=10).status_code == 200
+            assert paced.post(CHAT, BODY).status_code == 200
         paced.settle()
         assert said == []
-        assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=10).status_code == 200
+        assert paced.post(CHAT, BODY).status_code == 200
         until(lambda: said != [], "the word about what does not fit")
         paced.service.tracer = None
         began = time.monotonic()
@@ -356,7 +356,7 @@ def test_a_collector_that_refuses_is_in_the_log(paced: Edge, said: list[str], st
         assert made is not None
         paced.service.tracer = made
         for _ in range(3):
-            httpx.post(f"{paced.url}{CHAT}", json=BODY)
+            paced.post(CHAT, BODY)
         paced.settle()
         paced.service.tracer = None
         made.close(5)

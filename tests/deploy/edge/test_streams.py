@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
@@ -33,7 +32,7 @@ def test_the_first_token_is_not_held_back(edge: Edge) -> None:
     """It arrives while the next one is still far away."""
     edge.core.delay_s = 1.0
     started = time.monotonic()
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 2}) as reply:
+    with edge.stream(CHAT, BODY | {"max_tokens": 2}) as reply:
         first = next(reply.iter_raw())
         assert time.monotonic() - started < edge.core.delay_s
         assert first.count(b"data: ") == 2  # the role and the first text, in one write
@@ -60,7 +59,7 @@ def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> N
 def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
     """Two hundred steps that come at once need few events, and no token is lost. Planted: a core that gives each by itself."""
     edge.core.forever = edge.core.at_once = True
-    reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+    reply = edge.post(CHAT, BODY)
     chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line and "[DONE]" not in line]
     assert len(chunks) <= 5
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -68,7 +67,7 @@ def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
     assert text == edge.text.decode(tokens)
     assert text != edge.text.decode(tokens[:-1]), "the comparison would not notice a lost token"
     edge.core.at_once, edge.core.delay_s = False, 0.002
-    assert httpx.post(f"{edge.url}{CHAT}", json=BODY).text.count("data:") > 50
+    assert edge.post(CHAT, BODY).text.count("data:") > 50
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def test_a_deadline_ends_a_stream_with_one_error_event(short_deadline: Edge) -> 
     """And the engine is told why."""
     short_deadline.reset()
     short_deadline.core.forever, short_deadline.core.delay_s = True, 0.05
-    reply = httpx.post(f"{short_deadline.url}{CHAT}", json=BODY | {"max_tokens": 10_000}, timeout=10)
+    reply = short_deadline.post(CHAT, BODY | {"max_tokens": 10_000})
     data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert sum("error" in line for line in data) == 1
     assert json.loads(data[-1])["error"]["code"] == "deadline_exceeded"
@@ -95,7 +94,7 @@ def test_a_deadline_before_the_first_token_is_504(short_deadline: Edge) -> None:
     short_deadline.reset()
     short_deadline.core.steps = []
     short_deadline.core.forever = False
-    reply = httpx.post(f"{short_deadline.url}{CHAT}", json=BODY, timeout=10)
+    reply = short_deadline.post(CHAT, BODY)
     assert reply.status_code == 504
     assert reply.headers["x-should-retry"] == "false"
 
@@ -122,17 +121,17 @@ def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
     edge.core.forever, edge.core.delay_s = True, 0.02
     edge.service.admission.choices = 3
     try:
-        with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"n": 2}) as reply:
+        with edge.stream(CHAT, BODY | {"n": 2}) as reply:
             parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
             next(parts)
             begun = time.monotonic()
-            refused = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 2})
+            refused = edge.post(CHAT, BODY | {"n": 2})
             assert time.monotonic() - begun < 2
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"]["code"] == "overloaded"
-            assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 1}).status_code == 200
+            assert edge.post(CHAT, BODY | {"max_tokens": 1}).status_code == 200
         until(lambda: edge.service.open == 0, "a free place")
-        assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 3, "max_tokens": 1}).status_code == 200
+        assert edge.post(CHAT, BODY | {"n": 3, "max_tokens": 1}).status_code == 200
     finally:
         edge.service.admission.choices = 1 << 20
 
@@ -144,7 +143,7 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
         replies: list[str] = []
 
         def read() -> None:
-            replies.append(httpx.post(f"{edge.url}{CHAT}", json=BODY, timeout=20).text)
+            replies.append(edge.post(CHAT, BODY).text)
 
         readers = [threading.Thread(target=read) for _ in range(8)]
         for reader in readers:
@@ -159,10 +158,10 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
             assert "engine_restarting" in reply.rstrip().rpartition("\n\n")[2]
             assert "[DONE]" not in reply
             assert "SIGKILL" not in reply, "which process died is not for clients"
-        late = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        late = edge.post(CHAT, BODY)
         assert (late.status_code, late.headers["retry-after"]) == (503, "5")
         for path in ("/health", "/health/live", "/health/ready"):
-            assert httpx.get(f"{edge.url}{path}").status_code == 503
+            assert edge.get(path).status_code == 503
         assert outcomes(edge) == ["dead"] * 8
 
 

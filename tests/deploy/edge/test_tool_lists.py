@@ -41,7 +41,7 @@ def body(path: str, tools: list[Any], **more: Any) -> dict[str, Any]:
 
 
 def asked(edge: Edge, path: str, tools: list[Any], **more: Any) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json=body(path, tools, **more), timeout=60)
+    return edge.post(path, body(path, tools, **more))
 
 
 def wrong(edge: Edge, seeds: range) -> list[str]:
@@ -140,7 +140,7 @@ FAILING: list[tuple[dict[str, Any], str]] = [
 def test_a_grammar_that_fails_when_it_is_built_is_refused(edge: Edge, form: dict[str, Any], param: str) -> None:
     """A schema that refers to itself, an empty language, patterns that cost too much: a 400 of one short sentence, no dump."""
     edge.reset()
-    reply = httpx.post(f"{edge.url}{CHAT}", json=body(CHAT, [], **form) | {"tools": None}, timeout=20)
+    reply = edge.post(CHAT, body(CHAT, [], **form) | {"tools": None})
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["param"] == param

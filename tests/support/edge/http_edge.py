@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import httpx
 import uvicorn
 
 from deploy.edge.edge_settings import LimitSettings
@@ -68,6 +69,19 @@ class Edge:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """`body` as JSON, or a text that is to be taken for JSON; `options` are httpx'."""
+        if isinstance(body, str | bytes):
+            return self.post(path, content=body, headers={"content-type": "application/json"}, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+
+    def stream(self, path: str, body: Any, **options: Any) -> AbstractContextManager[httpx.Response]:
+        """The same, to be read as it comes."""
+        return httpx.stream("POST", f"{self.url}{path}", json=body, timeout=60, **options)
 
     def on_loop(self, work: Callable[[], Any]) -> Any:
         """Run `work` where the app runs, and return what it returns."""
