@@ -19,6 +19,7 @@ from deploy.edge.http10 import Unchunked
 from deploy.edge.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
+from tests.support.edge.api_client import error_of
 from tests.support.stack.serve_process import free_port, is_free, wait
 
 pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
@@ -86,7 +87,7 @@ def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
     ingress_errors.write(tmp_path)
     with haproxy(tmp_path, free_port(), tmp_path) as url:
         reply = httpx.get(f"{url}/v1/models")
-    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_restarting")
+    assert error_of(reply, 503)["code"] == "engine_restarting"
     assert int(reply.headers["retry-after"]) >= 1
     assert reply.headers["content-type"] == "application/json"
     with haproxy(tmp_path, free_port(), None) as url:
@@ -99,7 +100,7 @@ def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
     for closes, status, code in ((True, 503, "engine_restarting"), (False, 504, "deadline_exceeded")):
         with silent_server(closes=closes) as port, haproxy(tmp_path, port, tmp_path) as url:
             reply = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+        assert error_of(reply, status)["code"] == code
 
 
 @pytest.mark.parametrize("keeps_alive", [True, False])

@@ -23,6 +23,7 @@ from engine.errors import Overloaded
 from engine.events import RequestFinished
 from engine.front.stream import Clock
 from tests.conftest import Nano
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.ready_engine import ReadyEngine
 
@@ -310,7 +311,7 @@ def test_rendering_is_part_of_the_deadline(nano: Nano) -> None:
         edge.text.render_chat = lambda *args, **kwargs: answered.wait(20) and real(*args, **kwargs)  # type: ignore[method-assign]
         reply = edge.post(CHAT, BODY)
         answered.set()
-        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert error_of(reply, 504)["code"] == "deadline_exceeded"
         assert edge.core.requests == []
         assert edge.service.admission.taken == 0
 

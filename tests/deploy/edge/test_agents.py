@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.edge.api_client import events, token_steps
+from tests.support.edge.api_client import error_of, events, token_steps
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sum_chat
 
@@ -104,5 +104,4 @@ def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, monkeypatch
     prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
     assert 'call:read_file{path:<|"|>a.p<|"|>}<tool_call|><|tool_response>response:read_file{value:<|"|>no JSON<|"|>}' in prompt
     reply = edge.post(path, {"model": "nano", **asked('{"path":a.p')[path]})
-    assert reply.status_code == 400
-    assert "arguments: not JSON" in reply.json()["error"]["message"]
+    assert "arguments: not JSON" in error_of(reply, 400)["message"]

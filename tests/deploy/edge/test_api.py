@@ -11,7 +11,7 @@ import pytest
 from deploy.edge.service_settings import Defaults
 from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import FinishReason
-from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.api_client import client, error_of, events, token_steps
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = pytest.mark.pure
@@ -266,7 +266,7 @@ def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
     assert dict(last.bias) == {7: 2.0, **dict.fromkeys(markers, -float("inf"))}
     full = {"tools": [tool], "tool_choice": "none", "logit_bias": {str(token): 1 for token in range(100, 1123)}}
     reply = edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO} | full)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
+    assert error_of(reply, 400)["param"] == "logit_bias"
 
 
 def test_models_and_health(edge: Edge) -> None:

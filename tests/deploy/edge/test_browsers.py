@@ -12,6 +12,7 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import is_from_loopback
 from tests.conftest import Nano
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -25,7 +26,7 @@ PAGE = "https://page.example"
 def test_a_body_must_say_that_it_is_json(edge: Edge, kind: str | None) -> None:
     """A page may send these three without asking: 415, and the engine hears nothing."""
     reply = edge.post(CHAT, content=json.dumps(BODY), headers={"content-type": kind} if kind else {})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert error_of(reply, 415)["code"] == "unsupported_media_type"
     assert edge.core.requests == []
 
 
@@ -52,7 +53,7 @@ def test_known_hosts_are_accepted(known: Edge, host: str) -> None:
 def test_other_hosts_are_refused(known: Edge, host: str) -> None:
     """A name of the attacker's that leads to loopback is none of them."""
     reply = known.get("/v1/models", headers={"host": host})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
+    assert error_of(reply, 403)["code"] == "host_not_allowed"
 
 
 def asked_by(edge: Edge, origin: str) -> httpx.Response:

@@ -19,6 +19,7 @@ from engine.front.generation import Job
 from engine.front.text import expanded
 from engine.protocol import GenerateRequest
 from tests.conftest import Nano
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.cpu
@@ -187,8 +188,7 @@ def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[s
     """400 with the reason and the key; the engine hears nothing."""
     edge.core.requests.clear()
     reply = edge.post(CHAT, {"model": "nano", "messages": [{"role": "user", "content": parts}]})
-    assert reply.status_code == 400, reply.text
-    assert says in reply.json()["error"]["message"]
+    assert says in error_of(reply, 400)["message"]
     assert reply.json()["error"]["param"] == "messages"
     assert not edge.core.requests
 
@@ -240,8 +240,7 @@ def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.Monk
     assert asked(edge, [image_url(BLUE, detail="low")])
     body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)] * 2}]}
     reply = edge.post(CHAT, body)
-    assert reply.status_code == 400
-    assert "a lower detail" in reply.json()["error"]["message"]
+    assert "a lower detail" in error_of(reply, 400)["message"]
 
 
 def test_an_answer_keeps_no_media(edge: Edge) -> None:

@@ -34,6 +34,7 @@ from deploy.edge.routes import create_app
 from engine.events import KeyDecision, KeyTokens
 from engine.front.generation import Job
 from tests.conftest import Nano
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = pytest.mark.pure
@@ -162,7 +163,7 @@ def test_a_key_is_sent_one_way(edge: Edge) -> None:
         assert edge.get("/v1/models", headers=headers).status_code == 200, headers
     for pairs in REFUSED:
         reply = edge.get("/v1/models", headers=pairs)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), pairs
+        assert error_of(reply, 401)["code"] == "invalid_api_key", pairs
 
 
 def test_a_key_may_what_its_line_says(edge: Edge) -> None:
@@ -170,7 +171,7 @@ def test_a_key_may_what_its_line_says(edge: Edge) -> None:
     with httpx.Client(base_url=edge.url, headers=bearer(READER)) as client:
         assert client.get("/v1/models").status_code == client.get("/v1/models/nano").status_code == 200
         for reply in (client.post(CHAT, json=BODY), client.get("/docs"), client.get("/openapi.json"), client.get("/nothing")):
-            assert (reply.status_code, reply.json()["error"]["code"]) == (403, "insufficient_permissions")
+            assert error_of(reply, 403)["code"] == "insufficient_permissions"
     with httpx.Client(base_url=edge.url, headers=bearer(ALICE)) as client:
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json", "/nothing")] == [200, 200, 404]
         assert client.get("/openapi.json").json()["security"] == [{"bearer": []}, {"x-api-key": []}]
@@ -261,7 +262,7 @@ def test_a_holder_has_so_many_requests_at_once(edge: Edge) -> None:
         parts = reply.iter_text()
         next(parts)
         second = edge.get("/v1/models", headers=bearer(SLOW))
-        assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert error_of(second, 429)["code"] == "rate_limit_exceeded"
         assert second.headers["retry-after"] == "1"
         assert edge.get("/v1/models", headers=bearer(ALICE)).status_code == 200
     until(lambda: edge.get("/v1/models", headers=bearer(SLOW)).status_code == 200, "its place is free")
@@ -278,7 +279,7 @@ def test_tokens_are_counted_as_the_answer_used_them(edge: Edge) -> None:
     assert edge.post(CHAT, BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
     until(lambda: sum(isinstance(event, KeyTokens) and event.key == "few" for event in edge.events) == 2, "its end")
     refused = edge.post(CHAT, BODY, headers=bearer(FEW))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
     assert 2 <= int(refused.headers["retry-after"]) <= 120
     assert len(edge.core.requests) == 2
 

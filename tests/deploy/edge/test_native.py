@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.api_client import client, error_of, events, token_steps
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -127,7 +127,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
 def test_a_bad_body_is_refused_by_its_own_name(edge: Edge, path: str, body: dict[str, Any], status: int, param: str) -> None:
     """In OpenAI's shape; the engine hears nothing."""
     reply = post(edge, path, **body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+    assert error_of(reply, status)["param"] == param
     assert not edge.core.requests
 
 

@@ -9,7 +9,7 @@ import pytest
 from deploy.edge.openai.forms import TextFormat
 from deploy.edge.response_format import ServedModel
 from engine.front.generation import Delta
-from tests.support.edge.api_client import events, token_steps
+from tests.support.edge.api_client import error_of, events, token_steps
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -128,7 +128,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_refused(edge: Edge, path: str, body: dict[str, Any], param: str) -> None:
     """A 400 that names the key."""
     reply = post(edge, path, **body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert error_of(reply, 400)["param"] == param
 
 
 def test_more_logprobs_than_an_answer_may_have(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,5 +137,4 @@ def test_more_logprobs_than_an_answer_may_have(edge: Edge, monkeypatch: pytest.M
     monkeypatch.setattr("deploy.edge.job_builder.MAX_PROMPT_LOGPROBS", 600)
     answer(edge, TEXT, prompt=prompt, prompt_logprobs=2, n=2)
     reply = post(edge, TEXT, prompt=prompt, prompt_logprobs=3, n=2)
-    assert reply.status_code == 400
-    assert "800 logprobs of prompt tokens, alternatives counted, exceed the limit of 600" in reply.json()["error"]["message"]
+    assert "800 logprobs of prompt tokens, alternatives counted, exceed the limit of 600" in error_of(reply, 400)["message"]

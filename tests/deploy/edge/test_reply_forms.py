@@ -14,7 +14,7 @@ from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS
 from engine.matcher import Matcher, Vocabulary
 from engine.protocol import Grammar, ThoughtBudget
-from tests.support.edge.api_client import token_steps
+from tests.support.edge.api_client import error_of, token_steps
 from tests.support.edge.http_edge import Edge
 from tests.support.engine.schemas import members
 
@@ -121,7 +121,7 @@ def test_a_thought_has_a_budget(edge: Edge) -> None:
         asked(edge, body, path)
         assert [request.params.thought for request in edge.core.requests] == [wanted] * body.get("n", 1)
     reply = edge.post(CHAT, chat(thinking_token_budget=-1))
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "thinking_token_budget")
+    assert error_of(reply, 400)["param"] == "thinking_token_budget"
 
 
 def call(name: str, arguments: str = "{a:1}") -> str:
@@ -243,8 +243,7 @@ def test_what_cannot_be_kept_is_refused(edge: Edge, keys: dict[str, Any], param:
     """A 400 that names the key and what is wrong; nothing reaches the engine."""
     edge.reset()
     reply = edge.post(CHAT, chat(**keys))
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
+    error = error_of(reply, 400)
     assert error["param"] == param
     assert re.search(says, error["message"]), error
     assert len(error["message"]) < 600

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.edge.openai.response_request import encrypted_content_of
-from tests.support.edge.api_client import client, token_steps
+from tests.support.edge.api_client import client, error_of, token_steps
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_response
 
@@ -202,7 +202,7 @@ def test_a_stream_that_fails_ends_with_response_failed(edge: Edge) -> None:
     assert [item["status"] for item in failed["output"]] == ["incomplete"]
     edge.core.fail_after = 0
     reply = post(edge, asked(stream=True))
-    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "generation_failed")
+    assert error_of(reply, 500)["code"] == "generation_failed"
 
 
 # The key that the error names -> values of it, each of which is refused.
@@ -244,7 +244,7 @@ def test_a_bad_body_is_refused_by_name(edge: Edge, param: str, value: Any) -> No
     """OpenAI's client raises BadRequestError with the name of the key in this API; the engine hears nothing."""
     body = asked(**{param.partition(".")[0]: value})
     reply = post(edge, {key: value for key, value in body.items() if value is not None})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+    assert error_of(reply, 400)["param"] == param
     assert not edge.core.requests
 
 

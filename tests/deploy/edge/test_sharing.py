@@ -8,6 +8,7 @@ import pytest
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.routes import TURN_BITS
 from tests.conftest import Nano
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
@@ -59,7 +60,7 @@ def test_priorities_reach_the_core(edge: Edge, isolating: Edge) -> None:
     edge.post(path, BODIES[path]).raise_for_status()
     assert [request.priority >> TURN_BITS for request in edge.core.requests] == [0, 7, 0]
     refused = edge.post(path, BODIES[path] | {"priority": -1})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    assert error_of(refused, 400)["param"] == "priority"
     isolating.reset()
     isolating.post(path, BODIES[path] | {"priority": -5}).raise_for_status()
     assert isolating.core.requests[0].priority >> TURN_BITS == -5
@@ -72,4 +73,4 @@ BAD: list[dict[str, Any]] = [{"cache_salt": ""}, {"cache_salt": "x" * 257}, {"ca
 def test_bad_values_are_named(edge: Edge, bad: dict[str, Any]) -> None:
     """A salt is a short string, a priority an int32."""
     reply = edge.post("/v1/completions", BODIES["/v1/completions"] | bad)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(bad)))
+    assert error_of(reply, 400)["param"] == next(iter(bad))

@@ -12,6 +12,7 @@ from deploy.edge.edge_settings import LimitSettings
 from engine.errors import Overloaded
 from engine.front.constraints import Constraints
 from tests.conftest import Nano
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge
 from tests.support.engine.tool_lists import ODD, tool_list
 
@@ -122,8 +123,7 @@ def test_the_place_of_a_strict_tool_is_named(edge: Edge) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$", "minLength": 5}}}
     functions: list[dict[str, Any]] = [{"name": "fine", "parameters": {}}, {"name": "broken", "strict": True, "parameters": bad}]
     reply = asked(edge, CHAT, [{"type": "function", "function": each} for each in functions])
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"].startswith("tools: broken: a pattern, a format and lengths that together")
+    assert error_of(reply, 400)["message"].startswith("tools: broken: a pattern, a format and lengths that together")
 
 
 FAILING: list[tuple[dict[str, Any], str]] = [
@@ -141,8 +141,7 @@ def test_a_grammar_that_fails_when_it_is_built_is_refused(edge: Edge, form: dict
     """A schema that refers to itself, an empty language, patterns that cost too much: a 400 of one short sentence, no dump."""
     edge.reset()
     reply = edge.post(CHAT, body(CHAT, [], **form) | {"tools": None})
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
+    error = error_of(reply, 400)
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: the grammar: ")
     assert len(error["message"]) < 200, error

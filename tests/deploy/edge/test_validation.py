@@ -8,6 +8,7 @@ import pytest
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Text
 from deploy.edge.openai.schemas import CHAT_READER
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -195,8 +196,7 @@ def test_agents_know_the_context_error(edge: Edge, path: str, words: int) -> Non
 def test_an_unknown_model_is_404(edge: Edge) -> None:
     """code model_not_found, which clients tell apart by."""
     reply = edge.post(CHAT, chat(model="gpt-4"))
-    assert reply.status_code == 404
-    assert reply.json()["error"]["code"] == "model_not_found"
+    assert error_of(reply, 404)["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "//v1/models", 404)])

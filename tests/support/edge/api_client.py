@@ -25,3 +25,10 @@ def events(edge: Edge, path: str, body: dict[str, Any]) -> list[str]:
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert all(line.startswith("data: ") for line in reply.text.split("\n\n") if line)
     return [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+
+
+def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
+    """What a reply of this status says of its error, in OpenAI's shape."""
+    assert reply.status_code == status, reply.text
+    error: dict[str, Any] = reply.json()["error"]
+    return error
