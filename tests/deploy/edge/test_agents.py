@@ -3,13 +3,12 @@
 Zed: crates/open_ai. Cline: core/api/providers/openai.ts. Vercel's AI SDK: packages/openai-compatible. guidellm: backends/openai.
 """
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.edge.api_client import error_of, events, token_steps
+from tests.support.edge.api_client import error_of, events
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sum_chat
 
@@ -65,14 +64,14 @@ BODIES: dict[str, dict[str, Any]] = {
 def test_what_agents_send_is_served(edge: Edge, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
     """The stream adds up to the reply and ends with its usage; results of calls are in the prompt, by the function's name."""
     monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
-    edge.core.steps = token_steps(edge, "<read_file> it is")
+    edge.script("<read_file> it is")
     body = {"model": "nano", **BODIES[agent]}
-    chunks = [json.loads(line) for line in events(edge, CHAT, body)[:-1]]
+    chunks = events(edge, CHAT, body)
     limit = body.get("max_completion_tokens", 4096)
     written = [token for step in edge.core.steps[:limit] for token in step]
     assert sum_chat(chunks)["content"] == edge.text.decode(written)
     assert chunks[-1]["usage"]["completion_tokens"] == len(written)
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert ("response:read_file" in prompt) == ("tools" in body)
 
 
@@ -99,9 +98,9 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
 def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """The model sees it with what was open closed. Planted: arguments that begin no JSON are a 400."""
     monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
-    edge.core.steps = token_steps(edge, "again")
+    edge.script("again")
     assert edge.post(path, {"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert 'call:read_file{path:<|"|>a.p<|"|>}<tool_call|><|tool_response>response:read_file{value:<|"|>no JSON<|"|>}' in prompt
     reply = edge.post(path, {"model": "nano", **asked('{"path":a.p')[path]})
     assert "arguments: not JSON" in error_of(reply, 400)["message"]

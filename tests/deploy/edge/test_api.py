@@ -11,7 +11,7 @@ import pytest
 from deploy.edge.service_settings import Defaults
 from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import FinishReason
-from tests.support.edge.api_client import client, error_of, events, token_steps
+from tests.support.edge.api_client import client, error_of, events
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = pytest.mark.pure
@@ -21,7 +21,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None:
     """Content, role, refusal and annotations, logprobs null, finish_reason and usage."""
-    edge.core.steps = [*token_steps(edge, "hi there"), [106]]
+    edge.script("hi there<turn|>")
     with client(edge) as api:
         answer = api.chat.completions.create(model="nano", messages=HELLO)
     raw = answer.model_dump()
@@ -40,11 +40,9 @@ def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None
 
 def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
     """Deltas add up to the text, the id never changes, the role comes first, usage last, then [DONE]."""
-    edge.core.steps = [*token_steps(edge, "größer 日本 🎉 ok"), [106]]
+    edge.script("größer 日本 🎉 ok<turn|>")
     body = {"model": "nano", "messages": HELLO, "stream_options": {"include_usage": True}}
-    data = events(edge, "/v1/chat/completions", body)
-    assert data[-1] == "[DONE]"
-    chunks = [json.loads(line) for line in data[:-1]]
+    chunks = events(edge, "/v1/chat/completions", body)
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "größer 日本 🎉 ok"
@@ -57,29 +55,30 @@ def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_usage_in_each_chunk(edge: Edge, path: str) -> None:
     """continuous_usage_stats: it grows with the tokens of all choices up to what the last chunk says; without it there is none."""
-    edge.core.steps, edge.core.delay_s = [*token_steps(edge, "hi there"), [106]], 0.002
+    edge.script("hi there<turn|>")
+    edge.core.delay_s = 0.002
     asked = {"messages": HELLO} if "chat" in path else {"prompt": "Hello"}
     body = {"model": "nano", "n": 2, **asked, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    usages = [json.loads(line)["usage"] for line in events(edge, path, body)[:-1]]
+    usages = [chunk["usage"] for chunk in events(edge, path, body)]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts)
     assert 0 < counts[0] < counts[-1] == 2 * len(edge.core.steps)
     assert all(usage["prompt_tokens"] == usages[-1]["prompt_tokens"] == len(edge.core.requests[0].tokens) for usage in usages)
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
-    plain = [json.loads(line) for line in events(edge, path, body | {"stream_options": None})[:-1]]
-    assert not any("usage" in chunk for chunk in plain)
+    assert not any("usage" in chunk for chunk in events(edge, path, body | {"stream_options": None}))
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_usage_says_how_much_of_the_prompt_was_cached(edge: Edge, n: int) -> None:
     """Whole and streamed, as the core says it with each first output; a prompt is counted once, however many choices share it: what
     the first of them computed was not cached."""
-    edge.core.steps, edge.core.cached = [*token_steps(edge, "hi"), [106]], [32, 48, 64] * 2
+    edge.script("hi<turn|>")
+    edge.core.cached = [32, 48, 64] * 2
     body = {"model": "nano", "messages": HELLO, "n": n}
     whole = edge.post("/v1/chat/completions", body).json()
     edge.core.requests.clear()
-    data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
-    for usage in (whole["usage"], json.loads(data[-2])["usage"]):
+    streamed = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
+    for usage in (whole["usage"], streamed[-1]["usage"]):
         assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
 
 
@@ -90,8 +89,8 @@ def test_usage_says_what_became_of_drafts(edge: Edge, *, at_once: bool) -> None:
     edge.core.steps, edge.core.drafts, edge.core.at_once = [[300, 301, 302], [303, 304], [305]], 3, at_once
     body = {"model": "nano", "messages": HELLO, "n": 2}
     whole = edge.post("/v1/chat/completions", body | {"speculative": False}).json()
-    data = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
-    for usage in (whole["usage"], json.loads(data[-2])["usage"]):
+    streamed = events(edge, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
+    for usage in (whole["usage"], streamed[-1]["usage"]):
         details = usage["completion_tokens_details"]
         assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (6, 12)
     assert [request.params.drafts for request in edge.core.requests] == [False, False, True, True]
@@ -101,7 +100,7 @@ def test_usage_says_what_became_of_drafts(edge: Edge, *, at_once: bool) -> None:
 
 def test_openai_streams_a_text_completion(edge: Edge) -> None:
     """Text deltas of /v1/completions with a token-id prompt, ended by length."""
-    edge.core.steps = token_steps(edge, "one two three four")
+    edge.script("one two three four")
     with client(edge) as api:
         chunks = list(api.completions.create(model="nano", prompt=[5, 6, 7], max_tokens=3, stream=True))
     assert list(edge.core.requests[0].tokens) == [5, 6, 7]
@@ -111,7 +110,7 @@ def test_openai_streams_a_text_completion(edge: Edge) -> None:
 
 def test_chat_logprobs_name_each_token_and_its_rivals(edge: Edge) -> None:
     """content[i] has token, bytes, logprob and top_logprobs, streamed or whole alike."""
-    edge.core.steps = token_steps(edge, "the house")
+    edge.script("the house")
     with client(edge) as api:
         answer = api.chat.completions.create(model="nano", messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=50)
         streamed = list(api.chat.completions.create(
@@ -130,7 +129,7 @@ def test_chat_logprobs_name_each_token_and_its_rivals(edge: Edge) -> None:
 
 def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
     """tokens, token_logprobs, top_logprobs and text_offset run in parallel; the offsets go on through a stream."""
-    edge.core.steps = token_steps(edge, "a small house")
+    edge.script("a small house")
     body = {"model": "nano", "prompt": "x", "logprobs": 1, "max_tokens": 40}
     whole = edge.post("/v1/completions", body).json()["choices"][0]
     found = whole["logprobs"]
@@ -138,7 +137,7 @@ def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
     for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
         assert whole["text"][offset:].startswith(token)
     assert all(len(top) == 1 for top in found["top_logprobs"])
-    chunks = [json.loads(line)["choices"][0]["logprobs"] for line in events(edge, "/v1/completions", body)[:-1]]
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in events(edge, "/v1/completions", body)]
     assert [o for chunk in chunks if chunk for o in chunk["text_offset"]] == found["text_offset"]
 
 
@@ -146,12 +145,11 @@ def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched: bool) -> None:
     """Text stops before the match however the tokens were batched, and the engine is told why."""
-    steps = token_steps(edge, "one two STOPthree four five")
-    edge.core.steps = [[t for [t] in steps]] if batched else steps
+    edge.script("one two STOPthree four five", 1000 if batched else 1)
     edge.core.forever = not batched
     body = {"model": "nano", "messages": HELLO, "stop": ["nowhere", "STOP"], "max_tokens": 200}
     if stream:
-        chunks = [json.loads(line) for line in events(edge, "/v1/chat/completions", body)[:-1]]
+        chunks = events(edge, "/v1/chat/completions", body)
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         finish = chunks[-1]["choices"][0]["finish_reason"]
     else:
@@ -164,7 +162,7 @@ def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched
 
 def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:
     """What was held back is emitted when the stream ends without a match."""
-    edge.core.steps = [*token_steps(edge, "all ST"), [106]]
+    edge.script("all ST<turn|>")
     answer = edge.post("/v1/chat/completions", {"model": "nano", "messages": HELLO, "stop": "STOP"}).json()
     assert answer["choices"][0]["message"]["content"] == "all ST"
 
@@ -172,7 +170,8 @@ def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:
 def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
     """The id that ended the text is counted, not shown."""
     word = edge.text.encode("house", add_bos=False)[0]
-    edge.core.steps = [*token_steps(edge, "the "), [word]]
+    edge.script("the ")
+    edge.core.steps.append([word])
     body = {"model": "nano", "messages": HELLO, "stop_token_ids": [word]}
     answer = edge.post("/v1/chat/completions", body).json()
     assert answer["choices"][0]["message"]["content"] == "the "
@@ -183,10 +182,10 @@ def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
 def test_several_choices_have_seeds_of_their_own(edge: Edge, *, stream: bool) -> None:
     """n=3 gives three choices, each finished once, from three engine requests that differ in seed alone; a neighbouring seed's
     choices have none of theirs."""
-    edge.core.steps = [*token_steps(edge, "hi"), [106]]
+    edge.script("hi<turn|>")
     body = {"model": "nano", "messages": HELLO, "n": 3, "seed": 7}
     if stream:
-        chunks = [json.loads(line)["choices"][0] for line in events(edge, "/v1/chat/completions", body)[:-1]]
+        chunks = [chunk["choices"][0] for chunk in events(edge, "/v1/chat/completions", body)]
         texts = ["".join(c["delta"].get("content", "") for c in chunks if c["index"] == index) for index in range(3)]
         assert sorted(c["index"] for c in chunks if c["finish_reason"]) == [0, 1, 2]
     else:
@@ -298,11 +297,11 @@ def test_an_engine_refusal_is_a_plain_400_even_for_a_stream(edge: Edge) -> None:
 
 def test_a_request_that_fails_midway_ends_with_one_error_event(edge: Edge) -> None:
     """After the first token an error is the stream's last event, there is no [DONE], and OpenAI's client raises."""
-    edge.core.steps = token_steps(edge, "some words come")
+    edge.script("some words come")
     edge.core.fail_after = 2
     data = events(edge, "/v1/chat/completions", {"model": "nano", "messages": HELLO})
-    assert [("error" in json.loads(line)) for line in data].count(True) == 1
-    assert json.loads(data[-1])["error"]["code"] == "generation_failed"
+    assert ["error" in event for event in data].count(True) == 1
+    assert data[-1]["error"]["code"] == "generation_failed"
     with client(edge) as api, pytest.raises(openai.APIError, match="not finite"):
         for _ in api.chat.completions.create(model="nano", messages=HELLO, stream=True):
             pass
@@ -318,9 +317,10 @@ def test_a_failure_before_the_first_token_is_not_retried(edge: Edge) -> None:
 
 def test_an_end_that_nobody_asked_for_is_no_success(edge: Edge) -> None:
     """Text that the engine broke off does not pass for complete."""
-    edge.core.steps, edge.core.finish = token_steps(edge, "some words"), FinishReason.abort
+    edge.script("some words")
+    edge.core.finish = FinishReason.abort
     data = events(edge, "/v1/chat/completions", {"model": "nano", "messages": HELLO})
-    assert json.loads(data[-1])["error"]["code"] == "generation_failed"
+    assert data[-1]["error"]["code"] == "generation_failed"
 
 
 def test_length_is_said_to_be_length(edge: Edge) -> None:

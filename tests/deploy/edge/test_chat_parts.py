@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from engine.protocol import AbortReason, FinishReason
-from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.api_client import client, events
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.summed import sum_chat
 
@@ -24,12 +24,6 @@ ROME = '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'
 ARGUMENTS = ['{"city":"Paris \\"日本\\"","days":3}', '{"city":"Rome"}']
 
 
-def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
-    """The core answers with this reply, `batch` tokens a step."""
-    ids = [token for [token] in token_steps(edge, reply)]
-    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
-
-
 def asked(**more: Any) -> dict[str, Any]:
     return {"model": "nano", "messages": ASK, "tools": TOOLS} | more
 
@@ -37,7 +31,7 @@ def asked(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("batch", [1, 3, 1000])
 def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
     """Whole and streamed say the same: reasoning under both its names, two calls, no content, and how many tokens were thoughts."""
-    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>", batch=batch)
+    edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>", batch=batch)
     whole = edge.post(CHAT, asked()).json()
     message, usage = whole["choices"][0]["message"], whole["usage"]
     assert whole["choices"][0]["finish_reason"] == "tool_calls"
@@ -51,7 +45,7 @@ def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
         "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
     }
-    chunks = [json.loads(line) for line in events(edge, CHAT, asked(stream_options={"include_usage": True}))[:-1]]
+    chunks = events(edge, CHAT, asked(stream_options={"include_usage": True}))
     streamed = sum_chat(chunks)
     assert streamed["reasoning_content"] == streamed["reasoning"] == "Two calls."
     assert [(name, arguments) for _, name, arguments in streamed["calls"]] == [("get_weather", each) for each in ARGUMENTS]
@@ -61,7 +55,7 @@ def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
 
 def test_openais_stream_helper_puts_calls_together(edge: Edge) -> None:
     """Its events name each call when it is done, and the final message is that of a whole answer."""
-    script(edge, f"Let me see.{PARIS}{ROME}<|tool_response>")
+    edge.script(f"Let me see.{PARIS}{ROME}<|tool_response>")
     with client(edge) as api, api.chat.completions.stream(model="nano", messages=ASK, tools=TOOLS) as stream:
         done = [event.arguments for event in stream if event.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion().choices[0]
@@ -73,9 +67,9 @@ def test_openais_stream_helper_puts_calls_together(edge: Edge) -> None:
 
 def test_arguments_stream_as_they_come(edge: Edge) -> None:
     """A string's text is on its way before the call is over; nothing waits for a closing bracket."""
-    script(edge, f'<|tool_call>call:get_weather{{city:<|"|>{"word " * 50}<|"|>}}<tool_call|><|tool_response>')
+    edge.script(f'<|tool_call>call:get_weather{{city:<|"|>{"word " * 50}<|"|>}}<tool_call|><|tool_response>')
     edge.core.delay_s = 0.002
-    chunks = [json.loads(line) for line in events(edge, CHAT, asked())[:-1]]
+    chunks = events(edge, CHAT, asked())
     pieces = [call["function"]["arguments"] for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", ())]
     assert len(pieces) > 40
     assert max(map(len, pieces)) < 20
@@ -84,13 +78,13 @@ def test_arguments_stream_as_they_come(edge: Edge) -> None:
 
 def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     """The message that came is sent back as it is, with results: the next prompt begins with all that was said."""
-    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     with client(edge) as api:
         first = api.chat.completions.create(model="nano", messages=ASK, tools=TOOLS, extra_body=thinking).choices[0].message
         calls = first.tool_calls or []
         results = [{"role": "tool", "tool_call_id": call.id, "content": "18C"} for call in calls]
-        script(edge, "It is 18C.<turn|>")
+        edge.script("It is 18C.<turn|>")
         messages: list[Any] = [*ASK, first.model_dump(exclude_none=True), *results]
         second = api.chat.completions.create(model="nano", messages=messages, tools=TOOLS, extra_body=thinking).choices[0]
     assert (second.message.content, second.finish_reason) == ("It is 18C.", "stop")
@@ -104,10 +98,10 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_cut_call_says_length(edge: Edge, *, stream: bool, parallel: bool) -> None:
     """Its arguments are not completed, and the finish is length, not tool_calls, whether or not more calls might have come."""
-    script(edge, PARIS)
+    edge.script(PARIS)
     body = asked(max_tokens=len(edge.core.steps) - 4, parallel_tool_calls=parallel)
     if stream:
-        found = sum_chat([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
+        found = sum_chat(events(edge, CHAT, body))
         arguments, finish = found["calls"][0][2], found["finish"]
     else:
         choice = edge.post(CHAT, body).json()["choices"][0]
@@ -120,10 +114,10 @@ def test_a_cut_call_says_length(edge: Edge, *, stream: bool, parallel: bool) -> 
 @pytest.mark.parametrize("stream", [True, False])
 def test_one_call_where_parallel_ones_are_not_wanted(edge: Edge, *, stream: bool) -> None:
     """parallel_tool_calls: false ends the request with its first call, in the engine, too."""
-    script(edge, f"{PARIS}{ROME}<|tool_response>")
+    edge.script(f"{PARIS}{ROME}<|tool_response>")
     body = asked(parallel_tool_calls=False)
     if stream:
-        found = sum_chat([json.loads(line) for line in events(edge, CHAT, body)[:-1]])
+        found = sum_chat(events(edge, CHAT, body))
         calls, finish = [call[2] for call in found["calls"]], found["finish"]
     else:
         choice = edge.post(CHAT, body).json()["choices"][0]
@@ -135,7 +129,7 @@ def test_one_call_where_parallel_ones_are_not_wanted(edge: Edge, *, stream: bool
 def test_without_tools_a_call_is_text(edge: Edge) -> None:
     """tool_choice none, or no tools: the model's markup is the content, readable."""
     for body in (asked(tool_choice="none"), {"model": "nano", "messages": ASK}):
-        script(edge, f"{ROME}<turn|>")
+        edge.script(f"{ROME}<turn|>")
         choice = edge.post(CHAT, body).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (ROME, "stop")
         assert "tool_calls" not in choice["message"]
@@ -179,10 +173,10 @@ def test_the_servers_default_of_thinking(
 
 def test_logprobs_beside_calls(edge: Edge) -> None:
     """Every token has its entry, markers and calls included, whole and streamed."""
-    script(edge, f"{THOUGHT}Hi{ROME}<|tool_response>", batch=2)
+    edge.script(f"{THOUGHT}Hi{ROME}<|tool_response>", batch=2)
     size = sum(map(len, edge.core.steps))
     whole = edge.post(CHAT, asked(logprobs=True)).json()["choices"][0]
-    chunks = [json.loads(line) for line in events(edge, CHAT, asked(logprobs=True))[:-1]]
+    chunks = events(edge, CHAT, asked(logprobs=True))
     streamed = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert len(whole["logprobs"]["content"]) == size
     assert streamed == whole["logprobs"]["content"]
@@ -190,7 +184,7 @@ def test_logprobs_beside_calls(edge: Edge) -> None:
 
 def test_a_plain_answer_has_no_new_fields(edge: Edge) -> None:
     """Neither reasoning nor tool_calls where there are none."""
-    script(edge, "hi<turn|>")
+    edge.script("hi<turn|>")
     choice = edge.post(CHAT, asked()).json()["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
     assert edge.core.finish is FinishReason.stop

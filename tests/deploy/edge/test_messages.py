@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.edge.api_client import token_steps
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_message
 
@@ -22,12 +21,6 @@ PARIS = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
 ROME = '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'
 CHAT_TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": SCHEMA}}]
 RECORDED = Path(__file__).parent / "recorded"
-
-
-def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
-    """The core answers with this reply, `batch` tokens a step."""
-    ids = [token for [token] in token_steps(edge, reply)]
-    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -54,7 +47,7 @@ def as_known(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("batch", [1, 3, 1000])
 def test_thoughts_text_and_calls_are_blocks(edge: Edge, batch: int) -> None:
     """In the order of generation, whole and streamed alike, with what they cost; a wrong number would differ."""
-    script(edge, f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
+    edge.script(f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
     edge.core.cached = 32
     whole = post(edge, asked()).json()
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
@@ -74,7 +67,7 @@ def test_thoughts_text_and_calls_are_blocks(edge: Edge, batch: int) -> None:
 
 def test_the_first_event_says_what_the_prompt_costs(edge: Edge) -> None:
     """message_start comes with the first token and has no output yet."""
-    script(edge, "hi<turn|>")
+    edge.script("hi<turn|>")
     first = streamed(edge, asked())[0]["message"]
     assert (first["content"], first["stop_reason"], first["usage"]["output_tokens"]) == ([], None, 0)
     assert first["usage"]["input_tokens"] == len(edge.core.requests[0].tokens)
@@ -89,7 +82,7 @@ def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
         ({"stop_sequences": ["nowhere", "STOP"]}, ("stop_sequence", "STOP"), "all "),
     ]
     for extra, reason, text in cases:
-        script(edge, "all STOP here<turn|>")
+        edge.script("all STOP here<turn|>")
         body = asked(**extra)
         found = sum_message(streamed(edge, body)) if stream else post(edge, body).json()
         assert (found["stop_reason"], found["stop_sequence"]) == reason
@@ -99,7 +92,7 @@ def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
 
 def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
     """Its input ends where it ended in a stream, and there is none in a whole answer, which says max_tokens."""
-    script(edge, PARIS)
+    edge.script(PARIS)
     body = asked(max_tokens=len(edge.core.steps) - 3)
     whole = post(edge, body).json()
     assert (whole["content"], whole["stop_reason"]) == ([], "max_tokens")
@@ -113,7 +106,7 @@ def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reply_that_ends_inside_of_a_string(edge: Edge, *, stream: bool) -> None:
     """Of a call, by the model's own end: it is whole with what was written."""
-    script(edge, f'{ROME}<|tool_call>call:get_weather{{city:<|"|>Par<tool_call|><|tool_response>')
+    edge.script(f'{ROME}<|tool_call>call:get_weather{{city:<|"|>Par<tool_call|><|tool_response>')
     found = sum_message(streamed(edge, asked())) if stream else post(edge, asked()).json()
     assert found["stop_reason"] == "tool_use"
     assert [block["input"] for block in found["content"]] == [{"city": "Rome"}, {"city": "Par"}]
@@ -152,12 +145,12 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
 
 def test_a_tool_loop(edge: Edge) -> None:
     """The content that came is sent back as it is, with results: the next prompt begins with all that was said."""
-    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
     thinking = {"thinking": {"type": "adaptive"}}
     first = post(edge, asked(**thinking)).json()
     calls = [block for block in first["content"] if block["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "18C"} for call in calls]
-    script(edge, "It is 18C.<turn|>")
+    edge.script("It is 18C.<turn|>")
     messages = [*ASK, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": results}]
     second = post(edge, asked(messages=messages, **thinking)).json()
     assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "It is 18C."}], "end_turn")
@@ -171,7 +164,7 @@ def test_a_tool_loop(edge: Edge) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) -> None:
     """tool_choice auto with disable_parallel_tool_use ends with the first call."""
-    script(edge, f"{PARIS}{ROME}<|tool_response>")
+    edge.script(f"{PARIS}{ROME}<|tool_response>")
     body = asked(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     found = sum_message(streamed(edge, body)) if stream else post(edge, body).json()
     assert [block["input"] for block in found["content"]] == [{"city": "Paris", "days": 3}]
@@ -180,7 +173,7 @@ def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) ->
 
 def test_a_named_tool_is_a_tool_use(edge: Edge) -> None:
     """A message that had to call one tool waits for its result, as any that calls: stop_reason is tool_use."""
-    script(edge, f"{PARIS}<|tool_response>")
+    edge.script(f"{PARIS}<|tool_response>")
     found = post(edge, asked(tool_choice={"type": "tool", "name": "get_weather"})).json()
     assert ([block["type"] for block in found["content"]], found["stop_reason"]) == (["tool_use"], "tool_use")
 
@@ -244,7 +237,8 @@ def test_other_errors_have_the_shape_too(edge: Edge, method: str, path: str, bod
 
 def test_a_stream_that_fails_ends_with_one_error_event(edge: Edge) -> None:
     """No message_stop comes after it, and no finish of another kind before it."""
-    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
+    edge.script("some words come")
+    edge.core.fail_after = 2
     events = streamed(edge, asked())
     kinds = [event["type"] for event in events]
     assert kinds[-1] == "error"
@@ -257,10 +251,10 @@ def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
     """Its recorded bodies, to the end; a header in the disguise of a system block, new each time, is not rendered."""
     body = json.loads((RECORDED / f"{name}.json").read_text())
     with edge.configured(max_len=1 << 16):
-        script(edge, f"{THOUGHT}Done.<turn|>")
+        edge.script(f"{THOUGHT}Done.<turn|>")
         found = sum_message(streamed(edge, body | {"model": "nano"}))
     assert [block["type"] for block in found["content"]] == ["thinking", "text"]
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert "You are Claude Code" in prompt
     assert "billing-header" not in prompt
     assert "declaration:Bash" in prompt

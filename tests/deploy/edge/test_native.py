@@ -1,13 +1,12 @@
 """What vLLM and SGLang speak beside OpenAI's API: /tokenize, /detokenize, /generate; and what a path says that nobody serves."""
 
-import json
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.support.edge.api_client import client, error_of, events, token_steps
+from tests.support.edge.api_client import client, error_of, events
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -48,7 +47,8 @@ def test_a_conversation_has_the_tokens_of_its_chat(edge: Edge, extra: dict[str, 
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
     """Its request, word for word: every event has all of the text so far, and the counts that it reads."""
-    edge.core.steps, edge.core.cached = token_steps(edge, "one two three four"), 2
+    edge.script("one two three four")
+    edge.core.cached = 2
     body = {
         "input_ids": [5, 6, 7],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True},
@@ -59,9 +59,7 @@ def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
     }
     text = edge.text.decode([token for [token] in edge.core.steps[:3]])
     if stream:
-        data = events(edge, GENERATE, body)
-        assert data[-1] == "[DONE]"
-        chunks = [json.loads(line) for line in data[:-1]]
+        chunks = events(edge, GENERATE, body)
         assert [text.startswith(chunk["text"]) for chunk in chunks] == [True] * len(chunks)
         counts = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(set(counts))
@@ -80,7 +78,7 @@ def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
 
 def test_a_stop_string_is_what_matched(edge: Edge) -> None:
     """finish_reason names it; rid is the answer's id; a text is a prompt as a completion has it."""
-    edge.core.steps = [*token_steps(edge, "all STOP here"), [106]]
+    edge.script("all STOP here<turn|>")
     found = post(edge, GENERATE, text="a house", rid="mine", sampling_params={"stop": ["STOP"], "sampling_seed": 7}).json()
     assert (found["text"], found["meta_info"]["id"]) == ("all ", "mine")
     assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "STOP"}
@@ -91,8 +89,9 @@ def test_a_stop_string_is_what_matched(edge: Edge) -> None:
 
 def test_a_stream_of_generate_that_fails_has_one_error(edge: Edge) -> None:
     """And no [DONE]."""
-    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
-    data = [json.loads(line) for line in events(edge, GENERATE, {"text": "x"})]
+    edge.script("some words come")
+    edge.core.fail_after = 2
+    data = events(edge, GENERATE, {"text": "x"})
     assert ["error" in each for each in data].count(True) == 1
     assert data[-1]["error"]["code"] == "generation_failed"
 

@@ -1,6 +1,5 @@
 """Several prompts in one text completion, what ended a choice, and the fingerprint of the system."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from deploy.edge.response_format import ServedModel
 from deploy.models.fingerprint import fingerprint
-from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.api_client import client, events
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -44,10 +43,9 @@ def test_choices_come_in_the_order_of_their_prompts(edge: Edge, prompts: list[An
 
 def test_a_stream_of_several_prompts(edge: Edge) -> None:
     """Every choice under its index, each with one end, then [DONE]: what the whole answer says."""
-    edge.core.steps = [*token_steps(edge, "one two"), [106]]
+    edge.script("one two<turn|>")
     body = {"model": "nano", "prompt": ["a", "b", "c"], "max_tokens": 100}
-    data = events(edge, TEXT, body)
-    chunks = [json.loads(line)["choices"][0] for line in data[:-1]]
+    chunks = [chunk["choices"][0] for chunk in events(edge, TEXT, body)]
     texts = {index: "".join(chunk["text"] for chunk in chunks if chunk["index"] == index) for index in range(3)}
     whole = {choice["index"]: choice["text"] for choice in asked(edge, **body)["choices"]}
     assert texts == whole == dict.fromkeys(range(3), "one two")
@@ -62,10 +60,11 @@ def test_what_ended_a_choice(edge: Edge, *, stream: bool) -> None:
         ({"stop": ["nowhere", "STOP"]}, "STOP"), ({"stop_token_ids": [word]}, word), ({}, None), ({"max_tokens": 2}, None),
     ]  # fmt: skip
     for extra, wanted in cases:
-        edge.core.steps = [*token_steps(edge, "all STOP "), [word] if "stop_token_ids" in extra else [106]]
+        edge.script("all STOP ")
+        edge.core.steps.append([word] if "stop_token_ids" in extra else [106])
         body = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50} | extra
         if stream:
-            last = json.loads(events(edge, CHAT, body)[-2])["choices"][0]
+            last = events(edge, CHAT, body)[-1]["choices"][0]
         else:
             last = edge.post(CHAT, body).json()["choices"][0]
         assert last["stop_reason"] == wanted, extra

@@ -9,7 +9,7 @@ import pytest
 from deploy.edge.openai.forms import TextFormat
 from deploy.edge.response_format import ServedModel
 from engine.front.generation import Delta
-from tests.support.edge.api_client import error_of, events, token_steps
+from tests.support.edge.api_client import error_of, events
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -47,12 +47,12 @@ def check_echoed(edge: Edge, prompt: str, choice: dict[str, Any], generated: str
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_with_logprobs(edge: Edge, *, stream: bool, kind: str) -> None:
     """Of several prompts with two choices each, texts or ids, each choice begins with its own prompt, whole or streamed."""
-    edge.core.steps = token_steps(edge, "one two")
+    edge.script("one two")
     prompts = PROMPTS if kind == "text" else [edge.text.encode(prompt, add_bos=True) for prompt in PROMPTS]
     body = {"model": "nano", "prompt": prompts, "n": 2, "echo": True, "logprobs": 2, "max_tokens": 50}
     choices: list[dict[str, Any]] = [{"text": "", "logprobs": {}} for _ in range(4)]
     if stream:
-        for chunk in (json.loads(line)["choices"][0] for line in events(edge, TEXT, body)[:-1]):
+        for chunk in (chunk["choices"][0] for chunk in events(edge, TEXT, body)):
             made = choices[chunk["index"]]
             made["text"] += chunk["text"]
             for name, entries in (chunk["logprobs"] or {}).items():
@@ -67,7 +67,7 @@ def test_an_echo_with_logprobs(edge: Edge, *, stream: bool, kind: str) -> None:
 
 def test_an_echo_of_the_wrong_prompt_is_noticed(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: logprobs that stand one token on."""
-    edge.core.steps = token_steps(edge, "one")
+    edge.script("one")
     honest = TextFormat._reported
 
     def shifted(self: TextFormat, delta: Delta) -> Any:

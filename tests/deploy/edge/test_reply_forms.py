@@ -14,7 +14,7 @@ from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS
 from engine.matcher import Matcher, Vocabulary
 from engine.protocol import Grammar, ThoughtBudget
-from tests.support.edge.api_client import error_of, token_steps
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge
 from tests.support.engine.schemas import members
 
@@ -44,7 +44,7 @@ def writes(edge: Edge, rules: Grammar | None, text: str) -> bool:
     """Whether a reply that says `text`, whole, is within the grammar."""
     assert rules is not None
     matcher = edge.service.jobs.grammars._vocabulary.result(20).matcher(rules.text)
-    return accepts(matcher, [token for [token] in token_steps(edge, text)])
+    return accepts(matcher, edge.text.encode(text, add_bos=False))
 
 
 def accepts(matcher: Matcher, tokens: list[int]) -> bool:

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.edge.openai.response_request import encrypted_content_of
-from tests.support.edge.api_client import client, error_of, token_steps
+from tests.support.edge.api_client import client, error_of
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_response
 
@@ -32,12 +32,6 @@ RECORDED = Path(__file__).parent / "recorded"
 @cache
 def events_of_openai() -> TypeAdapter[Any]:
     return TypeAdapter(ResponseStreamEvent)
-
-
-def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
-    """The core answers with this reply, `batch` tokens a step."""
-    ids = [token for [token] in token_steps(edge, reply)]
-    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -67,7 +61,7 @@ def as_known(response: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("batch", [1, 1000])
 def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
     """In the order of generation, whole and streamed alike, deltas and last event alike; with what they cost."""
-    script(edge, f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
+    edge.script(f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
     edge.core.cached = 32
     whole = post(edge, asked()).json()
     thought, message, *calls = whole["output"]
@@ -91,7 +85,7 @@ def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
 
 def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
     """Its final response is that of the whole answer."""
-    script(edge, f"{THOUGHT}Let me see.{PARIS}<|tool_response>")
+    edge.script(f"{THOUGHT}Let me see.{PARIS}<|tool_response>")
     with client(edge) as api:
         whole = api.responses.create(model="nano", input="x", tools=[TOOL])  # type: ignore[list-item]
         with api.responses.stream(model="nano", input="x", tools=[TOOL]) as stream:  # type: ignore[list-item]
@@ -132,7 +126,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
 
 def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     """The output is sent back as it came, with results: the next prompt begins with all that was said."""
-    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
     question: list[Any] = [{"role": "user", "content": "Weather?"}]
     settings: dict[str, Any] = {"model": "nano", "tools": [TOOL], "reasoning": {"effort": "high"}}
     with client(edge) as api:
@@ -142,7 +136,7 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
         assert thought.encrypted_content == encrypted_content_of("Two calls.")
         calls = [item for item in first.output if item.type == "function_call"]
         results = [{"type": "function_call_output", "call_id": call.call_id, "output": "18C"} for call in calls]
-        script(edge, "It is 18C.<turn|>")
+        edge.script("It is 18C.<turn|>")
         second = api.responses.create(input=[*question, *first.output, *results], **settings)
     assert second.output_text == "It is 18C."
     before, after = (list(request.tokens) for request in edge.core.requests)
@@ -153,7 +147,7 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
 def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """As agents declare what MCP servers have: the model calls them by both names, the call that comes names each, and so does its
     history, which is the very tokens that came; without its namespace it would be another function."""
-    script(edge, PARIS.replace("get_weather", "mcp__sky.get_weather") + ROME + "<|tool_response>")
+    edge.script(PARIS.replace("get_weather", "mcp__sky.get_weather") + ROME + "<|tool_response>")
     monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=1024))
     namespace = {"type": "namespace", "name": "mcp__sky", "description": "d", "tools": [TOOL, {"type": "custom", "name": "c"}]}
     body = asked(tools=[namespace, TOOL], reasoning={"effort": "high"})
@@ -178,7 +172,7 @@ def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("reply", ["some words that go on", PARIS], ids=["text", "call"])
 def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
     """max_output_tokens: the response says so, the item too, and a call's arguments are never done."""
-    script(edge, reply)
+    edge.script(reply)
     body = asked(max_output_tokens=len(edge.core.steps) - 3)
     whole, events = post(edge, body).json(), streamed(edge, body)
     last = events[-1]
@@ -194,7 +188,8 @@ def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
 
 def test_a_stream_that_fails_ends_with_response_failed(edge: Edge) -> None:
     """What had come is in it, incomplete; before the first token an error is a plain reply."""
-    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
+    edge.script("some words come")
+    edge.core.fail_after = 2
     events = streamed(edge, asked())
     failed = events[-1]["response"]
     assert [event["type"] for event in events].count("response.failed") == 1
@@ -254,13 +249,13 @@ def test_what_codex_sends_is_served(edge: Edge, name: str) -> None:
     body = json.loads((RECORDED / f"{name}.json").read_text()) | {"model": "nano"}
     call = '<|tool_call>call:exec_command{cmd:<|"|>ls<|"|>}<tool_call|>'
     with edge.configured(max_len=1 << 16):
-        script(edge, f"{THOUGHT}{call}<|tool_response>")
+        edge.script(f"{THOUGHT}{call}<|tool_response>")
         events = streamed(edge, body)
     response = events[-1]["response"]
     assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
     assert response["output"][0]["encrypted_content"] == encrypted_content_of("Two calls.")
     assert [tool["name"] for tool in response["tools"]] == ["exec_command", "write_stdin", "update_plan", "view_image"]
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert prompt.count("<|turn>system") == 1
     assert "apply_patch" not in prompt
     assert ("I run the test." in prompt) == (name == "codex_tools")

@@ -9,7 +9,7 @@ import pytest
 
 from engine.front.audio_features import RATE
 from tests.conftest import Nano
-from tests.support.edge.api_client import client, token_steps
+from tests.support.edge.api_client import client
 from tests.support.edge.http_edge import Edge
 from tests.support.wav_files import tone, wav
 
@@ -29,7 +29,7 @@ def running(nano: Nano) -> Iterator[Edge]:
 @pytest.fixture
 def edge(running: Edge) -> Edge:
     running.reset()
-    running.core.steps = token_steps(running, TEXT)
+    running.script(TEXT)
     return running
 
 
@@ -43,7 +43,7 @@ def test_a_file_is_transcribed(edge: Edge) -> None:
     made = client(edge).audio.transcriptions.create(file=("a.wav", FILE), model="nano", language="de", prompt="A greeting.")
     assert made.text == TEXT
     [request] = edge.core.requests
-    prompt = edge.text.decode(list(request.tokens), skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert "Transcribe the following speech segment in the language de." in prompt
     assert "Context: A greeting." in prompt
     assert "<|think|>" not in prompt

@@ -83,6 +83,15 @@ class Edge:
         """The same, to be read as it comes."""
         return httpx.stream("POST", f"{self.url}{path}", json=body, timeout=60, **options)
 
+    def script(self, reply: str, batch: int = 1) -> None:
+        """The core answers with `reply`, `batch` tokens a step; a byte is a token where the vocabulary has no piece."""
+        ids = self.text.encode(reply, add_bos=False)
+        self.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
+
+    def prompt_text(self, request: int = 0) -> str:
+        """The prompt of a request that has reached the core, control tokens and all."""
+        return self.text.decode(list(self.core.requests[request].tokens), skip_special_tokens=False)
+
     def on_loop(self, work: Callable[[], Any]) -> Any:
         """Run `work` where the app runs, and return what it returns."""
 
