@@ -280,7 +280,7 @@ def test_a_request_waits_its_time_and_no_longer(narrow: Edge) -> None:
     reply = narrow.post(CHAT, BODY)
     assert (reply.status_code, reply.headers["retry-after"]) == (429, "1"), "at its deadline it would be 504"
     assert time.monotonic() - begun > 0.2
-    until(lambda: [reason for _, reason in narrow.core.aborts] == ["queue_timeout"], "the abort")
+    until(lambda: narrow.core.abort_reasons == ["queue_timeout"], "the abort")
     until(lambda: [e.outcome for e in narrow.events if isinstance(e, RequestFinished)] == ["queue_timeout"], "its count")
     narrow.reset()
     narrow.core.prefill_s = 0.6
@@ -323,7 +323,7 @@ def test_the_others_of_a_failed_choice_are_not_the_clients_fault(nano: Nano) -> 
         edge.core.fails = lambda request: request is edge.core.requests[0]
         reply = edge.post(CHAT, BODY | {"n": 3, "max_tokens": 200})
         assert reply.json()["error"]["code"] == "generation_failed"
-        until(lambda: [reason for _, reason in edge.core.aborts] == ["sibling_failed"] * 2, "the aborts")
+        until(lambda: edge.core.abort_reasons == ["sibling_failed"] * 2, "the aborts")
         outcomes = Counter(event.outcome for event in edge.events if isinstance(event, RequestFinished))
         assert outcomes == {"error": 1, "sibling_failed": 2}
 

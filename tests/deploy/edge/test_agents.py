@@ -3,7 +3,6 @@
 Zed: crates/open_ai. Cline: core/api/providers/openai.ts. Vercel's AI SDK: packages/openai-compatible. guidellm: backends/openai.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,9 +60,9 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("agent", BODIES)
-def test_what_agents_send_is_served(edge: Edge, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
+def test_what_agents_send_is_served(edge: Edge, agent: str) -> None:
     """The stream adds up to the reply and ends with its usage; results of calls are in the prompt, by the function's name."""
-    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
+    edge.configure(max_len=4096)
     edge.script("<read_file> it is")
     body = {"model": "nano", **BODIES[agent]}
     chunks = events(edge, CHAT, body)
@@ -95,9 +94,9 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
-def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, path: str) -> None:
     """The model sees it with what was open closed. Planted: arguments that begin no JSON are a 400."""
-    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
+    edge.configure(max_len=4096)
     edge.script("again")
     assert edge.post(path, {"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
     prompt = edge.prompt_text()

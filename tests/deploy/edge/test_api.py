@@ -157,7 +157,7 @@ def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched
         text, finish = choice["message"]["content"], choice["finish_reason"]
     assert (text, finish) == ("one two ", "stop")
     if not batched:
-        until(lambda: [reason for _, reason in edge.core.aborts] == ["stop_string"], "the abort")
+        until(lambda: edge.core.abort_reasons == ["stop_string"], "the abort")
 
 
 def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:

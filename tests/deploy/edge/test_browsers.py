@@ -98,15 +98,12 @@ def test_only_this_machine_is_here(client: str, forwarded: tuple[str, ...], here
     assert is_from_loopback({"type": "http", "client": (client, 1), "headers": headers}) is here
 
 
-def test_addresses_are_for_this_machine(edge: Edge) -> None:
+def test_addresses_are_for_this_machine(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """/health/ready names the exporter to loopback, and says no more than that it is ready to others."""
-    edge.service.about["metrics"] = "http://127.0.0.1:9/metrics"
-    try:
-        assert "metrics" in edge.get("/health/ready").json()
-        far = edge.get("/health/ready", headers={"x-forwarded-for": "10.0.0.9"})
-        assert (far.status_code, far.json()) == (200, {"status": "ready", "model": "nano"})
-    finally:
-        del edge.service.about["metrics"]
+    monkeypatch.setitem(edge.service.about, "metrics", "http://127.0.0.1:9/metrics")
+    assert "metrics" in edge.get("/health/ready").json()
+    far = edge.get("/health/ready", headers={"x-forwarded-for": "10.0.0.9"})
+    assert (far.status_code, far.json()) == (200, {"status": "ready", "model": "nano"})
 
 
 def references(value: Any) -> Iterator[str]:

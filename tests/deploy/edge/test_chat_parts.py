@@ -1,7 +1,6 @@
 """Thoughts and tool calls over HTTP, as OpenAI's own client sees them: whole, streamed, and sent back."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import openai
@@ -160,7 +159,7 @@ def test_the_servers_default_of_thinking(
     edge: Edge, monkeypatch: pytest.MonkeyPatch, setting: str, default: bool, wish: str | None, thinks: bool
 ) -> None:
     """The setting decides where a request does not say, and auto leaves it to the template; what the request says wins."""
-    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, thinking=setting))
+    edge.configure(thinking=setting)
     monkeypatch.setattr(edge.text, "thinks_by_default", default)
     explicit = ({"chat_template_kwargs": {"enable_thinking": each}} for each in (thinks, not thinks))
     for said in ({"reasoning_effort": wish}, *explicit):

@@ -65,6 +65,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+def status(edge: Edge, key: str) -> int:
+    """How the list of models is answered."""
+    return edge.get("/v1/models", headers=bearer(key)).status_code
+
+
 @pytest.fixture(scope="module")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("keys") / "keys"
@@ -83,7 +88,7 @@ def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge
     """With the keys of LINES in force, and a file that is looked at for each request."""
     monkeypatch.setattr(key_ring, "FILE_CHECK_PERIOD_S", 0.0)
     keys_file.write_text(LINES)
-    until(lambda: shared.get("/v1/models", headers=bearer(OLD)).status_code == 200, "the keys are read again")
+    until(lambda: status(shared, OLD) == 200, "the keys are read again")
     shared.reset()
     return shared
 
@@ -177,13 +182,10 @@ def test_a_key_may_what_its_line_says(edge: Edge) -> None:
         assert client.get("/openapi.json").json()["security"] == [{"bearer": []}, {"x-api-key": []}]
 
 
-def test_health_tells_addresses_to_key_holders_only(edge: Edge) -> None:
+def test_health_tells_addresses_to_key_holders_only(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """From this machine, too: whoever stands behind a proxy on it looks like this machine."""
-    edge.service.about["metrics"] = "http://127.0.0.1:9/metrics"
-    try:
-        found = [edge.get("/health/ready", headers=headers) for headers in ({}, bearer("sk-wrong"), bearer(ALICE))]
-    finally:
-        del edge.service.about["metrics"]
+    monkeypatch.setitem(edge.service.about, "metrics", "http://127.0.0.1:9/metrics")
+    found = [edge.get("/health/ready", headers=headers) for headers in ({}, bearer("sk-wrong"), bearer(ALICE))]
     assert [reply.status_code for reply in found] == [200, 200, 200]
     assert ["metrics" in reply.json() for reply in found] == [False, False, True]
 
@@ -207,8 +209,8 @@ def test_keys_are_replaced_without_a_dropped_stream(edge: Edge, keys_file: Path)
         text = next(parts)
         keys_file.with_name("new").write_text(line("sk-new", "alice"))
         keys_file.with_name("new").replace(keys_file)
-        until(lambda: edge.get("/v1/models", headers=bearer(OLD)).status_code == 401, "the old key is out of force")
-        assert edge.get("/v1/models", headers=bearer("sk-new")).status_code == 200
+        until(lambda: status(edge, OLD) == 401, "the old key is out of force")
+        assert status(edge, "sk-new") == 200
         assert "[DONE]" not in text, "the stream was over before the keys changed"
         text += "".join(parts)
     assert reply.status_code == 200
@@ -220,18 +222,15 @@ def test_a_file_that_is_wrong_changes_nothing(edge: Edge, keys_file: Path, caplo
     """The keys that were in force stay, and one line says why; an empty file is not wrong, and shuts everybody out."""
     caplog.set_level(logging.ERROR, logger=key_ring.__name__)
 
-    def status() -> int:
-        return edge.get("/v1/models", headers=bearer(ALICE)).status_code
-
     for wrong in ("nonsense", None):
         caplog.clear()
         keys_file.unlink() if wrong is None else keys_file.write_text(LINES + wrong)
-        until(lambda: bool(status() == 200 and caplog.records), "the file is looked at")
-        assert {status() for _ in range(3)} == {200}
+        until(lambda: bool(status(edge, ALICE) == 200 and caplog.records), "the file is looked at")
+        assert {status(edge, ALICE) for _ in range(3)} == {200}
         assert len(caplog.records) == 1
         assert "stay as they were" in caplog.text
     keys_file.write_text("# nobody\n")
-    until(lambda: status() == 401, "nobody has a key")
+    until(lambda: status(edge, ALICE) == 401, "nobody has a key")
 
 
 def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +246,7 @@ def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(key_ring, "read", read)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: edge.get("/v1/models", headers=bearer(ALICE)).status_code, range(8)))
+        found = list(pool.map(lambda _: status(edge, ALICE), range(8)))
     took = time.monotonic() - hung[0]
     released.set()
     assert found == [200] * 8
@@ -264,8 +263,8 @@ def test_a_holder_has_so_many_requests_at_once(edge: Edge) -> None:
         second = edge.get("/v1/models", headers=bearer(SLOW))
         assert error_of(second, 429)["code"] == "rate_limit_exceeded"
         assert second.headers["retry-after"] == "1"
-        assert edge.get("/v1/models", headers=bearer(ALICE)).status_code == 200
-    until(lambda: edge.get("/v1/models", headers=bearer(SLOW)).status_code == 200, "its place is free")
+        assert status(edge, ALICE) == 200
+    until(lambda: status(edge, SLOW) == 200, "its place is free")
 
 
 def test_tokens_are_counted_as_the_answer_used_them(edge: Edge) -> None:
@@ -303,7 +302,7 @@ def test_what_becomes_of_a_request_is_told_with_its_holder(edge: Edge, caplog: p
 
 def salt(edge: Edge, headers: dict[str, str], **body: Any) -> str:
     """What the core is given for a request."""
-    edge.reset()
+    edge.core.requests.clear()
     edge.post(CHAT, BODY | body, headers=headers).raise_for_status()
     (request,) = edge.core.requests
     return request.salt

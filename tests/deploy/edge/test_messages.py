@@ -250,9 +250,9 @@ def test_a_stream_that_fails_ends_with_one_error_event(edge: Edge) -> None:
 def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
     """Its recorded bodies, to the end; a header in the disguise of a system block, new each time, is not rendered."""
     body = json.loads((RECORDED / f"{name}.json").read_text())
-    with edge.configured(max_len=1 << 16):
-        edge.script(f"{THOUGHT}Done.<turn|>")
-        found = sum_message(streamed(edge, body | {"model": "nano"}))
+    edge.configure(max_len=1 << 16)
+    edge.script(f"{THOUGHT}Done.<turn|>")
+    found = sum_message(streamed(edge, body | {"model": "nano"}))
     assert [block["type"] for block in found["content"]] == ["thinking", "text"]
     prompt = edge.prompt_text()
     assert "You are Claude Code" in prompt

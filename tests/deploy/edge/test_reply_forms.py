@@ -1,6 +1,5 @@
 """Forms of replies over HTTP: every spelling reaches the engine as a grammar of its own, and what cannot be kept is a 400."""
 
-import dataclasses
 import json
 import random
 import re
@@ -32,9 +31,10 @@ def chat(**more: Any) -> dict[str, Any]:
     return {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]} | more
 
 
-def asked(edge: Edge, body: dict[str, Any], path: str = CHAT) -> Grammar | None:
+def asked(edge: Edge, body: dict[str, Any], path: str = CHAT, **settings: Any) -> Grammar | None:
     """The grammar that the engine was sent with a request that is let in."""
     edge.reset()
+    edge.configure(**settings)
     reply = edge.post(path, body)
     assert reply.status_code == 200, reply.text
     return edge.core.requests[-1].params.grammar
@@ -151,7 +151,7 @@ def test_tool_choice_is_kept(edge: Edge, keys: dict[str, Any], good: list[str], 
     assert [text for text in bad if writes(edge, found, text)] == []
 
 
-def test_calls_that_the_model_begins_are_kept(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_the_model_begins_are_kept(edge: Edge) -> None:
     """auto: the grammar begins behind the marker; tool_grammar says how much it keeps, a tool's strict more. Without tools, and
     where the choice is none, there is no grammar."""
     markers = Markers.of(edge.text)
@@ -162,9 +162,8 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge, monkeypatch: pytest.Mo
     loose = [{"type": "function", "function": {"name": "run-it", "parameters": free}}, TOOLS[0]]
     found: dict[tuple[str, int], Any] = {}
     for setting in ("strict", "names", "off"):
-        monkeypatch.setattr(edge.service.jobs, "settings", dataclasses.replace(edge.service.settings, tool_grammar=setting))
         for at, tools in enumerate((TOOLS, strict, loose)):
-            rules = asked(edge, chat(tools=tools))
+            rules = asked(edge, chat(tools=tools), tool_grammar=setting)
             assert rules is None or rules.trigger == markers.begin_call
             found[setting, at] = rules and [writes(edge, rules, text) for text in behind]
     assert found["strict", 0] == found["strict", 1] == found["names", 1] == found["off", 1] == [True, False, False]

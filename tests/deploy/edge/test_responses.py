@@ -1,7 +1,6 @@
 """OpenAI's Responses API: items and events as its own client types them, conversations that come whole, what agents send."""
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -144,11 +143,11 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     assert after[: len(said)] == said
 
 
-def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_a_namespace(edge: Edge) -> None:
     """As agents declare what MCP servers have: the model calls them by both names, the call that comes names each, and so does its
     history, which is the very tokens that came; without its namespace it would be another function."""
     edge.script(PARIS.replace("get_weather", "mcp__sky.get_weather") + ROME + "<|tool_response>")
-    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=1024))
+    edge.configure(max_len=1024)
     namespace = {"type": "namespace", "name": "mcp__sky", "description": "d", "tools": [TOOL, {"type": "custom", "name": "c"}]}
     body = asked(tools=[namespace, TOOL], reasoning={"effort": "high"})
     whole, events = post(edge, body).json(), streamed(edge, body)
@@ -248,9 +247,9 @@ def test_what_codex_sends_is_served(edge: Edge, name: str) -> None:
     """Its recorded bodies, to the end; tools that are no functions are not offered, and the answer says which were."""
     body = json.loads((RECORDED / f"{name}.json").read_text()) | {"model": "nano"}
     call = '<|tool_call>call:exec_command{cmd:<|"|>ls<|"|>}<tool_call|>'
-    with edge.configured(max_len=1 << 16):
-        edge.script(f"{THOUGHT}{call}<|tool_response>")
-        events = streamed(edge, body)
+    edge.configure(max_len=1 << 16)
+    edge.script(f"{THOUGHT}{call}<|tool_response>")
+    events = streamed(edge, body)
     response = events[-1]["response"]
     assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
     assert response["output"][0]["encrypted_content"] == encrypted_content_of("Two calls.")

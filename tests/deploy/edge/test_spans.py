@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -73,16 +74,25 @@ def settings(endpoint: str, **values: Any) -> TracingSettings:
     return TracingSettings(endpoint=endpoint, **values)
 
 
+@contextmanager
+def tracing(edge: Edge, endpoint: str, **values: Any) -> Iterator[Tracer]:
+    """Spans of the edge's requests go to `endpoint`."""
+    edge.reset()
+    made = tracer(settings(endpoint, **values), {"service.instance.id": "r1"})
+    assert made is not None
+    edge.service.tracer = made
+    try:
+        yield made
+        edge.settle()
+    finally:
+        edge.service.tracer = None
+
+
 @pytest.fixture
 def traced(paced: Edge) -> Iterator[Traced]:
-    paced.reset()
-    with Collector() as collector:
-        made = tracer(settings(collector.endpoint), {"service.instance.id": "r1"})
-        assert made is not None
-        paced.service.tracer = made
+    with Collector() as collector, tracing(paced, collector.endpoint) as made:
         yield Traced(paced, collector, made)
         made.close(1)
-        paced.service.tracer = None
 
 
 def seconds(span: Span) -> float:
@@ -302,24 +312,16 @@ def said() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 @pytest.mark.alone
 def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[str]) -> None:
     """Nobody listens there: requests are served without it, and the log says so."""
-    paced.reset()
-    made = tracer(settings(f"http://127.0.0.1:{_closed_port()}/v1/traces", timeout_s=1.0), {})
-    assert made is not None
-    paced.service.tracer = made
-    began = time.monotonic()
-    for _ in range(20):
-        assert paced.post(CHAT, BODY).status_code == 200
-    assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
-    paced.settle()
-    paced.service.tracer = None
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with tracing(paced, f"http://127.0.0.1:{port}/v1/traces", timeout_s=1.0) as made:
+        began = time.monotonic()
+        for _ in range(20):
+            assert paced.post(CHAT, BODY).status_code == 200
+        assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
     made.close(3)
     assert any("Failed to export spans batch" in line for line in said), said
 
@@ -327,11 +329,7 @@ def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[
 @pytest.mark.alone
 def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edge, said: list[str]) -> None:
     """It takes the connection and never answers: a queue of 16 fills up, what does not fit is lost, and close keeps its time."""
-    paced.reset()
-    with Collector(hang=True) as collector:
-        made = tracer(settings(collector.endpoint, queue=16, timeout_s=30.0), {})
-        assert made is not None
-        paced.service.tracer = made
+    with Collector(hang=True) as collector, tracing(paced, collector.endpoint, queue=16, timeout_s=30.0) as made:
         assert paced.post(CHAT, BODY).status_code == 200
         until(lambda: collector.requests == 1, "the export that hangs")
         for _ in range(4):
@@ -340,7 +338,6 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edg
         assert said == []
         assert paced.post(CHAT, BODY).status_code == 200
         until(lambda: said != [], "the word about what does not fit")
-        paced.service.tracer = None
         began = time.monotonic()
         made.close(0.3)
         assert time.monotonic() - began < 5
@@ -350,15 +347,10 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edg
 @pytest.mark.parametrize("status", [400, 200])
 def test_a_collector_that_refuses_is_in_the_log(paced: Edge, said: list[str], status: int) -> None:
     """A 400 is not tried again; with the same requests a good collector gets all spans, and nothing is said."""
-    paced.reset()
     with Collector(status=status) as collector:
-        made = tracer(settings(collector.endpoint), {})
-        assert made is not None
-        paced.service.tracer = made
-        for _ in range(3):
-            paced.post(CHAT, BODY)
-        paced.settle()
-        paced.service.tracer = None
+        with tracing(paced, collector.endpoint) as made:
+            for _ in range(3):
+                paced.post(CHAT, BODY)
         made.close(5)
         assert len(collector.spans) == (0 if status == 400 else 12)
         assert bool(said) == (status == 400)

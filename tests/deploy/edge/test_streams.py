@@ -16,6 +16,7 @@ from deploy.edge.limits import Limits
 from deploy.edge.routes import create_app
 from engine.events import RequestFinished
 from tests.conftest import Nano
+from tests.support.edge.api_client import error_of
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
@@ -43,17 +44,17 @@ def test_the_first_token_is_not_held_back(edge: Edge) -> None:
 def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> None:
     """The engine is told client_gone, mid-stream and while a whole answer is awaited."""
     edge.core.forever, edge.core.delay_s = True, 0.02
-    with edge.configured(max_len=10**6):
-        body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection(("127.0.0.1", edge.port)) as sock:
-            sock.sendall(head + body)
-            until(lambda: edge.core.sent > 3, "tokens")
-            if stream:
-                assert b"data:" in sock.recv(65536)
-        until(lambda: [reason for _, reason in edge.core.aborts] == ["client_gone"], "the abort")
-        until(lambda: outcomes(edge) == ["client_gone"], "its count")
-        until(lambda: edge.service.open == 0, "the end of the answer")
+    edge.configure(max_len=10**6)
+    body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", edge.port)) as sock:
+        sock.sendall(head + body)
+        until(lambda: edge.core.sent > 3, "tokens")
+        if stream:
+            assert b"data:" in sock.recv(65536)
+    until(lambda: edge.core.abort_reasons == ["client_gone"], "the abort")
+    until(lambda: outcomes(edge) == ["client_gone"], "its count")
+    until(lambda: edge.service.open == 0, "the end of the answer")
 
 
 def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
@@ -86,7 +87,7 @@ def test_a_deadline_ends_a_stream_with_one_error_event(short_deadline: Edge) -> 
     data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert sum("error" in line for line in data) == 1
     assert json.loads(data[-1])["error"]["code"] == "deadline_exceeded"
-    until(lambda: [reason for _, reason in short_deadline.core.aborts] == ["deadline"], "the abort")
+    until(lambda: short_deadline.core.abort_reasons == ["deadline"], "the abort")
 
 
 def test_a_deadline_before_the_first_token_is_504(short_deadline: Edge) -> None:
@@ -109,31 +110,27 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", edge.port))
             sock.sendall(head + body)
-            until(lambda: [reason for _, reason in edge.core.aborts] == ["slow_reader"], "the abort", 15)
+            until(lambda: edge.core.abort_reasons == ["slow_reader"], "the abort", 15)
             sent = edge.core.sent
             time.sleep(0.2)
             assert edge.core.sent == sent
             until(lambda: edge.service.open == 0, "the end of the answer")
 
 
-def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
+def test_a_full_queue_is_429_at_once(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """In OpenAI's shape, with Retry-After, counted by choices; when a place is free again the same request is served."""
     edge.core.forever, edge.core.delay_s = True, 0.02
-    edge.service.admission.choices = 3
-    try:
-        with edge.stream(CHAT, BODY | {"n": 2}) as reply:
-            parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
-            next(parts)
-            begun = time.monotonic()
-            refused = edge.post(CHAT, BODY | {"n": 2})
-            assert time.monotonic() - begun < 2
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert refused.json()["error"]["code"] == "overloaded"
-            assert edge.post(CHAT, BODY | {"max_tokens": 1}).status_code == 200
-        until(lambda: edge.service.open == 0, "a free place")
-        assert edge.post(CHAT, BODY | {"n": 3, "max_tokens": 1}).status_code == 200
-    finally:
-        edge.service.admission.choices = 1 << 20
+    monkeypatch.setattr(edge.service.admission, "choices", 3)
+    with edge.stream(CHAT, BODY | {"n": 2}) as reply:
+        parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
+        next(parts)
+        begun = time.monotonic()
+        refused = edge.post(CHAT, BODY | {"n": 2})
+        assert time.monotonic() - begun < 2
+        assert (error_of(refused, 429)["code"], refused.headers["retry-after"]) == ("overloaded", "1")
+        assert edge.post(CHAT, BODY | {"max_tokens": 1}).status_code == 200
+    until(lambda: edge.service.open == 0, "a free place")
+    assert edge.post(CHAT, BODY | {"n": 3, "max_tokens": 1}).status_code == 200
 
 
 def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:

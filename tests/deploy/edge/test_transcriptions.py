@@ -134,7 +134,7 @@ def test_a_page_of_another_site_is_refused(edge: Edge) -> None:
 
 def test_a_model_without_audio_says_so(edge: Edge) -> None:
     """Whatever the file holds."""
-    with edge.configured(media_kinds=frozenset()):
-        reply = post(edge)
+    edge.configure(media_kinds=frozenset())
+    reply = post(edge)
     assert reply.status_code == 400
     assert re.fullmatch("file: this model reads no audio", reply.json()["error"]["message"])

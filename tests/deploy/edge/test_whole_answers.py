@@ -20,7 +20,7 @@ from engine.errors import GenerationFailed
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
 from engine.front.stream import Clock, Stream
 from engine.front.text import TextProcessor
-from engine.protocol import FinishReason, Logprobs, MediaItem, Output, SamplingParams
+from engine.protocol import FinishReason, Logprobs, Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.edge.summed import sse, sum_chat, sum_message, sum_response, text_of
 from tests.support.engine.replies import NAMES, TOOLS, reply
@@ -41,16 +41,7 @@ class OneStream:
     def __init__(self) -> None:
         self.stream = Stream(1, lambda request, reason: None, Clock(0.0))
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        clip: bool = False,
-        salt: str = "",
-        priority: int = 0,
-        media: tuple[MediaItem, ...] = (),
-    ) -> Stream:
+    def generate(self, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Stream:
         return self.stream
 
 

@@ -108,7 +108,7 @@ class Edge:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def configure(self, **changes: Any) -> ServiceSettings:
-        """Serve from now on with some settings changed; returns those before."""
+        """Serve until the next reset with some settings changed; returns those before."""
         before = self.service.settings
         self.service.settings = self.service.jobs.settings = replace(before, **changes)
         return before
@@ -127,8 +127,9 @@ class Edge:
         until(lambda: not self._server.server_state.tasks, "the requests before have ended")
 
     def reset(self) -> None:
-        """A fresh script for the next test, and no events, not even later of the requests before."""
+        """A fresh script for the next test, the settings of the start, and no events, not even later of the requests before."""
         self.settle()
+        self.service.settings = self.service.jobs.settings = self._settings
         self.core.reset()
         self.events.clear()
 
@@ -138,13 +139,8 @@ class Edge:
         core = asyncio.create_task(self.core.serve())
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
-        self.service = Service(
-            ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._served),
-            self.text,
-            self.client,
-            keys=self._keys,
-            sink=self.events.append,
-        )
+        self._settings = ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
+        self.service = Service(self._settings, self.text, self.client, keys=self._keys, sink=self.events.append)
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]

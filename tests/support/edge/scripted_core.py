@@ -58,6 +58,10 @@ class ScriptedCore(FakeCore):
         self.aborts: list[tuple[int, AbortReason]] = []
         self.sent = 0
 
+    @property
+    def abort_reasons(self) -> list[AbortReason]:
+        return [reason for _, reason in self.aborts]
+
     async def serve(self) -> None:
         """Until the client closes its end."""
         while (message := await self.receive_or_end()) is not None:
