@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.keys.key_ring import KeyRing
@@ -160,6 +161,20 @@ class Edge:
         core.cancel()
         await asyncio.gather(core, return_exceptions=True)
         self.core.close()
+
+
+@contextmanager
+def asgi_server(app: ASGIApp) -> Iterator[int]:
+    """The port where uvicorn serves `app`, as Ray Serve has it do."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started, "the start of the server")
+        yield int(server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(20)
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
