@@ -42,7 +42,7 @@ from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
 from kernels.tiles import TABLE, GemmShape, Tile
 from tests.bench.gemms import GemmCase, gemv
-from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
+from tests.kernels.test_attention_compiled import BLACKWELL, HOPPER, SHARED, chunk_nodes, decode, named
 from tests.support.attention import ints, meta, verify_nodes
 from tests.support.compiled import Compiled, compile_node
 from tests.support.launches import Node, record
@@ -51,8 +51,6 @@ from tests.support.ptx import accesses, early_reads, ends_without_waiting, narro
 pytestmark = pytest.mark.cpu
 
 Target = tuple[int, int]
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (12, 0): 101376}
 ROWS = 8
 HIDDEN = 5376
 

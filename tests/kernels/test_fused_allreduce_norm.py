@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -72,21 +72,15 @@ def group(width: int, sharded: int = 1 << 30, dtype: torch.dtype = torch.float32
     return [AllReduceInbox(memory, pointers, rank, ROWS, width, dtype, sharded, sent=ROWS) for rank, memory in enumerate(memories)]
 
 
-def one_shot(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor]]:
-    """Every rank writes, then every rank reads: the interpreter runs one after the other."""
-    found = [(torch.empty_like(it.residual), torch.empty_like(it.residual)) for _ in peers]
-    turns = [rank.call() for rank in peers]
-    for send in (True, False):
-        for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
-            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, (send, not send))
-    return found
+ONE_SHOT = ((True, False), (False, True))  # every rank writes, then every rank reads
+SHARDED = ((True, False, False), (False, True, False), (False, False, True))  # likewise
 
 
-def sharded(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor]]:
-    """Likewise, in three stages."""
-    found = [(torch.full_like(it.residual, torch.nan), torch.empty_like(it.residual)) for _ in peers]
+def in_stages(it: Case, peers: list[AllReduceInbox], stages: Sequence[tuple[bool, ...]]) -> list[tuple[Tensor, Tensor]]:
+    """Each rank's h and x; the interpreter runs one after the other in each stage. What is not written stays NaN."""
+    found = [(torch.full_like(it.residual, torch.nan), torch.full_like(it.residual, torch.nan)) for _ in peers]
     turns = [rank.call() for rank in peers]
-    for stage in ((True, False, False), (False, True, False), (False, False, True)):
+    for stage in stages:
         for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
             _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, stage)
     return found
@@ -114,8 +108,8 @@ def interpreted_ranks_agree_and_leave_empty_inboxes(branches: int) -> None:
         it = case(seed, branches, rows=3)
         if seed == 1:
             lost = replace(it, parts=[*it.parts[:3], torch.zeros_like(it.parts[3])])
-            assert max(map(off, one_shot(lost, peers)[0], it.want)) > 100 * TOLERANCE
-        found = one_shot(it, peers)
+            assert max(map(off, in_stages(lost, peers, ONE_SHOT)[0], it.want)) > 100 * TOLERANCE
+        found = in_stages(it, peers, ONE_SHOT)
         assert all(torch.equal(h, found[0][0]) and torch.equal(x, found[0][1]) for h, x in found)
         assert max(map(off, found[0], it.want)) < TOLERANCE
         assert empty(peers)
@@ -127,7 +121,7 @@ def interpreted_sharded_rows() -> None:
     for seed in range(4):
         it = case(seed)
         want_h, want_x = it.want
-        found = sharded(it, peers)
+        found = in_stages(it, peers, SHARDED)
         for rank, (h, x) in enumerate(found):
             assert torch.equal(x, found[0][1])
             assert off(x, want_x) < TOLERANCE

@@ -8,10 +8,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import httpx
 import pytest
@@ -23,14 +21,14 @@ from engine.errors import Overloaded
 from engine.events import RequestFinished
 from engine.front.stream import Clock
 from tests.conftest import Nano
-from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.ready_engine import ReadyEngine
 
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 
 
 class AdmissionModel:
@@ -250,10 +248,9 @@ def test_slow_bodies_shut_nobody_out(nano: Nano) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow(nano: Nano) -> Iterator[Edge]:
+def narrow(edges: Edges) -> Edge:
     limits = LimitSettings(uploads=4, upload_bytes=1 << 20, queue_timeout_s=0.3, request_timeout_s=2.0)
-    with Edge(nano("31b"), limits=limits) as edge:
-        yield edge
+    return edges(limits=limits)
 
 
 @pytest.mark.alone

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import Nano
+from tests.support.edge.api_client import chat_body
 from tests.support.edge.edge_process import EdgeProcess
 
 pytestmark = pytest.mark.cpu
@@ -175,7 +176,7 @@ class Neighbour:
         self._thread = threading.Thread(target=self._read)
 
     def _read(self) -> None:
-        body = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "ignore_eos": True}
+        body = chat_body(stream=True, ignore_eos=True)
         while not self._over.is_set():
             with httpx.stream("POST", self._url, json=body | {"max_tokens": 1900}, timeout=30) as reply:
                 assert reply.status_code == 200
@@ -264,7 +265,7 @@ def test_a_long_prompt_is_tokenized_beside_the_streams(nano: Nano, fault: str, *
 @pytest.mark.parametrize(("fault", "held"), [("none", False), ("logprobs", True)])
 def test_a_whole_answer_is_made_as_it_comes(shared: EdgeProcess, nano: Nano, fault: str, *, held: bool) -> None:
     """Four choices of 1900 tokens with 20 logprobs each, in one reply: made at the end they would keep the loop, and do not so."""
-    body = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "n": 4, "max_tokens": 1900}
+    body = chat_body(n=4, max_tokens=1900)
     with with_fault(shared, nano, fault) as edge:
         edge.hurry()
         reply, cost = edge.post(CHAT, body | {"logprobs": True, "top_logprobs": 20})

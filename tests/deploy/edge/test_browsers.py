@@ -11,14 +11,13 @@ from jsonschema.exceptions import SchemaError, ValidationError
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import is_from_loopback
-from tests.conftest import Nano
-from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges
 
 pytestmark = pytest.mark.pure
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+BODY = chat_body(max_tokens=1)
 PAGE = "https://page.example"
 
 
@@ -37,10 +36,9 @@ def test_json_is_json_however_it_is_spelled(edge: Edge, kind: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def known(nano: Nano) -> Iterator[Edge]:
+def known(edges: Edges) -> Edge:
     limits = LimitSettings(hosts=("localhost", "127.0.0.1", "[::1]", "llm.example"), cors_origins=(PAGE,))
-    with Edge(nano("31b"), limits=limits) as edge:
-        yield edge
+    return edges(limits=limits)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "llm.example", "LLM.example:443"])
@@ -70,12 +68,6 @@ def test_cors_is_off_unless_an_origin_is_listed(edge: Edge, known: Edge) -> None
     assert (granted.status_code, granted.headers["access-control-allow-origin"]) == (200, PAGE)
     reply = known.post(CHAT, BODY, headers={"origin": PAGE})
     assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, PAGE)
-
-
-def test_a_405_lists_the_allowed_methods(edge: Edge) -> None:
-    """405 with Allow, as HTTP wants it."""
-    reply = edge.get(CHAT)
-    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
 
 
 @pytest.mark.parametrize(

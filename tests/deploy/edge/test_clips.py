@@ -2,7 +2,6 @@
 
 import base64
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,9 +10,8 @@ import pytest
 
 from engine.front.audio_features import CLIP_SAMPLES, RATE, log_mels, raw_rows
 from engine.protocol import GenerateRequest
-from tests.conftest import Nano
-from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges
 from tests.support.media_files import sound
 from tests.support.wav_files import tone, wav
 
@@ -23,9 +21,8 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
-def edge(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("e2b"), max_len=4096, media=frozenset({"image", "audio"})) as running:
-        yield running
+def edge(edges: Edges) -> Edge:
+    return edges("e2b", max_len=4096, media=frozenset({"image", "audio"}))
 
 
 def input_audio(file: bytes) -> dict[str, Any]:
@@ -37,7 +34,7 @@ def audio_url(file: bytes) -> dict[str, Any]:
 
 
 def post(edge: Edge, parts: list[dict[str, Any]]) -> httpx.Response:
-    body = {"model": "nano", "messages": [{"role": "user", "content": parts}]}
+    body = chat_body(parts)
     return edge.post(CHAT, body)
 
 

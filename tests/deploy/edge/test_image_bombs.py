@@ -1,12 +1,10 @@
 """Images made to hurt: each is refused or read right, soon, and costs its neighbours nothing that they would notice."""
 
 import base64
-import io
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from engine.front.audio_features import RATE
 from tests.conftest import Nano
 from tests.support.edge.api_client import error_of
 from tests.support.edge.edge_process import EdgeProcess
-from tests.support.media_files import declared, film, many_blocks, moving, sound
+from tests.support.media_files import declared, film, many_blocks, moving, saved, sound
 from tests.support.wav_files import tone
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
@@ -26,12 +24,6 @@ CPU_S, MEMORY_MB = 1.0, 200.0
 HELD_S, TOOK_S = 0.2, 2.0  # twice the bar, for a machine half as fast
 LARGE = (32 << 20) - 4096
 HEAD = b'{"model":"nano","max_tokens":1,"messages":[{"role":"user","content":'
-
-
-def saved(image: Image.Image, form: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **options)
-    return stream.getvalue()
 
 
 def images(data: bytes, count: int = 1) -> bytes:

@@ -2,9 +2,7 @@
 
 import base64
 import gc
-import io
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,9 @@ from engine.errors import InvalidRequest
 from engine.front.generation import Job
 from engine.front.text import expanded
 from engine.protocol import GenerateRequest
-from tests.conftest import Nano
-from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges
+from tests.support.media_files import saved
 
 pytestmark = pytest.mark.cpu
 
@@ -28,20 +26,13 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def edge(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b"), max_len=4096, media=frozenset({"image", "video"})) as running:
-        yield running
+def edge(edges: Edges) -> Edge:
+    return edges(max_len=4096, media=frozenset({"image", "video"}))
 
 
 def png(height: int, width: int, seed: int = 0) -> bytes:
     raster = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return saved(Image.fromarray(raster), "PNG")
-
-
-def saved(image: Image.Image, form: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **options)
-    return stream.getvalue()
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:
@@ -53,7 +44,7 @@ def image_url(data: bytes, **more: Any) -> dict[str, Any]:
 
 
 def asked(edge: Edge, parts: list[dict[str, Any]], **more: Any) -> GenerateRequest:
-    body = {"model": "nano", "messages": [{"role": "user", "content": parts}], **more}
+    body = chat_body(parts, **more)
     reply = edge.post(CHAT, body)
     assert reply.status_code == 200, reply.text
     return edge.core.requests[-1]
@@ -74,7 +65,7 @@ def test_an_image_url_reaches_the_engine(edge: Edge) -> None:
 def test_soft_tokens_are_in_the_usage(edge: Edge) -> None:
     """prompt_tokens counts them, and prompt_tokens_details has them apart."""
     parts = [image_url(png(96, 96), detail="low"), image_url(png(48, 48))]
-    body = {"model": "nano", "messages": [{"role": "user", "content": parts}]}
+    body = chat_body(parts)
     usage = edge.post(CHAT, body).json()["usage"]
     request = edge.core.requests[-1]
     assert usage["prompt_tokens"] == len(request.tokens)
@@ -163,7 +154,7 @@ def test_tokens_are_counted_with_images(edge: Edge) -> None:
     tokens = asked(edge, parts).tokens
     tokenized = edge.post("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json()
     assert tokenized["tokens"] == list(tokens)
-    body = {"model": "nano", "messages": [{"role": "user", "content": [anthropics(BASE64)]}]}
+    body = chat_body([anthropics(BASE64)])
     counted = edge.post("/v1/messages/count_tokens", body).json()
     edge.post("/v1/messages", {"max_tokens": 1, **body})
     assert counted == {"input_tokens": len(edge.core.requests[-1].tokens)}
@@ -187,7 +178,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
 def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[str, Any]], says: str) -> None:
     """400 with the reason and the key; the engine hears nothing."""
     edge.core.requests.clear()
-    reply = edge.post(CHAT, {"model": "nano", "messages": [{"role": "user", "content": parts}]})
+    reply = edge.post(CHAT, chat_body(parts))
     assert says in error_of(reply, 400)["message"]
     assert reply.json()["error"]["param"] == "messages"
     assert not edge.core.requests
@@ -196,7 +187,7 @@ def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[s
 def test_a_model_without_a_tower_says_so(edge: Edge) -> None:
     """And one without audio."""
     with edge.configured(media_kinds=frozenset()):
-        body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}]}
+        body = chat_body([image_url(BLUE)])
         assert "this model reads no images" in edge.post(CHAT, body).json()["error"]["message"]
 
 
@@ -238,7 +229,7 @@ def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.Monk
     """What the engine could not be sent is refused with advice."""
     monkeypatch.setattr("deploy.edge.media.media_reader.MEDIA_BYTES", 500_000)
     assert asked(edge, [image_url(BLUE, detail="low")])
-    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)] * 2}]}
+    body = chat_body([image_url(BLUE)] * 2)
     reply = edge.post(CHAT, body)
     assert "a lower detail" in error_of(reply, 400)["message"]
 
@@ -247,7 +238,7 @@ def test_an_answer_keeps_no_media(edge: Edge) -> None:
     """Once the engine has them, the edge lets go: while an answer streams, none of its rasters is left."""
     edge.reset()
     edge.core.forever, edge.core.delay_s = True, 0.02
-    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}], "stream": True}
+    body = chat_body([image_url(BLUE)], stream=True)
     with edge.stream(CHAT, body) as reply:
         next(reply.iter_raw())
         size = len(edge.core.requests[-1].media[0].data)
@@ -265,7 +256,7 @@ def test_a_videos_frames_are_spans_of_one_item(edge: Edge, kind: str) -> None:
     url = f"data:{kind};base64,{listed}" if kind == "video/jpeg" else data_url(
         saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=1000), kind
     )
-    body = {"model": "nano", "messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}
+    body = chat_body([{"type": "video_url", "video_url": {"url": url}}])
     usage = edge.post(CHAT, body).json()["usage"]
     request = edge.core.requests[-1]
     [item] = request.media

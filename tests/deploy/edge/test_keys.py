@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
@@ -34,15 +34,15 @@ from deploy.edge.routes import create_app
 from engine.events import KeyDecision, KeyTokens
 from engine.front.generation import Job
 from tests.conftest import Nano
-from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges, until
 
 pytestmark = pytest.mark.pure
 
 OPEN = {"/health", "/health/live", "/health/ready"}
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 ALICE, OLD, READER, LATE, SLOW, FEW = "sk-alice", "sk-alice-old", "sk-reader", "sk-late", "sk-slow", "sk-few"
 
@@ -76,11 +76,10 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(nano: Nano, keys_file: Path) -> Iterator[Edge]:
+def shared(edges: Edges, keys_file: Path) -> Edge:
     keys_file.write_text(LINES)
     ring = KeyRing(KeySettings(file=str(keys_file)))
-    with Edge(nano("31b"), keys=ring, limits=LimitSettings(cors_origins=("https://page.example",))) as edge:
-        yield edge
+    return edges(keys=ring, limits=LimitSettings(cors_origins=("https://page.example",)))
 
 
 @pytest.fixture

@@ -23,15 +23,15 @@ from deploy.edge.scope import request_id
 from deploy.settings import Settings
 from engine.errors import GenerationFailed, QuartetError
 from engine.events import RequestFinished
-from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body
+from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.scripted_core import ScriptedCore
 
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 LIMITS = LimitSettings(body_bytes=4096, request_timeout_s=2.0, write_timeout_s=0.4)
 
 
@@ -91,9 +91,8 @@ class LoggedEdge:
 
 
 @pytest.fixture(scope="module")
-def paced(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b"), limits=LIMITS) as edge:
-        yield edge
+def paced(edges: Edges) -> Edge:
+    return edges(limits=LIMITS)
 
 
 def uninstall() -> None:
@@ -307,9 +306,8 @@ def test_a_wrong_word_for_the_end_shows(logged: LoggedEdge, monkeypatch: pytest.
 
 
 @pytest.fixture(scope="module")
-def mortal(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b")) as edge:
-        yield edge
+def mortal(edges: Edges) -> Edge:
+    return edges()
 
 
 def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, logged: LoggedEdge) -> None:

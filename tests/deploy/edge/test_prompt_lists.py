@@ -7,7 +7,7 @@ import pytest
 
 from deploy.edge.response_format import ServedModel
 from deploy.models.fingerprint import fingerprint
-from tests.support.edge.api_client import client, events
+from tests.support.edge.api_client import chat_body, client, events
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -62,7 +62,7 @@ def test_what_ended_a_choice(edge: Edge, *, stream: bool) -> None:
     for extra, wanted in cases:
         edge.script("all STOP ")
         edge.core.steps.append([word] if "stop_token_ids" in extra else [106])
-        body = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50} | extra
+        body = chat_body(max_tokens=50) | extra
         if stream:
             last = events(edge, CHAT, body)[-1]["choices"][0]
         else:

@@ -1,28 +1,25 @@
 """Who shares cached prefixes with whom, and who goes first: what of it comes over HTTP, and what reaches the core."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.routes import TURN_BITS
-from tests.conftest import Nano
-from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
+    "/v1/chat/completions": chat_body(max_tokens=1),
     "/v1/completions": {"model": "nano", "prompt": "Hello", "max_tokens": 1},
 }
 
 
 @pytest.fixture(scope="module")
-def isolating(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b"), limits=LimitSettings(isolate_cache=True, min_priority=-5)) as edge:
-        yield edge
+def isolating(edges: Edges) -> Edge:
+    return edges(limits=LimitSettings(isolate_cache=True, min_priority=-5))
 
 
 def salt(edge: Edge, path: str, key: str | None = None, **body: Any) -> str:

@@ -30,8 +30,9 @@ from engine.events import Event, FirstToken, RequestFinished, Scheduled
 from engine.front.stream import Clock
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
+from tests.support.edge.api_client import chat_body
 from tests.support.edge.collector import Collector, attributes
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.ready_engine import ReadyEngine, request
 from tests.support.edge.scripted_core import ScriptedCore
 from tests.support.repo_rules import ROOT
@@ -39,15 +40,14 @@ from tests.support.repo_rules import ROOT
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 EPSILON_S = 2e-6  # a span's two ends are rounded to nanoseconds, from floats of some 1e5 s
 
 
 @pytest.fixture(scope="module")
-def paced(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b")) as edge:
-        yield edge
+def paced(edges: Edges) -> Edge:
+    return edges()
 
 
 class Traced:

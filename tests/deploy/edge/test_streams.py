@@ -5,8 +5,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -16,12 +14,12 @@ from deploy.edge.limits import Limits
 from deploy.edge.routes import create_app
 from engine.events import RequestFinished
 from tests.conftest import Nano
-from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges, until
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "max_tokens": 200}
+BODY = chat_body(stream=True, max_tokens=200)
 CHAT = "/v1/chat/completions"
 
 
@@ -72,11 +70,10 @@ def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
 
 
 @pytest.fixture(scope="module")
-def short_deadline(nano: Nano) -> Iterator[Edge]:
+def short_deadline(edges: Edges) -> Edge:
     """An edge with little patience."""
     limits = LimitSettings(request_timeout_s=0.5, write_timeout_s=0.4)
-    with Edge(nano("31b"), limits=limits, max_len=10**6) as edge:
-        yield edge
+    return edges(limits=limits, max_len=10**6)
 
 
 def test_a_deadline_ends_a_stream_with_one_error_event(short_deadline: Edge) -> None:

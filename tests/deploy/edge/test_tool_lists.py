@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -11,9 +11,8 @@ import pytest
 from deploy.edge.edge_settings import LimitSettings
 from engine.errors import Overloaded
 from engine.front.constraints import Constraints
-from tests.conftest import Nano
 from tests.support.edge.api_client import error_of
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.http_edge import Edge, Edges
 from tests.support.engine.tool_lists import ODD, tool_list
 
 pytestmark = pytest.mark.pure
@@ -23,10 +22,9 @@ PATHS = (CHAT, CHAT, CHAT, RESPONSES, MESSAGES)
 
 
 @pytest.fixture(scope="module")
-def edge(nano: Nano) -> Iterator[Edge]:
+def edge(edges: Edges) -> Edge:
     """One whose context holds the longest lists."""
-    with Edge(nano("31b"), max_len=1 << 20, limits=LimitSettings(body_bytes=8 << 20)) as edge:
-        yield edge
+    return edges(max_len=1 << 20, limits=LimitSettings(body_bytes=8 << 20))
 
 
 def body(path: str, tools: list[Any], **more: Any) -> dict[str, Any]:

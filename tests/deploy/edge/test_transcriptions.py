@@ -1,16 +1,14 @@
 """POST /v1/audio/transcriptions: by OpenAI's client, and forms of every kind."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from engine.front.audio_features import RATE
-from tests.conftest import Nano
 from tests.support.edge.api_client import client
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.http_edge import Edge, Edges
 from tests.support.wav_files import tone, wav
 
 pytestmark = pytest.mark.pure
@@ -21,9 +19,8 @@ TEXT = "Hello there."
 
 
 @pytest.fixture(scope="module")
-def running(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("e2b"), max_len=2048, media=frozenset({"audio"})) as started:
-        yield started
+def running(edges: Edges) -> Edge:
+    return edges("e2b", max_len=2048, media=frozenset({"audio"}))
 
 
 @pytest.fixture

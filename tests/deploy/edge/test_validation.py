@@ -201,7 +201,7 @@ def test_an_unknown_model_is_404(edge: Edge) -> None:
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "//v1/models", 404)])
 def test_unknown_paths_have_the_shape_too(edge: Edge, method: str, path: str, status: int) -> None:
-    """404 and 405 as OpenAI's clients read them."""
+    """404 and 405 as OpenAI's clients read them; 405 with Allow, as HTTP wants it."""
     reply = httpx.request(method, f"{edge.url}{path}")
-    assert reply.status_code == status
-    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert error_of(reply, status)["type"] == "invalid_request_error"
+    assert reply.headers.get("allow") == ("POST" if status == 405 else None)

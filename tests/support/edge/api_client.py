@@ -1,4 +1,4 @@
-"""What tests of the API ask an edge with: OpenAI's own client, the events of a stream, and errors."""
+"""What tests of the API ask an edge with: OpenAI's own client, a body, the events of a stream, and errors."""
 
 from typing import Any
 
@@ -12,6 +12,11 @@ from tests.support.edge.summed import sse
 def client(edge: Edge) -> openai.OpenAI:
     """OpenAI's, without retries."""
     return openai.OpenAI(base_url=f"{edge.url}/v1", api_key="none", max_retries=0, timeout=10)
+
+
+def chat_body(content: Any = "Hello", **more: Any) -> dict[str, Any]:
+    """A chat in which the user says `content`."""
+    return {"model": "nano", "messages": [{"role": "user", "content": content}], **more}
 
 
 def events(edge: Edge, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -163,6 +163,9 @@ class Edge:
         self.core.close()
 
 
+Edges = Callable[..., Edge]  # makes one
+
+
 @contextmanager
 def asgi_server(app: ASGIApp) -> Iterator[int]:
     """The port where uvicorn serves `app`, as Ray Serve has it do."""
