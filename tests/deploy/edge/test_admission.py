@@ -18,7 +18,6 @@ from deploy.edge.admission_control import AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import client_address
 from engine.errors import Overloaded
-from engine.events import RequestFinished
 from engine.front.stream import Clock
 from tests.conftest import Nano
 from tests.support.edge.api_client import chat_body, error_of
@@ -278,7 +277,7 @@ def test_a_request_waits_its_time_and_no_longer(narrow: Edge) -> None:
     assert (reply.status_code, reply.headers["retry-after"]) == (429, "1"), "at its deadline it would be 504"
     assert time.monotonic() - begun > 0.2
     until(lambda: narrow.core.abort_reasons == ["queue_timeout"], "the abort")
-    until(lambda: [e.outcome for e in narrow.events if isinstance(e, RequestFinished)] == ["queue_timeout"], "its count")
+    until(lambda: [end.outcome for end in narrow.ends] == ["queue_timeout"], "its count")
     narrow.reset()
     narrow.core.prefill_s = 0.6
     assert narrow.post(CHAT, BODY).status_code == 200
@@ -316,12 +315,13 @@ def test_rendering_is_part_of_the_deadline(nano: Nano) -> None:
 def test_the_others_of_a_failed_choice_are_not_the_clients_fault(nano: Nano) -> None:
     """One of three choices fails: the others are aborted as its siblings, and the client has gone nowhere."""
     with Edge(nano("31b")) as edge:
-        edge.core.forever, edge.core.delay_s, edge.core.fail_after = True, 0.01, 3
+        edge.core.answer_endlessly(0.01)
+        edge.core.fail_after = 3
         edge.core.fails = lambda request: request is edge.core.requests[0]
         reply = edge.post(CHAT, BODY | {"n": 3, "max_tokens": 200})
         assert reply.json()["error"]["code"] == "generation_failed"
         until(lambda: edge.core.abort_reasons == ["sibling_failed"] * 2, "the aborts")
-        outcomes = Counter(event.outcome for event in edge.events if isinstance(event, RequestFinished))
+        outcomes = Counter(end.outcome for end in edge.ends)
         assert outcomes == {"error": 1, "sibling_failed": 2}
 
 

@@ -237,7 +237,7 @@ def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.Monk
 def test_an_answer_keeps_no_media(edge: Edge) -> None:
     """Once the engine has them, the edge lets go: while an answer streams, none of its rasters is left."""
     edge.reset()
-    edge.core.forever, edge.core.delay_s = True, 0.02
+    edge.core.answer_endlessly(0.02)
     body = chat_body([image_url(BLUE)], stream=True)
     with edge.stream(CHAT, body) as reply:
         next(reply.iter_raw())

@@ -201,7 +201,7 @@ def test_a_browser_may_ask_before_it_has_a_key(edge: Edge) -> None:
 
 def test_keys_are_replaced_without_a_dropped_stream(edge: Edge, keys_file: Path) -> None:
     """A stream of a key that is taken out goes on to its end; the next request with it gets 401, and the new key is let in."""
-    edge.core.forever, edge.core.delay_s = True, 0.01
+    edge.core.answer_endlessly(0.01)
     body = BODY | {"stream": True, "max_tokens": 60, "ignore_eos": True}
     with edge.stream(CHAT, body, headers=bearer(OLD)) as reply:
         parts = reply.iter_text()
@@ -255,7 +255,7 @@ def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.Monke
 
 def test_a_holder_has_so_many_requests_at_once(edge: Edge) -> None:
     """The second beside a stream is a 429 with Retry-After; when the stream has ended there is room, and others always have it."""
-    edge.core.forever, edge.core.delay_s = True, 0.01
+    edge.core.answer_endlessly(0.01)
     with edge.stream(CHAT, BODY | {"stream": True, "max_tokens": 200}, headers=bearer(SLOW)) as reply:
         parts = reply.iter_text()
         next(parts)

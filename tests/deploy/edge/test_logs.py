@@ -227,7 +227,7 @@ def test_the_access_line_says_what_the_reply_and_the_engine_say(logged: LoggedEd
     reply = logged.post(BODY | {"stream": stream} | options)
     shown = reply.json() if not stream else json.loads(reply.text.split("\n\n")[-3].removeprefix("data: "))
     line = logged.line()
-    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
+    (ended,) = logged.edge.ends
     assert differences(line, shown["usage"], "length", ended) == []
     for name, fault in (("prompt_tokens", 1), ("output_tokens", -1), ("queue_s", 1e-3), ("ttft_s", -1e-3)):
         assert differences({**line, name: line[name] + fault}, shown["usage"], "length", ended) == [name]
@@ -247,13 +247,13 @@ def test_choices_are_added_up(logged: LoggedEdge) -> None:
 
 
 def leave(logged: LoggedEdge) -> None:
-    logged.core.forever, logged.core.delay_s = True, 0.02
+    logged.core.answer_endlessly(0.02)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{logged.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=httpx.Timeout(10, read=0.3))
 
 
 def late(logged: LoggedEdge) -> None:
-    logged.core.forever, logged.core.delay_s = True, 0.05
+    logged.core.answer_endlessly(0.05)
     logged.post(BODY | {"stream": True, "max_tokens": 99})
 
 
@@ -290,9 +290,9 @@ def test_the_end_has_the_metrics_word(logged: LoggedEdge, end: str) -> None:
     """finish_reason is the outcome under which quartet_requests_total counts the request, and our failures are errors."""
     act, status, level = ENDS[end]
     act(logged)
-    until(lambda: any(isinstance(event, RequestFinished) for event in logged.edge.events), "the engine's word")
+    until(lambda: bool(logged.edge.ends), "the engine's word")
     line = logged.line()
-    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
+    (ended,) = logged.edge.ends
     assert (line["finish_reason"], line["status"], line["levelname"]) == (ended.outcome, status, logging.getLevelName(level))
     assert line["client_gone"] is (end == "client_gone")
 
@@ -301,7 +301,7 @@ def test_a_wrong_word_for_the_end_shows(logged: LoggedEdge, monkeypatch: pytest.
     """The planted fault: an end that is called otherwise is not the metrics'."""
     monkeypatch.setattr("deploy.edge.observe.record._outcome", lambda error: "stop")
     fail(logged)
-    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
+    (ended,) = logged.edge.ends
     assert logged.line()["finish_reason"] != ended.outcome
 
 

@@ -12,7 +12,6 @@ from starlette.types import Message, Receive, Scope, Send
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.limits import Limits
 from deploy.edge.routes import create_app
-from engine.events import RequestFinished
 from tests.conftest import Nano
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges, until
@@ -24,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 
 def outcomes(edge: Edge) -> list[str]:
-    return [event.outcome for event in list(edge.events) if isinstance(event, RequestFinished)]
+    return [end.outcome for end in edge.ends]
 
 
 def test_the_first_token_is_not_held_back(edge: Edge) -> None:
@@ -41,7 +40,7 @@ def test_the_first_token_is_not_held_back(edge: Edge) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> None:
     """The engine is told client_gone, mid-stream and while a whole answer is awaited."""
-    edge.core.forever, edge.core.delay_s = True, 0.02
+    edge.core.answer_endlessly(0.02)
     edge.configure(max_len=10**6)
     body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -79,7 +78,7 @@ def short_deadline(edges: Edges) -> Edge:
 def test_a_deadline_ends_a_stream_with_one_error_event(short_deadline: Edge) -> None:
     """And the engine is told why."""
     short_deadline.reset()
-    short_deadline.core.forever, short_deadline.core.delay_s = True, 0.05
+    short_deadline.core.answer_endlessly(0.05)
     reply = short_deadline.post(CHAT, BODY | {"max_tokens": 10_000})
     data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert sum("error" in line for line in data) == 1
@@ -116,7 +115,7 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
 
 def test_a_full_queue_is_429_at_once(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """In OpenAI's shape, with Retry-After, counted by choices; when a place is free again the same request is served."""
-    edge.core.forever, edge.core.delay_s = True, 0.02
+    edge.core.answer_endlessly(0.02)
     monkeypatch.setattr(edge.service.admission, "choices", 3)
     with edge.stream(CHAT, BODY | {"n": 2}) as reply:
         parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
@@ -133,7 +132,7 @@ def test_a_full_queue_is_429_at_once(edge: Edge, monkeypatch: pytest.MonkeyPatch
 def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
     """Eight open streams: eight error events, no [DONE]; then 503 with Retry-After, and health says so."""
     with Edge(nano("31b")) as edge:
-        edge.core.forever, edge.core.delay_s = True, 0.02
+        edge.core.answer_endlessly(0.02)
         replies: list[str] = []
 
         def read() -> None:
@@ -166,7 +165,7 @@ def test_only_a_streams_ends_pass_what_stands_around_the_app(edge: Edge, *, guar
     passed: list[Message] = []
     sent: list[Message] = []
     app = create_app(edge.service)
-    edge.core.forever, edge.core.delay_s = True, 0.002
+    edge.core.answer_endlessly(0.002)
 
     async def around(scope: Scope, receive: Receive, send: Send) -> None:
         async def noted(message: Message) -> None:

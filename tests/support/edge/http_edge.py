@@ -24,7 +24,7 @@ from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings
-from engine.events import Event
+from engine.events import Event, RequestFinished
 from engine.front.client import EngineClient
 from engine.front.text import TextProcessor
 from engine.protocol import MediaKind
@@ -83,6 +83,11 @@ class Edge:
     def stream(self, path: str, body: Any, **options: Any) -> AbstractContextManager[httpx.Response]:
         """The same, to be read as it comes."""
         return httpx.stream("POST", f"{self.url}{path}", json=body, timeout=60, **options)
+
+    @property
+    def ends(self) -> list[RequestFinished]:
+        """Of requests, by the events so far."""
+        return [event for event in list(self.events) if isinstance(event, RequestFinished)]
 
     def script(self, reply: str, batch: int = 1) -> None:
         """The core answers with `reply`, `batch` tokens a step; a byte is a token where the vocabulary has no piece."""
