@@ -53,6 +53,7 @@ pytestmark = pytest.mark.cpu
 Target = tuple[int, int]
 ROWS = 8
 HIDDEN = 5376
+fp32, long = (partial(meta, dtype=dtype) for dtype in (torch.float32, torch.int64))
 
 CONSTANT = {
     "_gemv": {"weight", "pointers"},
@@ -97,7 +98,7 @@ def linear_nodes(target: Target) -> Iterator[Node]:
 def sent_nodes() -> None:
     """Products that write their parts to four inboxes."""
     memory = meta(AllReduceInbox.bytes(4, 64, HIDDEN, torch.bfloat16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, meta(4, dtype=torch.int64), 2, 64, HIDDEN, torch.bfloat16, sharded=32, sent=16)
+    peers = AllReduceInbox(memory, long(4), 2, 64, HIDDEN, torch.bfloat16, sharded=32, sent=16)
     for rows in (1, 8):
         linear_send(meta(rows, 2048), meta(HIDDEN, 2048), peers)
 
@@ -107,7 +108,7 @@ def allreduce_norm_nodes() -> None:
     """One rank's, two parts, and over four ranks one-shot, the first one, and sharded."""
     n, bf16 = HIDDEN, torch.bfloat16
     memory = meta(AllReduceInbox.bytes(4, 64, n, bf16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, meta(4, dtype=torch.int64), 2, 64, n, bf16, sharded=32)
+    peers = AllReduceInbox(memory, long(4), 2, 64, n, bf16, sharded=32)
     both = Norms(meta(n), meta(n))
     fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
     two = Norms(meta(2816), meta(2816), (meta(2816), meta(2816)))
@@ -119,7 +120,7 @@ def allreduce_norm_nodes() -> None:
 
 def sampling_batch(rows: int, stops: int) -> SamplingBatch:
     """Of nine slots that may have so many stop ids."""
-    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, stops))
+    parameters = SlotParameters(long(9, 3), fp32(9, 3), ints(9, stops))
     return SamplingBatch(ints(rows), ints(rows), parameters, ints(9, 2049), ints(5), 30.0)
 
 
@@ -127,7 +128,7 @@ def sampling_batch(rows: int, stops: int) -> SamplingBatch:
 def chunk_list_nodes() -> None:
     """Inputs and tiles of a step's chunks, with decode rows of one token and of three."""
     for width in (1, 3):
-        rows, results = StepRows(ints(200), ints(200), ints(200)), ResultInputs(meta(24, dtype=torch.int64), ints(24), ints(24))
+        rows, results = StepRows(ints(200), ints(200), ints(200)), ResultInputs(long(24), ints(24), ints(24))
         chunk_inputs(ints(500), LAYOUT, ints(9, 2049), 8, rows, 128, ints(17, 4), results, width)
     extend_tiles(ints(17, 4), 64, 128)
 
@@ -136,16 +137,16 @@ def chunk_list_nodes() -> None:
 def adjust_nodes() -> None:
     """A quarter of the vocabulary, and what samples of adjusted rows."""
     batch, parts = sampling_batch(ROWS, 1024), parts_of(65536, ROWS, 132)
-    fp32, counts = partial(meta, dtype=torch.float32), meta(9, 65536, dtype=torch.int16)
+    counts = meta(9, 65536, dtype=torch.int16)
     tables = SlotAdjustments(
         ints(9), ints(9, 1024), fp32(9, 1024), fp32(9, 3), counts, ints(9, 2), ints(9, 2048), ints(9, 1024), ints(9, 128),
         ints(9, 2048), ints(9, 2),
     )  # fmt: skip
-    logits = meta(ROWS, 65536, dtype=torch.float32)
+    logits = fp32(ROWS, 65536)
     adjusted = adjust(logits, replace(batch, adjustments=tables, plan=ints(500)), 65536, parts)
     local_best(logits, adjusted, 65536, parts)
     candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
-    scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
+    scaled_rows(fp32(4, 2, 65536), adjusted, Share(1, 4), 262144)
     adjust(logits, replace(batch, adjustments=tables, plan=ints(500), step=STEP, width=8), 65536, parts)
     count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
 
@@ -158,7 +159,6 @@ def draft_nodes() -> None:
         rows = ROWS * width
         verified = Verified(ints(rows, 2), ints(rows), ints(rows), ints(rows), meta(rows, HIDDEN), width)
         accept(verified, ints(9, 1024), ints(9), 8, out)
-    long = partial(meta, dtype=torch.int64)
     best_of_clusters(meta(ROWS, 256), meta(262144, 256), long(262144), long(ROWS, 32), 2048)
 
 
@@ -166,8 +166,8 @@ def draft_nodes() -> None:
 def choose_nodes() -> None:
     """Sampling over a quarter of the vocabulary, alone and over four ranks."""
     parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
-    inbox = ArgmaxInbox(ints(ArgmaxInbox.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(2))
-    best = local_best(meta(ROWS, 65536, dtype=torch.float32), batch, 65536, parts)
+    inbox = ArgmaxInbox(ints(ArgmaxInbox.bytes(4, ROWS) // 4), long(4), 2, ROWS, ints(2))
+    best = local_best(fp32(ROWS, 65536), batch, 65536, parts)
     for ranks in (None, inbox):
         choose_best(best, batch, ints(ROWS, 2), ranks)
 
@@ -177,16 +177,16 @@ def candidates_nodes() -> None:
     """Rows with a small top_k over a quarter of the vocabulary, and over all of it; four ranks' candidates, and one's."""
     batch = sampling_batch(ROWS, 8)
     for ranks in (1, 4):
-        logits = meta(ROWS, 262144 // ranks, dtype=torch.float32)
+        logits = fp32(ROWS, 262144 // ranks)
         best = candidates(logits, block_peaks(logits, batch), batch, 0)
-        choose_candidates(meta(ROWS, ranks * best.shape[1], 2, dtype=torch.float32), batch, ints(ROWS, 2))
+        choose_candidates(fp32(ROWS, ranks * best.shape[1], 2), batch, ints(ROWS, 2))
 
 
 @recorded
 def filters_nodes() -> None:
     """Filtered rows of one rank of four, and its share of 30 rows."""
     batch, share = sampling_batch(30, 1024), Share(1, 4)
-    scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), batch, share, 262144)
+    scaled = scaled_rows(fp32(4, 8, 65536), batch, share, 262144)
     filtered_tokens(scaled, batch, ints(30, 2), share)
     write_tokens(ints(32), batch, ints(30, 2))
 
@@ -196,7 +196,6 @@ def experts_nodes(target: Target) -> Iterator[Node]:
     n, count, top_k = 2816, 128, 8
     with record(target) as nodes:
         for rows, m in ((1, 704), (ROWS, 176), (100, 704), (512, 704), (2048, 176), (2048, 704)):
-            fp32 = partial(meta, dtype=torch.float32)
             logits, x = router_logits(meta(rows, n), meta(3, count, n), meta(n), 1e-6)
             weights, chosen = route(logits, fp32(count), top_k)
             experts(x, weights, chosen, meta(count, 2 * m, n), meta(count, n, m), meta(rows, n))
@@ -213,7 +212,7 @@ def slots_nodes() -> None:
     decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, *(ints(4 * ROWS) for _ in range(3)), 4)
     gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
     block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
-    rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
+    rotary_table(ints(ROWS), fp32(128), fp32(ROWS, 256))
 
 
 @recorded
@@ -238,7 +237,7 @@ def attention_nodes(target: Target) -> Iterator[Node]:
 def vision_nodes() -> None:
     """Both towers' heads."""
     for heads, d in ((12, 64), (16, 72)):
-        q, tables = meta(90, heads, d), meta(90, d // 2, dtype=torch.float32)
+        q, tables = meta(90, heads, d), fp32(90, d // 2)
         norm_axial_rope(q, meta(d), tables, tables, 1e-6)
         ragged_attention(q, q, head_norm(q, 1e-6), ints(3), 60)
 
@@ -390,7 +389,7 @@ def _skips_the_wait(x: tl.tensor, table: tl.tensor, out: tl.tensor, PDL: tl.cons
 
 def planted(kernel: object) -> Compiled:
     with record(HOPPER) as nodes:
-        launch(kernel, (2,), meta(8, dtype=torch.float32), ints(8), meta(8, dtype=torch.float32), warps=1)
+        launch(kernel, (2,), fp32(8), ints(8), fp32(8), warps=1)
     return compile_node(nodes[0], HOPPER)
 
 
