@@ -12,6 +12,7 @@ from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem, candidates
 from tests.support.attention import EPS, Case, Shape, decode_case, precompile_decode
+from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +74,7 @@ def error(out: Tensor, case: Case) -> float:
     return float((out.double() - case.want).abs().nan_to_num(torch.inf).max())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@both_dtypes
 @pytest.mark.parametrize("name", SHAPES)
 def test_decode(name: str, dtype: torch.dtype) -> None:
     """Every shape at every edge and number of splits, NaN around: dense attention in fp64; a window off by one is not."""

@@ -21,6 +21,7 @@ from kernels.fused_allreduce_norm import (
 from kernels.linear import linear_send
 from kernels.norm import norm_add, rms_norm
 from tests.support import interpreter
+from tests.support.dtypes import both_dtypes
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -130,7 +131,7 @@ def interpreted_sharded_rows() -> None:
         assert empty(peers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 @pytest.mark.parametrize("rows", [1, ROWS])
 def interpreted_products_send_their_parts(rows: int, dtype: torch.dtype) -> None:
     """Parts that products write to the inboxes themselves join to what parts in memory do, also where one rounds to -0.0; one that
@@ -220,7 +221,7 @@ def test_the_reference_is_the_norms_one_after_the_other() -> None:
     assert torch.equal(x, rms_norm(h, it.norms.next_norm, EPS))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@both_dtypes
 @pytest.mark.parametrize("sharded", [1, 1 << 30])
 def test_no_two_warps_poll_a_word(dtype: torch.dtype, sharded: int) -> None:
     """Of every width a word of an inbox has one thread, or threads of one warp, which read it at once: of two warps one could see a
@@ -247,7 +248,7 @@ def test_an_inbox_rests_for_two_calls(calls: int) -> None:
     assert all(len({*turns[at : at + 3]}) == 3 for at in range(len(turns) - 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 def interpreted_parts_of_a_product(dtype: torch.dtype) -> None:
     """One rank's fused norm adds fp32 parts of a product and rounds once, as the whole product would be; it notices a lost one."""
     it = case()

@@ -11,7 +11,7 @@ import pytest
 from deploy.edge.service_settings import Defaults
 from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import FinishReason
-from tests.support.edge.api_client import chat_body, client, error_of, events
+from tests.support.edge.api_client import chat_body, client, error_of, events, whole_and_streamed
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = pytest.mark.pure
@@ -141,7 +141,7 @@ def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
     assert [o for chunk in chunks if chunk for o in chunk["text_offset"]] == found["text_offset"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@whole_and_streamed
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched: bool) -> None:
     """Text stops before the match however the tokens were batched, and the engine is told why."""
@@ -178,7 +178,7 @@ def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
     assert word in edge.core.requests[0].params.stop_ids
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@whole_and_streamed
 def test_several_choices_have_seeds_of_their_own(edge: Edge, *, stream: bool) -> None:
     """n=3 gives three choices, each finished once, from three engine requests that differ in seed alone; a neighbouring seed's
     choices have none of theirs."""

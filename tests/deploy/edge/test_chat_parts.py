@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from engine.protocol import AbortReason, FinishReason
-from tests.support.edge.api_client import client, events
+from tests.support.edge.api_client import client, events, whole_and_streamed
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.summed import sum_chat
 
@@ -94,7 +94,7 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_a_cut_call_says_length(edge: Edge, *, stream: bool, parallel: bool) -> None:
     """Its arguments are not completed, and the finish is length, not tool_calls, whether or not more calls might have come."""
     edge.script(PARIS)
@@ -110,7 +110,7 @@ def test_a_cut_call_says_length(edge: Edge, *, stream: bool, parallel: bool) -> 
     assert not arguments.endswith("}")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_one_call_where_parallel_ones_are_not_wanted(edge: Edge, *, stream: bool) -> None:
     """parallel_tool_calls: false ends the request with its first call, in the engine, too."""
     edge.script(f"{PARIS}{ROME}<|tool_response>")

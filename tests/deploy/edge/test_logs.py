@@ -23,7 +23,7 @@ from deploy.edge.scope import request_id
 from deploy.settings import Settings
 from engine.errors import GenerationFailed, QuartetError
 from engine.events import RequestFinished
-from tests.support.edge.api_client import chat_body
+from tests.support.edge.api_client import chat_body, whole_and_streamed
 from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.scripted_core import ScriptedCore
 
@@ -219,7 +219,7 @@ def differences(line: dict[str, Any], usage: dict[str, int], finish: str, ended:
     return [name for name, value in pairs.items() if line[name] != value]
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_the_access_line_says_what_the_reply_and_the_engine_say(logged: LoggedEdge, *, stream: bool) -> None:
     """Tokens and finish as the client was told them, times as the metrics have them; each planted difference shows."""
     logged.core.queue_s, logged.core.prefill_s, logged.core.delay_s = 0.02, 0.03, 0.01

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.edge.api_client import whole_and_streamed
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_message
 
@@ -73,7 +74,7 @@ def test_the_first_event_says_what_the_prompt_costs(edge: Edge) -> None:
     assert first["usage"]["input_tokens"] == len(edge.core.requests[0].tokens)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
     """end_turn, max_tokens, and stop_sequence with the sequence."""
     cases: list[tuple[dict[str, Any], tuple[str, str | None], str]] = [
@@ -103,7 +104,7 @@ def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
     assert not text.endswith("}")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_a_reply_that_ends_inside_of_a_string(edge: Edge, *, stream: bool) -> None:
     """Of a call, by the model's own end: it is whole with what was written."""
     edge.script(f'{ROME}<|tool_call>call:get_weather{{city:<|"|>Par<tool_call|><|tool_response>')
@@ -161,7 +162,7 @@ def test_a_tool_loop(edge: Edge) -> None:
     assert "<|turn>user" not in text, "results have no turn of the user's"
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) -> None:
     """tool_choice auto with disable_parallel_tool_use ends with the first call."""
     edge.script(f"{PARIS}{ROME}<|tool_response>")

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.edge.api_client import client, error_of, events
+from tests.support.edge.api_client import client, error_of, events, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -44,7 +44,7 @@ def test_a_conversation_has_the_tokens_of_its_chat(edge: Edge, extra: dict[str, 
     assert without["count"] < found["count"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
     """Its request, word for word: every event has all of the text so far, and the counts that it reads."""
     edge.script("one two three four")

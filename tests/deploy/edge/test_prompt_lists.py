@@ -7,7 +7,7 @@ import pytest
 
 from deploy.edge.response_format import ServedModel
 from deploy.models.fingerprint import fingerprint
-from tests.support.edge.api_client import chat_body, client, events
+from tests.support.edge.api_client import chat_body, client, events, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -52,7 +52,7 @@ def test_a_stream_of_several_prompts(edge: Edge) -> None:
     assert [chunk["finish_reason"] for chunk in chunks].count("stop") == 3
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@whole_and_streamed
 def test_what_ended_a_choice(edge: Edge, *, stream: bool) -> None:
     """The stop string or the id that was asked for; null for the model's own end and for a cut."""
     word = edge.text.encode("house", add_bos=False)[0]

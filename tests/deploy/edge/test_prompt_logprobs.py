@@ -9,7 +9,7 @@ import pytest
 from deploy.edge.openai.forms import TextFormat
 from deploy.edge.response_format import ServedModel
 from engine.front.generation import Delta
-from tests.support.edge.api_client import error_of, events
+from tests.support.edge.api_client import error_of, events, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -44,7 +44,7 @@ def check_echoed(edge: Edge, prompt: str, choice: dict[str, Any], generated: str
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
-@pytest.mark.parametrize("stream", [False, True])
+@whole_and_streamed
 def test_an_echo_with_logprobs(edge: Edge, *, stream: bool, kind: str) -> None:
     """Of several prompts with two choices each, texts or ids, each choice begins with its own prompt, whole or streamed."""
     edge.script("one two")

@@ -30,7 +30,7 @@ from engine.events import Event, FirstToken, RequestFinished, Scheduled
 from engine.front.stream import Clock
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
-from tests.support.edge.api_client import chat_body
+from tests.support.edge.api_client import chat_body, whole_and_streamed
 from tests.support.edge.collector import Collector, attributes
 from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.ready_engine import ReadyEngine, request
@@ -122,7 +122,7 @@ def complaints(spans: Sequence[Span], events: Sequence[Event]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_the_phases_are_the_engines_and_fill_the_request(traced: Traced, *, stream: bool) -> None:
     """queue, prefill and decode touch, lie within the server's span, and last as long as the engine's events say; so to 2 us."""
     traced.core.queue_s, traced.core.prefill_s, traced.core.delay_s = 0.03, 0.05, 0.02

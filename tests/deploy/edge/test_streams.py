@@ -13,7 +13,7 @@ from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.limits import Limits
 from deploy.edge.routes import create_app
 from tests.conftest import Nano
-from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.api_client import chat_body, error_of, whole_and_streamed
 from tests.support.edge.http_edge import Edge, Edges, until
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
@@ -37,7 +37,7 @@ def test_the_first_token_is_not_held_back(edge: Edge) -> None:
     until(lambda: outcomes(edge) == ["client_gone"], "the end of what the client left")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> None:
     """The engine is told client_gone, mid-stream and while a whole answer is awaited."""
     edge.core.answer_endlessly(0.02)

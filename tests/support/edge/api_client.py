@@ -4,9 +4,12 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse
+
+whole_and_streamed = pytest.mark.parametrize("stream", [False, True])
 
 
 def client(edge: Edge) -> openai.OpenAI:
