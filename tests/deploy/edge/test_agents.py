@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.edge.api_client import error_of, events
+from tests.support.edge.api_client import error_of, events, user
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sum_chat
 
@@ -24,7 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "zed": {
         "messages": [
             {"role": "system", "content": "You are an agent."},
-            {"role": "user", "content": [{"type": "text", "text": "Fix"}, {"type": "text", "text": "it"}]},
+            user([{"type": "text", "text": "Fix"}, {"type": "text", "text": "it"}]),
             {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I read it."},
             {"role": "tool", "content": "1+1", "tool_call_id": "call_1"},
         ],
@@ -35,15 +35,15 @@ BODIES: dict[str, dict[str, Any]] = {
     "cline": {
         "messages": [
             {"role": "system", "content": "Tools are <read_file><path>...</path></read_file> and others, in XML."},
-            {"role": "user", "content": [{"type": "text", "text": "<task>Fix</task>"}]},
+            user([{"type": "text", "text": "<task>Fix</task>"}]),
             {"role": "assistant", "content": "<thinking>Well.</thinking>\n<read_file><path>a.py</path></read_file>"},
-            {"role": "user", "content": [{"type": "text", "text": "[read_file] Result:"}, {"type": "text", "text": "1+1"}]},
+            user([{"type": "text", "text": "[read_file] Result:"}, {"type": "text", "text": "1+1"}]),
         ],
         "temperature": 0, "stream_options": USAGE,
     },
     "vercel": {
         "messages": [
-            {"role": "user", "content": "Fix it"},
+            user("Fix it"),
             {"role": "assistant", "content": "", "reasoning_content": "I read it.", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "call_1", "content": '{"type":"text","value":"1+1"}'},
         ],
@@ -52,7 +52,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA | DRAFT, "strict": True, "name": "response"}},
     },
     "guidellm": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 8}]}],
+        "messages": [user([{"type": "text", "text": "word " * 8}])],
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "max_completion_tokens": 9, "stop": None, "ignore_eos": True,
     },
@@ -81,12 +81,12 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
     said = "no JSON"
     return {
         CHAT: {
-            "messages": [{"role": "user", "content": "Fix it"}, {"role": "assistant", "tool_calls": [call]},
+            "messages": [user("Fix it"), {"role": "assistant", "tool_calls": [call]},
                          {"role": "tool", "tool_call_id": "call_1", "content": said}],
             "tools": [READ],
         },
         "/v1/responses": {
-            "input": [{"role": "user", "content": "Fix it"}, item,
+            "input": [user("Fix it"), item,
                       {"type": "function_call_output", "call_id": "call_1", "output": said}],
             "tools": [{"type": "function", **READ["function"]}],
         },

@@ -11,12 +11,12 @@ import pytest
 from deploy.edge.service_settings import Defaults
 from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import FinishReason
-from tests.support.edge.api_client import chat_body, client, error_of, events, whole_and_streamed
+from tests.support.edge.api_client import chat_body, client, error_of, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge, until
 
 pytestmark = pytest.mark.pure
 
-HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+HELLO: list[Any] = [user("Hello")]
 
 
 def test_a_chat_completion_has_every_field_that_clients_read(edge: Edge) -> None:

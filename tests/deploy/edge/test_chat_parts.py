@@ -7,14 +7,14 @@ import openai
 import pytest
 
 from engine.protocol import AbortReason, FinishReason
-from tests.support.edge.api_client import client, events, whole_and_streamed
+from tests.support.edge.api_client import client, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.summed import sum_chat
 
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
-ASK: list[Any] = [{"role": "user", "content": "Weather in Paris and Rome?"}]
+ASK: list[Any] = [user("Weather in Paris and Rome?")]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS}}]
 THOUGHT = "<|channel>thought\nTwo calls.\n<channel|>"

@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest
 from engine.front.generation import Job
 from engine.front.text import expanded
 from engine.protocol import GenerateRequest
-from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.api_client import chat_body, error_of, user
 from tests.support.edge.http_edge import Edge, Edges
 from tests.support.media_files import saved
 
@@ -80,23 +80,23 @@ BLUE = saved(Image.new("RGB", (60, 90), "blue"), "PNG")
 BASE64 = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(BLUE).decode()}
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 RESPONSES_CALL = [
-    {"role": "user", "content": "Go"},
+    user("Go"),
     {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "a"},
 ]
 ASKS: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": [{"role": "user", "content": [image_url(BLUE)]}]}),
-    (CHAT, {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [CALL]},
+    (CHAT, {"messages": [user([image_url(BLUE)])]}),
+    (CHAT, {"messages": [user("Go"), {"role": "assistant", "tool_calls": [CALL]},
                          {"role": "tool", "tool_call_id": "a", "content": [image_url(BLUE)]}]}),
-    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
+    ("/v1/responses", {"input": [user([{"type": "input_image", "image_url": data_url(BLUE)}])]}),
     ("/v1/responses", {"input": [*RESPONSES_CALL, {"type": "function_call_output", "call_id": "a",
                                                    "output": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
-    ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [anthropics(BASE64)]}]}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [user([anthropics(BASE64)])]}),
     ("/v1/messages", {"max_tokens": 9, "messages": [
-        {"role": "user", "content": [anthropics({"type": "url", "url": data_url(BLUE)})]}]}),
+        user([anthropics({"type": "url", "url": data_url(BLUE)})])]}),
     ("/v1/messages", {"max_tokens": 9, "messages": [
-        {"role": "user", "content": "Go"},
+        user("Go"),
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [anthropics(BASE64)]}]}]}),
+        user([{"type": "tool_result", "tool_use_id": "a", "content": [anthropics(BASE64)]}])]}),
 ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_tokens_are_counted_with_images(edge: Edge) -> None:
     """/tokenize and count_tokens say what a request would have."""
     parts = [image_url(png(100, 100))]
     tokens = asked(edge, parts).tokens
-    tokenized = edge.post("/tokenize", {"messages": [{"role": "user", "content": parts}]}).json()
+    tokenized = edge.post("/tokenize", {"messages": [user(parts)]}).json()
     assert tokenized["tokens"] == list(tokens)
     body = chat_body([anthropics(BASE64)])
     counted = edge.post("/v1/messages/count_tokens", body).json()
@@ -160,7 +160,6 @@ def test_tokens_are_counted_with_images(edge: Edge) -> None:
     assert counted == {"input_tokens": len(edge.core.requests[-1].tokens)}
 
 
-USER = {"role": "user"}
 REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("no url", [{"type": "image_url"}], "needs a URL"),
     ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "needs a URL"),

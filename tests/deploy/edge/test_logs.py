@@ -23,7 +23,7 @@ from deploy.edge.scope import request_id
 from deploy.settings import Settings
 from engine.errors import GenerationFailed, QuartetError
 from engine.events import RequestFinished
-from tests.support.edge.api_client import chat_body, whole_and_streamed
+from tests.support.edge.api_client import chat_body, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.scripted_core import ScriptedCore
 
@@ -329,9 +329,9 @@ def canaries(logged: LoggedEdge) -> list[str]:
     logged.core.steps = [[token] for token in range(300, 330)]
     answer = post(BODY | {"max_tokens": 30}).json()["choices"][0]["message"]["content"]
     assert len(answer) >= 30
-    post(BODY | {"messages": [{"role": "user", "content": "canarya"}], "user": "canaryb", "metadata": {"canaryc": "canaryd"}})
+    post(BODY | {"messages": [user("canarya")], "user": "canaryb", "metadata": {"canaryc": "canaryd"}})
     post(BODY | {"messages": [{"role": "canarye", "content": "x"}]})
-    post(BODY | {"messages": [{"role": "user", "content": [{"type": "canaryf", "text": "y"}]}]})
+    post(BODY | {"messages": [user([{"type": "canaryf", "text": "y"}])]})
     post(BODY | {"stop": "canaryg" * 60})
     post(BODY | {"model": "canaryh"})
     post(BODY | {"logit_bias": {"canaryi": "canaryj"}, "tool_choice": "canaryk"})

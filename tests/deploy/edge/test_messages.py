@@ -7,14 +7,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.edge.api_client import whole_and_streamed
+from tests.support.edge.api_client import user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_message
 
 pytestmark = pytest.mark.pure
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-ASK: list[Any] = [{"role": "user", "content": "Weather in Paris and Rome?"}]
+ASK: list[Any] = [user("Weather in Paris and Rome?")]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS: list[Any] = [{"name": "get_weather", "description": "d", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]
 THOUGHT = "<|channel>thought\nTwo calls.\n<channel|>"
@@ -127,7 +127,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
         "model": "nano", "max_tokens": 9, "tools": CHAT_TOOLS, "chat_template_kwargs": {"enable_thinking": True},
         "messages": [
             {"role": "system", "content": "One.\n\nTwo."},
-            {"role": "user", "content": "Go"},
+            user("Go"),
             {"role": "assistant", "content": "So.", "reasoning_content": "Hm", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "a", "content": "18C"},
         ],
@@ -152,7 +152,7 @@ def test_a_tool_loop(edge: Edge) -> None:
     calls = [block for block in first["content"] if block["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "18C"} for call in calls]
     edge.script("It is 18C.<turn|>")
-    messages = [*ASK, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": results}]
+    messages = [*ASK, {"role": "assistant", "content": first["content"]}, user(results)]
     second = post(edge, asked(messages=messages, **thinking)).json()
     assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "It is 18C."}], "end_turn")
     before, after = (list(request.tokens) for request in edge.core.requests)
@@ -187,8 +187,8 @@ BAD: dict[str, tuple[Any, ...]] = {
     "messages": ([], "x", [*ASK, {"role": "assistant", "content": "It"}]),
     "messages[0].role": ([{"role": "tool", "content": "x"}],),
     "messages[0].content[0]": (
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}],
+        [user([{"type": "text"}])],
+        [user([{"type": "tool_result", "content": "x"}])],
     ),
     "system": ([IMAGE], 5),
     "temperature": (1.5,),
@@ -207,7 +207,7 @@ BAD_CONTENT: list[tuple[Any, str]] = [
     ("word " * 400, "tokens"),
 ]
 REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]
-REFUSED += [("messages", [{"role": "user", "content": content}], named) for content, named in BAD_CONTENT]
+REFUSED += [("messages", [user(content)], named) for content, named in BAD_CONTENT]
 
 
 @pytest.mark.parametrize(("key", "value", "named"), REFUSED, ids=[f"{number}-{case[-1]}" for number, case in enumerate(REFUSED)])

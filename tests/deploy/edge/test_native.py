@@ -6,13 +6,13 @@ import httpx
 import openai
 import pytest
 
-from tests.support.edge.api_client import client, error_of, events, whole_and_streamed
+from tests.support.edge.api_client import client, error_of, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
 
 GENERATE = "/generate"
-MESSAGES = [{"role": "user", "content": "Hello größer"}]
+MESSAGES = [user("Hello größer")]
 TOOL = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}}
 
 

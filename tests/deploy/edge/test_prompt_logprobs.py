@@ -9,7 +9,7 @@ import pytest
 from deploy.edge.openai.forms import TextFormat
 from deploy.edge.response_format import ServedModel
 from engine.front.generation import Delta
-from tests.support.edge.api_client import error_of, events, whole_and_streamed
+from tests.support.edge.api_client import error_of, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -96,7 +96,7 @@ def test_an_echo_alone(edge: Edge, logprobs: int | None) -> None:
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_prompt_logprobs_in_vllms_form(edge: Edge, path: str) -> None:
     """A list, null first: by token id logprob, rank and text, the prompt's own token first; of a chat beside the choices."""
-    said = {"prompt": PROMPTS[0]} if path == TEXT else {"messages": [{"role": "user", "content": PROMPTS[0]}]}
+    said = {"prompt": PROMPTS[0]} if path == TEXT else {"messages": [user(PROMPTS[0])]}
     found = answer(edge, path, **said, n=2, prompt_logprobs=2)
     prompt = edge.core.requests[0].tokens
     asked = [request.params.prompt_logprobs for request in edge.core.requests]
@@ -119,8 +119,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
     (TEXT, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
     (TEXT, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    (CHAT, {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 21}, "prompt_logprobs"),
-    (CHAT, {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (CHAT, {"messages": [user("a")], "prompt_logprobs": 21}, "prompt_logprobs"),
+    (CHAT, {"messages": [user("a")], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
 ]
 
 

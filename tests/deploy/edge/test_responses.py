@@ -12,7 +12,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.edge.openai.response_request import encrypted_content_of
-from tests.support.edge.api_client import client, error_of
+from tests.support.edge.api_client import client, error_of, user
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_response
 
@@ -97,7 +97,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
     """Instructions and developer's messages are one system message; thought, text and call are one reply: a chat's very tokens."""
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
-        {"role": "user", "content": "Go"},
+        user("Go"),
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]},
         {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'},
@@ -106,7 +106,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'}}
     messages = [
         {"role": "system", "content": "One.\n\nTwo."},
-        {"role": "user", "content": "Go"},
+        user("Go"),
         {"role": "assistant", "content": "So.", "reasoning_content": "Hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "18C"},
     ]
@@ -126,7 +126,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
 def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     """The output is sent back as it came, with results: the next prompt begins with all that was said."""
     edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
-    question: list[Any] = [{"role": "user", "content": "Weather?"}]
+    question: list[Any] = [user("Weather?")]
     settings: dict[str, Any] = {"model": "nano", "tools": [TOOL], "reasoning": {"effort": "high"}}
     with client(edge) as api:
         first = api.responses.create(input=question, include=["reasoning.encrypted_content"], **settings)
@@ -158,7 +158,7 @@ def test_functions_of_a_namespace(edge: Edge) -> None:
     assert done == ["get_weather"] * 2
     assert [[each["name"] for each in tool.get("tools", [tool])] for tool in whole["tools"]] == [["get_weather"]] * 2
     results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "18C"} for call in whole["output"]]
-    question = {"role": "user", "content": body["input"]}
+    question = user(body["input"])
     bare = [{key: value for key, value in call.items() if key != "namespace"} for call in whole["output"]]
     for said in (whole["output"], bare):
         post(edge, body | {"input": [question, *said, *results]}).raise_for_status()
@@ -207,7 +207,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         5,
         [{"role": "wizard", "content": "x"}],
         [{"type": "item_reference", "id": "x"}],
-        [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+        [user([{"type": "input_image", "image_url": "x"}])],
         [{"type": "function_call", "name": "f", "arguments": "{}"}],
         [{"type": "function_call_output", "call_id": "a"}],
         [{"type": "reasoning", "encrypted_content": "quartet:?"}],

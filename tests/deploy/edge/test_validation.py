@@ -8,14 +8,14 @@ import pytest
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Text
 from deploy.edge.openai.schemas import CHAT_READER
-from tests.support.edge.api_client import error_of
+from tests.support.edge.api_client import error_of, user
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
+MESSAGES: list[Any] = [user("Hello")]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -36,12 +36,12 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         ["Hello"],
         [{"content": "no role"}],
         [{"role": "wizard", "content": "x"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [IMAGE]}],
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": "word " * 400}],
-        [{"role": "user", "content": "a" * 1_000_000}],
+        [user(5)],
+        [user([IMAGE])],
+        [user([{"type": "text"}])],
+        [user(None)],
+        [user("word " * 400)],
+        [user("a" * 1_000_000)],
         [*MESSAGES, {"role": "user"}],
         [*MESSAGES, {"role": "assistant", "content": None, "function_call": {"name": "f"}}],
         [*MESSAGES, {"role": "assistant", "refusal": "No."}],
@@ -122,7 +122,7 @@ GOOD: list[tuple[str, str]] = [
     (TEXT, text(bad_words=["one", "two words"], allowed_token_ids=[5, 5, 1023], presence_penalty=None)),
     (CHAT, chat(temperature=None, stop=None, n=None, stream=None, tools=None, logprobs=None, max_tokens=None, seed=None)),
     (CHAT, chat(response_format={"type": "text"}, stop=["x" * 256] * 16, seed=-5, max_tokens=10**9, modalities=["text"])),
-    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}])),
+    (CHAT, chat(messages=[user([{"type": "text", "text": "a"}]), {"role": "assistant", "content": "b"}])),
     (CHAT, chat(stop_token_ids=[1023], top_logprobs=20, logprobs=True)),
     (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "function_call": None, "refusal": None, "audio": None}])),
     (CHAT, chat(reasoning_effort="max")),
@@ -164,7 +164,7 @@ def test_a_large_body_is_read_as_a_small_one() -> None:
         return prompt.messages
 
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    turns = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
+    turns = [user(parts), user("c")]
     padded = json.dumps({"model": "nano", "messages": turns}).replace("}, {", "}, " + " " * 70_000 + "{", 1)
     asked = [ChatMessage("user", [Text("a"), Text("b")]), ChatMessage("user", "c")]
     assert messages(padded) == messages(chat(messages=turns)) == asked
@@ -185,7 +185,7 @@ def test_agents_know_the_context_error(edge: Edge, path: str, words: int) -> Non
     Planted: a prompt that fits has none of them."""
     for count, status in ((1, 200), (words, 400)):
         said = " ".join(["salt"] * count)
-        turns = [{"role": "user", "content": said}]
+        turns = [user(said)]
         prompt = {TEXT: {"prompt": said}, "/v1/responses": {"input": said}}.get(path, {"messages": turns})
         reply = edge.post(path, {"model": "nano", "max_tokens": 1, **prompt})
         message = str(reply.json().get("error", {}) and reply.json()["error"]["message"])

@@ -17,9 +17,14 @@ def client(edge: Edge) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{edge.url}/v1", api_key="none", max_retries=0, timeout=10)
 
 
+def user(content: Any) -> dict[str, Any]:
+    """A user's message."""
+    return {"role": "user", "content": content}
+
+
 def chat_body(content: Any = "Hello", **more: Any) -> dict[str, Any]:
     """A chat in which the user says `content`."""
-    return {"model": "nano", "messages": [{"role": "user", "content": content}], **more}
+    return {"model": "nano", "messages": [user(content)], **more}
 
 
 def events(edge: Edge, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
