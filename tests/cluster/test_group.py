@@ -27,7 +27,7 @@ from engine.protocol import AbortReason, FinishReason, SamplingParams
 from engine.step_masks import masks_capacity
 from tests.support.engine.fake_child import FIRST_TOKEN, Behaviour, commands
 from tests.support.engine.fakes import fake_config
-from tests.support.engine.groups import Held, Running, alive, end_of, read, running, settled, until
+from tests.support.engine.groups import Held, Running, alive, ends_after, read, running, send, settled
 from tests.support.engine.outputs import outputs
 from tests.support.repo_rules import ROOT
 
@@ -65,16 +65,6 @@ def config(tmp_path: Path) -> EngineConfig:
     return fake_config(tmp_path / "model", heartbeat_timeout_s=1.0, step_timeout_s=1.5)
 
 
-async def under_load(run: Running, event: Callable[[Running], None]) -> list[tuple[BaseException | None, float]]:
-    """How `STREAMS` streams ended (error, seconds after `event`) when it happened while all were running."""
-    streams = [asyncio.create_task(end_of(run.client.generate([1, 2, 3], LONG))) for _ in range(STREAMS)]
-    async with asyncio.timeout(10):
-        await until(STREAMS, run.client)
-        event(run)
-        at = time.monotonic()
-        return [(error, ended - at) for error, ended in await asyncio.gather(*streams)]
-
-
 Loop = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -83,7 +73,7 @@ def deaths(group: Group, event: Callable[[Running], None], within_s: float, loop
 
     async def main() -> str:
         async with running(group) as run:
-            ends = await under_load(run, event)
+            ends = await ends_after(run, event, STREAMS, [1, 2, 3], LONG)
             assert len(run.deaths) == 1, run.deaths
             assert run.outcomes.failed == STREAMS
         assert all(isinstance(error, EngineDead) for error, _ in ends), ends
@@ -94,11 +84,6 @@ def deaths(group: Group, event: Callable[[Running], None], within_s: float, loop
 
     with asyncio.Runner(loop_factory=loop) as runner:
         return runner.run(main())
-
-
-def send(name: str, number: int) -> Callable[[Running], None]:
-    """An event: signal `number` to the child called `name`."""
-    return lambda run: os.kill(next(child.pid for child in run.group.children if child.name == name), number)
 
 
 def test_the_ring_of_masks_holds_one_for_every_slot(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 stopped for a while does not."""
 
 import asyncio
-import os
 import signal
 import time
 
@@ -14,11 +13,12 @@ from engine.errors import EngineDead
 from engine.protocol import SamplingParams
 from tests.conftest import Nano
 from tests.gpu.exactness import RANKS
-from tests.support.engine.groups import Held, alive, end_of, running, until
+from tests.support.engine.groups import Held, Running, alive, ends_after, running, send
 
 pytestmark = pytest.mark.gpu4
 
 STREAMS = 8
+LAST = f"rank {RANKS - 1}"
 BOUND_S = 5.0
 PROMPT = list(range(200, 330))
 LONG = SamplingParams(max_tokens=1500)
@@ -33,15 +33,14 @@ def test_a_stopped_rank_is_waited_for(nano: Nano) -> None:
     ranks, which the watcher compares."""
     group = boot(nano)
 
+    async def stop_for_a_while(run: Running) -> None:
+        send(LAST, signal.SIGSTOP)(run)
+        await asyncio.sleep(2.0)
+        send(LAST, signal.SIGCONT)(run)
+
     async def main() -> list[BaseException | None]:
         async with running(group) as run:
-            streams = [asyncio.create_task(end_of(run.client.generate(PROMPT, LONG))) for _ in range(STREAMS)]
-            async with asyncio.timeout(60):
-                await until(STREAMS, run.client)
-                os.kill(group.children[RANKS - 1].pid, signal.SIGSTOP)
-                await asyncio.sleep(2.0)
-                os.kill(group.children[RANKS - 1].pid, signal.SIGCONT)
-                return [error for error, _ in await asyncio.gather(*streams)]
+            return [error for error, _ in await ends_after(run, stop_for_a_while, STREAMS, PROMPT, LONG)]
 
     assert asyncio.run(main()) == [None] * STREAMS
     assert group.status()[0].state_hash != 0
@@ -53,20 +52,20 @@ def test_a_killed_rank_ends_the_others(nano: Nano) -> None:
     group = boot(nano)
     pids = [child.pid for child in group.children]
 
-    async def main() -> tuple[float, list[BaseException | None]]:
-        async with running(group) as run:
-            streams = [asyncio.create_task(end_of(run.client.generate(PROMPT, LONG))) for _ in range(STREAMS)]
-            async with asyncio.timeout(60):
-                await until(STREAMS, run.client)
-                os.kill(pids[RANKS - 1], signal.SIGKILL)
-                at = time.monotonic()
-                ends = [error for error, _ in await asyncio.gather(*streams)]
-        return at, ends
+    def kill(run: Running) -> None:
+        nonlocal killed
+        killed = time.monotonic()
+        send(LAST, signal.SIGKILL)(run)
 
-    at, ends = asyncio.run(main())
-    after = time.monotonic() - at
+    async def main() -> list[BaseException | None]:
+        async with running(group) as run:
+            return [error for error, _ in await ends_after(run, kill, STREAMS, PROMPT, LONG)]
+
+    killed = 0.0
+    ends = asyncio.run(main())
+    after = time.monotonic() - killed
     print(f"{ends[0]}: all gone after {after:.2f} s")
-    assert all(isinstance(error, EngineDead) and str(error).startswith(f"rank {RANKS - 1} was killed by SIGKILL") for error in ends)
+    assert all(isinstance(error, EngineDead) and str(error).startswith(f"{LAST} was killed by SIGKILL") for error in ends)
     assert not [pid for pid in pids if alive(pid)]
     assert after < BOUND_S
     assert Held.now() == before

@@ -1,7 +1,6 @@
 """The real group, nano 31B on the CPU at TP=2: it serves, ends by every cause with a name, and leaves nothing behind."""
 
 import asyncio
-import os
 import re
 import signal
 import time
@@ -16,7 +15,7 @@ from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead
 from engine.protocol import AbortReason, SamplingParams
 from tests.support.engine.faulty_rank import faulty
-from tests.support.engine.groups import Held, Running, end_of, read, running, settled, until
+from tests.support.engine.groups import Held, end_of, ends_after, read, running, send, settled
 from tests.support.engine.outputs import outputs
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
@@ -117,20 +116,11 @@ def test_a_stopped_rank_ends_every_stream(config: EngineConfig) -> None:
     """Under load: every stream raises EngineDead with its name, in time, and the rest is killed. tests/cluster/test_group.py kills
     and stops fake ranks, tests/serve/test_stack.py kills a real one."""
 
-    async def main(run: Running) -> list[tuple[BaseException | None, float]]:
-        streams = [asyncio.create_task(end_of(run.client.generate(PROMPT, LONG))) for _ in range(STREAMS)]
-        async with asyncio.timeout(30):
-            await until(STREAMS, run.client)
-            os.kill(next(child.pid for child in run.group.children if child.name == "rank 1"), signal.SIGSTOP)
-            at = time.monotonic()
-            return [(error, ended - at) for error, ended in await asyncio.gather(*streams)]
-
     async def watched(group: Group) -> list[tuple[BaseException | None, float]]:
         async with running(group) as run:
-            return await main(run)
+            return await ends_after(run, send("rank 1", signal.SIGSTOP), STREAMS, PROMPT, LONG)
 
-    group = Group.boot(config)
-    ends = asyncio.run(watched(group))
+    ends = asyncio.run(watched(Group.boot(config)))
     print(f"{ends[0][0]}: streams ended after {1000 * max(late for _, late in ends):.0f} ms")
     assert all(isinstance(error, EngineDead) and str(error).startswith("rank 1 is not scheduled") for error, _ in ends), ends
     assert max(late for _, late in ends) < HEARTBEAT_S + 3.0

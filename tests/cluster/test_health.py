@@ -34,6 +34,10 @@ def with_record(records: list[RankStatus], index: int, **changes: int) -> list[R
     return [replace(record, **changes) if at == index else record for at, record in enumerate(records)]
 
 
+def judged(records: list[RankStatus], moment: Observation = MOMENT) -> Death | None:
+    return verdict(records, moment, *BOUNDS)
+
+
 def launched(records: list[RankStatus], step: int, at: int) -> list[RankStatus]:
     """All ranks and the core have launched `step` at time `at`."""
     return [replace(record, launched=step, progress_ns=at) for record in records]
@@ -41,66 +45,66 @@ def launched(records: list[RankStatus], step: int, at: int) -> list[RankStatus]:
 
 def test_a_group_at_rest_is_well() -> None:
     """Idle for minutes with beating hearts is no fault, with requests waiting or not, as long as they have not waited long."""
-    assert verdict(statuses(), MOMENT, *BOUNDS) is None
-    assert verdict(statuses(), Observation(NOW, waiting=NOW - 59 * S), *BOUNDS) is None
-    assert verdict(launched(statuses(), 812, NOW - 59 * S), MOMENT, *BOUNDS) is None
+    assert judged(statuses()) is None
+    assert judged(statuses(), Observation(NOW, waiting=NOW - 59 * S)) is None
+    assert judged(launched(statuses(), 812, NOW - 59 * S)) is None
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "rank 0"), (2, "rank 2"), (4, "the core")])
 def test_an_old_heartbeat_names_its_process(index: int, name: str) -> None:
     """One heartbeat just over the bound is reported with its owner's name; one just under it is not."""
-    late = verdict(with_record(statuses(), index, heartbeat_ns=NOW - 31 * S // 10), MOMENT, *BOUNDS)
+    late = judged(with_record(statuses(), index, heartbeat_ns=NOW - 31 * S // 10))
     assert late == Death("unscheduled", f"{name} is not scheduled for 3.1 s (stopped, or host hung)")
-    assert verdict(with_record(statuses(), index, heartbeat_ns=NOW - 29 * S // 10), MOMENT, *BOUNDS) is None
+    assert judged(with_record(statuses(), index, heartbeat_ns=NOW - 29 * S // 10)) is None
 
 
 def test_all_heartbeats_stop_at_once() -> None:
     """Several stopped processes are all named."""
     records = [replace(record, heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
     expected = Death("unscheduled", "rank 0, the core are not scheduled for 5.0 s (stopped, or host hung)")
-    assert verdict(records, MOMENT, *BOUNDS) == expected
+    assert judged(records) == expected
 
 
 def test_a_suspended_machine_is_no_death() -> None:
     """Heartbeats from before the watcher itself was stopped count only from when it looks again."""
     records = [replace(record, heartbeat_ns=NOW - 100 * S) for record in launched(statuses(), 812, NOW - 100 * S)]
-    assert verdict(records, Observation(NOW, since=NOW - S), *BOUNDS) is None
-    assert verdict(records, Observation(NOW, since=NOW - 4 * S), *BOUNDS) is not None
+    assert judged(records, Observation(NOW, since=NOW - S)) is None
+    assert judged(records, Observation(NOW, since=NOW - 4 * S)) is not None
 
 
 def test_a_hang_inside_a_step_blames_the_rank_that_did_not_launch() -> None:
     """Three ranks wait in step 812's collective for rank 1, which never launched it: rank 1 alone is named, with the step."""
     records = with_record(launched(statuses(), 812, NOW - 61 * S), 1, launched=811, progress_ns=NOW - 62 * S)
-    assert verdict(records, MOMENT, *BOUNDS) == Death("rank_stalled", "rank 1 made no progress in step 812 for 61 s")
+    assert judged(records) == Death("rank_stalled", "rank 1 made no progress in step 812 for 61 s")
 
 
 def test_a_hang_blames_the_rank_that_is_behind() -> None:
     """A rank that finished less than its peers is named, however long the peers have waited for it."""
     records = with_record(launched(statuses(), 813, NOW - 70 * S), 3, launched=812, finished=810, progress_ns=NOW - 61 * S)
-    assert verdict(records, MOMENT, *BOUNDS) == Death("rank_stalled", "rank 3 made no progress in step 811 for 70 s")
+    assert judged(records) == Death("rank_stalled", "rank 3 made no progress in step 811 for 70 s")
 
 
 def test_a_hang_of_all_names_all() -> None:
     """Ranks that are equally far are named together."""
     records = launched(statuses(tp=2), 812, NOW - 61 * S)
-    assert verdict(records, MOMENT, *BOUNDS) == Death("rank_stalled", "rank 0, rank 1 made no progress in step 812 for 61 s")
+    assert judged(records) == Death("rank_stalled", "rank 0, rank 1 made no progress in step 812 for 61 s")
 
 
 def test_a_fresh_plan_after_a_long_rest_is_no_hang() -> None:
     """After minutes of rest the core publishes step 812: ranks that have not picked it up get the whole bound from there."""
     fresh = with_record(statuses(), 4, launched=812, progress_ns=NOW - S)
-    assert verdict(fresh, MOMENT, *BOUNDS) is None
+    assert judged(fresh) is None
     stale = with_record(statuses(), 4, launched=812, progress_ns=NOW - 61 * S)
     expected = Death("rank_stalled", "rank 0, rank 1, rank 2, rank 3 made no progress in step 812 for 61 s")
-    assert verdict(stale, MOMENT, *BOUNDS) == expected
+    assert judged(stale) == expected
 
 
 def test_a_core_that_does_not_commit_is_named() -> None:
     """All ranks finished step 812 long ago and the core has not taken it in: the core is named."""
     records = [replace(record, launched=812, finished=812, progress_ns=NOW - 61 * S) for record in statuses()]
     expected = Death("core_stalled", "the core made no progress after step 811 for 61 s")
-    assert verdict(with_record(records, 4, finished=811), MOMENT, *BOUNDS) == expected
-    assert verdict(records, MOMENT, *BOUNDS) is None
+    assert judged(with_record(records, 4, finished=811)) == expected
+    assert judged(records) is None
 
 
 def test_a_core_whose_masks_the_ranks_wait_for_is_named() -> None:
@@ -109,17 +113,17 @@ def test_a_core_whose_masks_the_ranks_wait_for_is_named() -> None:
     records = [replace(record, finished=812) for record in launched(statuses(), 813, NOW - 70 * S)]
     last = with_record(records, 2, progress_ns=NOW - 61 * S)
     expected = Death("core_stalled", "the core made no progress after step 811 for 61 s")
-    assert verdict(with_record(last, 4, finished=811), MOMENT, *BOUNDS) == expected
+    assert judged(with_record(last, 4, finished=811)) == expected
     assert verdict(with_record(last, 4, finished=811), MOMENT, 3.0, 62.0) is None
-    blamed = verdict(last, MOMENT, *BOUNDS)
+    blamed = judged(last)
     assert blamed == Death("rank_stalled", "rank 0, rank 1, rank 2, rank 3 made no progress in step 813 for 70 s")
 
 
 def test_a_core_that_plans_nothing_for_those_who_wait_is_named() -> None:
     """Requests have waited over the bound and no step was started: the core is named; a step in between starts the clock anew."""
     waiting = Observation(NOW, waiting=NOW - 61 * S)
-    assert verdict(statuses(), waiting, *BOUNDS) == Death("core_stalled", "the core made no progress after step 811 for 61 s")
-    assert verdict(with_record(statuses(), 4, progress_ns=NOW - 5 * S), waiting, *BOUNDS) is None
+    assert judged(statuses(), waiting) == Death("core_stalled", "the core made no progress after step 811 for 61 s")
+    assert judged(with_record(statuses(), 4, progress_ns=NOW - 5 * S), waiting) is None
 
 
 def test_ranks_of_different_states_are_named() -> None:
@@ -127,12 +131,12 @@ def test_ranks_of_different_states_are_named() -> None:
     ahead; steps that not all of them show are not compared, and neither is the core."""
     hashes = {step: 0xABC0 + step for step in range(804, 812)}
     well = [replace(record, hashes=hashes) for record in statuses()[:-1]] + statuses()[-1:]
-    assert verdict(well, MOMENT, *BOUNDS) is None
+    assert judged(well) is None
     ahead = [*well[:2], replace(well[2], finished=812, hashes={**hashes, 812: 7}), *well[3:]]
-    assert verdict(ahead, MOMENT, *BOUNDS) is None
+    assert judged(ahead) is None
     other = [*ahead[:1], replace(well[1], hashes={**hashes, 810: 0xBAD, 811: 0xBAD1}), *ahead[2:]]
     sentence = "ranks hold different states after step 810: rank 1 (00000bad) against rank 0, rank 2, rank 3 (0000aeea)"
-    assert verdict(other, MOMENT, *BOUNDS) == Death("diverged", sentence)
+    assert judged(other) == Death("diverged", sentence)
 
 
 class FakeGroup:

@@ -65,6 +65,10 @@ def figure(registry: ReplicaRegistry, name: str, **labels: str) -> float | None:
     return values[0] if values else None
 
 
+def retired_tokens(registry: ReplicaRegistry) -> float | None:
+    return figure(registry, RETIRED[TOKENS].name, **WHERE)
+
+
 def restarts(registry: ReplicaRegistry) -> dict[str, float]:
     values = {cause: figure(registry, "quartet_group_restarts_total", **WHERE, cause=cause) for cause in CAUSES}
     return {cause: value for cause, value in values.items() if value}
@@ -91,14 +95,14 @@ def test_a_deregistered_replica_is_gone_at_once_and_stays_counted() -> None:
     registry = ReplicaRegistry()
     registry.heartbeat(ONE, counts(40, 3))
     registry.heartbeat(TWO, counts(5, 1))
-    assert figure(registry, RETIRED[TOKENS].name, **WHERE) == 0, "at zero before the first death, for `increase` to see it"
+    assert retired_tokens(registry) == 0, "at zero before the first death, for `increase` to see it"
     registry.deregister(ONE, "killed", counts(50, 4))
     assert addresses(registry) == ["127.0.0.1:9002"]
     assert restarts(registry) == {"killed": 1}
     assert figure(registry, "quartet_groups", **WHERE) == 1
     assert figure(registry, "quartet_group_up", **ONE.labels) == 0
     assert figure(registry, "quartet_group_up", **TWO.labels) == 1
-    assert figure(registry, RETIRED[TOKENS].name, **WHERE) == 50
+    assert retired_tokens(registry) == 50
     assert figure(registry, "quartet_retired_requests_total", **WHERE, outcome="stop") == 4
 
 
@@ -108,7 +112,7 @@ def test_an_orderly_end_is_no_restart() -> None:
     registry.heartbeat(ONE, counts(40))
     registry.deregister(ONE, None, counts(41))
     assert restarts(registry) == {}
-    assert figure(registry, RETIRED[TOKENS].name, **WHERE) == 41
+    assert retired_tokens(registry) == 41
     assert figure(registry, "quartet_groups", **WHERE) == 0, "scaled to zero is a number, not an absence"
 
 
@@ -153,7 +157,7 @@ def test_nothing_is_counted_twice() -> None:
         assert registry.heartbeat(ONE, counts(60)) == "gone"
     assert addresses(registry) == []
     assert restarts(registry) == {"killed": 1}
-    assert figure(registry, RETIRED[TOKENS].name, **WHERE) == 50
+    assert retired_tokens(registry) == 50
 
 
 def test_totals_add_up_over_deaths() -> None:
@@ -163,10 +167,10 @@ def test_totals_add_up_over_deaths() -> None:
         target = replace(ONE, replica=f"life-{life}")
         for tokens in (0, 7, 30 + life):
             registry.heartbeat(target, counts(tokens))
-            assert (figure(registry, RETIRED[TOKENS].name, **WHERE) or 0) + tokens == total + tokens
+            assert (retired_tokens(registry) or 0) + tokens == total + tokens
         total += 30 + life
         registry.deregister(target, "failed", counts(30 + life))
-        assert figure(registry, RETIRED[TOKENS].name, **WHERE) == total
+        assert retired_tokens(registry) == total
 
 
 def test_a_silent_replica_is_dropped_then_vanished() -> None:
@@ -184,7 +188,7 @@ def test_a_silent_replica_is_dropped_then_vanished() -> None:
     assert len(addresses(clock.registry)) == 2
     clock.passes(VANISHED_AFTER_S + TICK_S, TWO)
     assert restarts(clock.registry) == {"vanished": 1}
-    assert figure(clock.registry, RETIRED[TOKENS].name, **WHERE) == 44
+    assert retired_tokens(clock.registry) == 44
     assert clock.registry.heartbeat(ONE, counts(45)) == "gone"
 
 

@@ -5,20 +5,21 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from deploy import ingress_errors
 from deploy.edge.http10 import Unchunked
 from deploy.edge.scope import client_address
 from deploy.environment import WRAPPER, haproxy_binary
 from deploy.haproxy_status import routed
+from tests.support.edge.api_client import error_of
+from tests.support.edge.http_edge import asgi_server
 from tests.support.stack.serve_process import free_port, is_free, wait
 
 pytestmark = [pytest.mark.pure, pytest.mark.skipif(haproxy_binary() is None, reason="no HAProxy here"), pytest.mark.alone]
@@ -64,7 +65,8 @@ def haproxy(
     head_timeout: str = "10s",
     server_timeout: str = "300ms",
 ) -> Iterator[str]:
-    """HAProxy before the port `behind`; the URL."""
+    """HAProxy before the port `behind`, with our files in `folder`; the URL."""
+    ingress_errors.write(folder)
     (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
     port = free_port()
     path = folder / "haproxy.cfg"
@@ -83,10 +85,9 @@ def haproxy(
 
 def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
     """Nobody behind it: 503 with Retry-After and the code of a lost engine; Serve's own file is a plain-text 500."""
-    ingress_errors.write(tmp_path)
     with haproxy(tmp_path, free_port(), tmp_path) as url:
         reply = httpx.get(f"{url}/v1/models")
-    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_restarting")
+    assert error_of(reply, 503)["code"] == "engine_restarting"
     assert int(reply.headers["retry-after"]) >= 1
     assert reply.headers["content-type"] == "application/json"
     with haproxy(tmp_path, free_port(), None) as url:
@@ -95,11 +96,10 @@ def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
 
 def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
     """A connection that is closed before the reply is 503, one that stays silent is 504."""
-    ingress_errors.write(tmp_path)
     for closes, status, code in ((True, 503, "engine_restarting"), (False, 504, "deadline_exceeded")):
         with silent_server(closes=closes) as port, haproxy(tmp_path, port, tmp_path) as url:
             reply = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+        assert error_of(reply, status)["code"] == code
 
 
 @pytest.mark.parametrize("keeps_alive", [True, False])
@@ -108,7 +108,6 @@ def test_a_replica_that_is_lost_after_a_request_is_said_so(tmp_path: Path, keeps
 
     Planted: Serve's configuration as it is, by which the client's connection is closed without a reply.
     """
-    ingress_errors.write(tmp_path)
     headers = {} if keeps_alive else {"connection": "close"}
 
     def second(url: str) -> httpx.Response:
@@ -119,9 +118,9 @@ def test_a_replica_that_is_lost_after_a_request_is_said_so(tmp_path: Path, keeps
     with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, tmp_path) as url:
         assert second(url).json()["error"]["code"] == "engine_restarting"
     plain = haproxy_binary() or ""
-    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, tmp_path, plain) as url:
-        error = failure_of(second, url)
-    assert "without sending a response" in error
+    unanswered = pytest.raises(httpx.RemoteProtocolError, match="without sending a response")
+    with silent_server(closes=True, answers=1) as port, haproxy(tmp_path, port, tmp_path, plain) as url, unanswered:
+        second(url)
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nX-Slow: a"])
@@ -141,7 +140,7 @@ def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(
             tmp_path, replica.getsockname()[1], None, wrapper, server_timeout="10s"
         ) as url:
-            client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20)
+            client = socket.create_connection(address(url), timeout=20)
             client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n")
             made, _ = replica.accept()
             head = b""
@@ -158,7 +157,6 @@ def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("line", "status"), [("OPTIONS *", 404), ("GET health", 404), ("FOO /v1/models", 405)])
 def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str, status: int) -> None:
     """A path of no application, a method that HTTP lacks: OpenAI's error object. Planted: without our files, Serve's text."""
-    ingress_errors.write(tmp_path)
     said = f"{line} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
     with haproxy(tmp_path, free_port(), tmp_path) as url:
         head, _, body = answered(url, said).partition(b"\r\n\r\n")
@@ -171,7 +169,6 @@ def test_what_no_replica_is_asked_is_refused_in_shape(tmp_path: Path, line: str,
 
 def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond QUARTET_CONNECTIONS_PER_ADDRESS one is closed at once, until another ends; others are served. Planted: no limit."""
-    ingress_errors.write(tmp_path)
 
     def answered_on(url: str, source: str = "127.0.0.1") -> socket.socket | None:
         """A connection that had an answer, and is open."""
@@ -179,7 +176,7 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
         made.settimeout(5)
         made.bind((source, 0))
         with suppress(ConnectionError):
-            made.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            made.connect(address(url))
             made.sendall(b"FOO / HTTP/1.1\r\nHost: a\r\n\r\n")
             if made.recv(4096):
                 return made
@@ -217,7 +214,6 @@ def test_an_application_is_routed_when_haproxy_has_a_replica_of_it(tmp_path: Pat
 @pytest.mark.parametrize("fault", [False, True])
 def test_http_1_0_gets_no_chunks(tmp_path: Path, ahead: str, fault: bool) -> None:
     """A stream for HTTP/1.0 ends with the connection; for HTTP/1.1 it is chunked. Planted: uvicorn alone."""
-    ingress_errors.write(tmp_path)
     with asgi_server(stream_two if fault else Unchunked(stream_two)) as port, haproxy(tmp_path, port, tmp_path) as url:
         asked = url if ahead == "HAProxy" else f"http://127.0.0.1:{port}"
         head, _, body = answered(asked, b"GET / HTTP/1.0\r\nHost: a\r\n\r\n", whole=True).partition(b"\r\n\r\n")
@@ -229,12 +225,10 @@ def test_http_1_0_gets_no_chunks(tmp_path: Path, ahead: str, fault: bool) -> Non
 @pytest.mark.parametrize("said", [[], ["6.6.6.6"], ["6.6.6.6, 127.0.0.1", "10.0.0.1"]])
 def test_a_client_is_known_by_its_connection(tmp_path: Path, said: list[str]) -> None:
     """Whatever it says in X-Forwarded-For: HAProxy has the last word. Planted: asked without HAProxy, uvicorn believes it."""
-    ingress_errors.write(tmp_path)
     head = b"".join(b"X-Forwarded-For: %b\r\n" % value.encode() for value in said)
     with asgi_server(say_address) as port, haproxy(tmp_path, port, tmp_path) as url:
         for source in ("127.0.0.1", "127.0.0.2"):
-            there = ("127.0.0.1", int(url.rpartition(":")[2]))
-            with socket.create_connection(there, timeout=20, source_address=(source, 0)) as made:
+            with socket.create_connection(address(url), timeout=20, source_address=(source, 0)) as made:
                 made.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
                 assert made.recv(65536).endswith(source.encode())
         direct = answered(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n")
@@ -256,33 +250,16 @@ async def stream_two(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-@contextmanager
-def asgi_server(app: ASGIApp) -> Iterator[int]:
-    """The port where uvicorn serves `app`, as Ray Serve has it do."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait(lambda: server.started, 20)
-        yield int(server.servers[0].sockets[0].getsockname()[1])
-    finally:
-        server.should_exit = True
-        thread.join(20)
+def address(url: str) -> tuple[str, int]:
+    return "127.0.0.1", int(url.rpartition(":")[2])
 
 
 def answered(url: str, said: bytes, timeout_s: float = 20, *, whole: bool = False) -> bytes:
     """What comes first on a new connection, if anything does in time; `whole`: all until its end."""
-    with suppress(TimeoutError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=timeout_s) as made:
+    with suppress(TimeoutError), socket.create_connection(address(url), timeout=timeout_s) as made:
         made.sendall(said)
         return b"".join(iter(lambda: made.recv(65536), b"")) if whole else made.recv(65536)
     return b""
-
-
-def failure_of(ask: Callable[[str], httpx.Response], url: str) -> str:
-    """How a request fails that gets no reply."""
-    with pytest.raises(httpx.RemoteProtocolError) as error:
-        ask(url)
-    return str(error.value)
 
 
 def whole_request(connection: socket.socket) -> bool:

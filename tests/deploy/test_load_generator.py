@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.events import RequestFinished
 from tests.bench import load
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.timed_endpoint import Fault, TimedEndpoint
@@ -127,7 +126,7 @@ def test_against_the_real_edge(edge: Edge, ids: int | None) -> None:
     edge.core.forever = True
     edge.core.steps = [[300], [301]]
     ledger = loaded(edge.url, Level(4, requests=12), prompt=60, output=9, ids=ids)
-    ends = [event for event in edge.events if isinstance(event, RequestFinished)][2:]
+    ends = edge.ends[2:]
     assert len(ledger.finished) == len(ends) == 12
     assert sum(record.output_tokens for record in ledger.records) == sum(event.output_tokens for event in ends) == 12 * 9
     assert sum(record.prompt_tokens for record in ledger.records) == sum(event.prompt_tokens for event in ends)

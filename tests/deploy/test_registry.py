@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 from ray.exceptions import GetTimeoutError
@@ -10,6 +9,7 @@ from ray.exceptions import GetTimeoutError
 from dashboards.discovery import HeartbeatReply, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
 from deploy.registry import Discovery, HeartbeatSender, address_of, listed_nodes
+from tests.support.edge.http_edge import until
 
 pytestmark = pytest.mark.pure
 
@@ -46,13 +46,6 @@ class FakeRegistryClient:
         self.registry.deregister(target, cause, counts)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def heartbeats(client: FakeRegistryClient, urls: list[str]) -> HeartbeatSender:
     return HeartbeatSender(client, TARGET, lambda: COUNTS, urls.append, PERIOD_S)
 
@@ -61,13 +54,13 @@ def test_heartbeats_go_on_until_deregistration() -> None:
     """The address of the list is reported once; after it deregistered the replica is no target, and its counts are kept."""
     client, urls = FakeRegistryClient(), list[str]()
     speaking = heartbeats(client, urls)
-    until(lambda: client.beats >= 3)
+    until(lambda: client.beats >= 3, "three heartbeats")
     assert urls == ["http://127.0.0.1:9464/targets"]
     assert len(client.registry.targets()) == 1
     speaking.deregister("killed")
     speaking.deregister("killed")
     assert client.registry.targets() == []
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "heartbeats"])
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "heartbeats"], "the end of the thread")
 
 
 def test_an_unreachable_registry_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,10 +69,10 @@ def test_an_unreachable_registry_stops_nothing(caplog: pytest.LogCaptureFixture)
     client.broken = True
     speaking = heartbeats(client, [])
     with caplog.at_level("WARNING", logger="ray.serve"):
-        until(lambda: client.tries >= 5)
+        until(lambda: client.tries >= 5, "five tries")
         assert client.registry.targets() == []
         client.broken = False
-        until(lambda: bool(client.registry.targets()))
+        until(lambda: bool(client.registry.targets()), "a target")
     speaking.deregister(None)
     assert len([record for record in caplog.records if "discovery does not answer" in record.message]) <= 1
 
@@ -88,9 +81,9 @@ def test_a_new_registry_learns_every_replica() -> None:
     """An actor that was started anew knows no replica: the next heartbeat registers it."""
     client = FakeRegistryClient()
     speaking = heartbeats(client, [])
-    until(lambda: client.beats >= 1)
+    until(lambda: client.beats >= 1, "a heartbeat")
     client.registry = ReplicaRegistry()
-    until(lambda: bool(client.registry.targets()))
+    until(lambda: bool(client.registry.targets()), "a target")
     speaking.deregister(None)
 
 
@@ -99,7 +92,7 @@ def test_a_replica_given_up_stops_its_heartbeats() -> None:
     client = FakeRegistryClient()
     client.registry.deregister(TARGET, "vanished", COUNTS)
     speaking = heartbeats(client, [])
-    until(lambda: client.beats >= 1)
+    until(lambda: client.beats >= 1, "a heartbeat")
     time.sleep(5 * PERIOD_S)
     assert client.beats == 1
     speaking.deregister(None)

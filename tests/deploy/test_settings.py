@@ -25,30 +25,30 @@ from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
+# Settings beside a model, and what is said of them.
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({}, "model: is required"),
-    ({"model": "a/b", "modle": "x"}, "modle: unknown setting"),
-    ({"model": "a/b", "metrics": {"prot": 1}}, "metrics.prot: unknown setting"),
-    ({"model": "a/b", "tp": 0}, "tp: "),
-    ({"model": "a/b", "tp": "four"}, "tp: "),
-    ({"model": "a/b", "device": "tpu"}, "device: "),
-    ({"model": "a/b", "dtype": "float16"}, "dtype: "),
-    ({"model": "a/b", "thinking": "sometimes"}, "thinking: "),
-    ({"model": "a/b", "chat_template": "template.jinja"}, "chat_template: "),
-    ({"model": "a/b", "memory_fraction": 1.5}, "memory_fraction: "),
-    ({"model": "a/b", "metrics": {"port": 70000}}, "metrics.port: "),
-    ({"model": "a/b", "metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),
-    ({"model": "a/b", "metrics": {"discovery": {"prot": 1}}}, "metrics.discovery.prot: unknown setting"),
-    ({"model": "a/b", "limits": {"n": 0}}, "limits.n: "),
-    ({"model": "a/b", "logs": {"format": "xml"}}, "logs.format: "),
-    ({"model": "a/b", "tracing": {"endpoint": "localhost:4318"}}, "tracing.endpoint: "),
-    ({"model": "a/b", "tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
-    ({"model": "a/b", "step_timeout_s": float("nan")}, "step_timeout_s: expected float > 0.0, not nan"),
-    ({"model": "a/b", "step_timeout_s": float("inf")}, "step_timeout_s: expected a finite number, not inf"),
-    ({"model": "a/b", "mtp": {"drafts": 9}}, "mtp.drafts: expected auto or int <= 8, not 9"),
-    ({"model": "a/b", "limits": 5}, "limits: expected a mapping, not 5"),
-    ({"model": "a/b", "policy": "fifo"}, "policy: expected fair or arrival, not 'fifo'"),
-    ({"model": "a/b", "keys": {"file": "/k", "variable": "K"}}, "keys: either file or variable"),
+    ({"modle": "x"}, "modle: unknown setting"),
+    ({"metrics": {"prot": 1}}, "metrics.prot: unknown setting"),
+    ({"tp": 0}, "tp: "),
+    ({"tp": "four"}, "tp: "),
+    ({"device": "tpu"}, "device: "),
+    ({"dtype": "float16"}, "dtype: "),
+    ({"thinking": "sometimes"}, "thinking: "),
+    ({"chat_template": "template.jinja"}, "chat_template: "),
+    ({"memory_fraction": 1.5}, "memory_fraction: "),
+    ({"metrics": {"port": 70000}}, "metrics.port: "),
+    ({"metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),
+    ({"metrics": {"discovery": {"prot": 1}}}, "metrics.discovery.prot: unknown setting"),
+    ({"limits": {"n": 0}}, "limits.n: "),
+    ({"logs": {"format": "xml"}}, "logs.format: "),
+    ({"tracing": {"endpoint": "localhost:4318"}}, "tracing.endpoint: "),
+    ({"tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
+    ({"step_timeout_s": float("nan")}, "step_timeout_s: expected float > 0.0, not nan"),
+    ({"step_timeout_s": float("inf")}, "step_timeout_s: expected a finite number, not inf"),
+    ({"mtp": {"drafts": 9}}, "mtp.drafts: expected auto or int <= 8, not 9"),
+    ({"limits": 5}, "limits: expected a mapping, not 5"),
+    ({"policy": "fifo"}, "policy: expected fair or arrival, not 'fifo'"),
+    ({"keys": {"file": "/k", "variable": "K"}}, "keys: either file or variable"),
 ]
 
 # Published parameters of the whole checkpoint, and what of them is not text: (towers, width of their projections onto hidden).
@@ -66,7 +66,7 @@ PUBLISHED = {
 def test_a_bad_setting_is_named_in_one_line(args: dict[str, Any], complaint: str) -> None:
     """The key, and what is wrong with it."""
     with pytest.raises(ConfigError) as caught:
-        Settings.read(args)
+        Settings.read({"model": "a/b"} | args)
     assert str(caught.value).startswith(complaint)
     assert "\n" not in str(caught.value)
 
@@ -80,6 +80,8 @@ def test_all_bad_settings_are_named_at_once() -> None:
     """Nobody fixes a file one error at a time."""
     with pytest.raises(ConfigError, match=r"tp: .*; colour: unknown setting"):
         Settings.read({"model": "a/b", "tp": -1, "colour": "red"})
+    with pytest.raises(ConfigError, match=r"^model: is required$"):
+        Settings.read({})
 
 
 @pytest.mark.parametrize(("text", "thinking"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on"), ("true", "on")])

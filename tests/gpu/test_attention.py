@@ -12,6 +12,7 @@ from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem, candidates
 from tests.support.attention import EPS, Case, Shape, decode_case, precompile_decode
+from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.gpu
 
@@ -65,8 +66,7 @@ def attend(case: Case, splits: int, scratch: DecodeScratch) -> tuple[Tensor, Ten
     """The output, and the pool as the launch leaves it."""
     shape, pool = case.shape, case.pool.clone()
     out = torch.full((case.qkv.shape[0], shape.heads * shape.d), torch.nan, dtype=case.qkv.dtype, device="cuda")
-    given = (case.qkv, pool, case.page_ids, case.positions, case.cos_sin, case.q_norm, case.k_norm, EPS)
-    decode_attention(*given, shape.window, scratch, out, splits)
+    decode_attention(*case.inputs(pool), shape.window, scratch, out, splits)
     return out, pool
 
 
@@ -74,7 +74,7 @@ def error(out: Tensor, case: Case) -> float:
     return float((out.double() - case.want).abs().nan_to_num(torch.inf).max())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@both_dtypes
 @pytest.mark.parametrize("name", SHAPES)
 def test_decode(name: str, dtype: torch.dtype) -> None:
     """Every shape at every edge and number of splits, NaN around: dense attention in fp64; a window off by one is not."""
@@ -114,8 +114,7 @@ def test_every_cut_gives_the_same(layer: Layer) -> None:
     for splits, tile in candidates(problem, 132):
         scratch = scratch_of(case, splits)
         out = torch.full((4, shape.heads * shape.d), torch.nan, dtype=torch.bfloat16, device="cuda")
-        given = (case.qkv, case.pool.clone(), case.page_ids, case.positions, case.cos_sin, case.q_norm, case.k_norm, EPS)
-        decode_attention(*given, shape.window, scratch, out, splits, tile)
+        decode_attention(*case.inputs(case.pool.clone()), shape.window, scratch, out, splits, tile)
         assert error(out, case) < TOLERANCE, (splits, tile)
 
 
@@ -130,12 +129,11 @@ def test_a_graph_replays_and_follows_its_positions() -> None:
     page_ids = torch.zeros(rows, width, dtype=torch.int32, device="cuda")
     fixed = replace(cases[0], pool=pool, page_ids=page_ids, **{name: getattr(cases[0], name).clone() for name in names})
     out, scratch = torch.empty(rows, shape.heads * shape.d, dtype=torch.bfloat16, device="cuda"), scratch_of(fixed, 17)
-    given = (fixed.qkv, pool, page_ids, fixed.positions, fixed.cos_sin, fixed.q_norm, fixed.k_norm, EPS, shape.window)
-    decode_attention(*given, scratch, out, 17)
+    decode_attention(*fixed.inputs(), shape.window, scratch, out, 17)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_attention(*given, scratch, out, 17)
+        decode_attention(*fixed.inputs(), shape.window, scratch, out, 17)
     for case in (*cases, *cases):
         pool[: case.pool.shape[0]] = case.pool
         page_ids[:, : case.page_ids.shape[1]] = case.page_ids
@@ -158,9 +156,7 @@ def test_pages_beyond_two_to_the_31st_element() -> None:
     moved = torch.where(case.page_ids < used, case.page_ids + (pages - used), case.page_ids)
     want, pool = attend(case, 8, scratch_of(case, 8))
     out, scratch = torch.empty_like(want), scratch_of(case, 8)
-    decode_attention(
-        case.qkv, large, moved, case.positions, case.cos_sin, case.q_norm, case.k_norm, EPS, shape.window, scratch, out, 8
-    )
+    decode_attention(*replace(case, page_ids=moved).inputs(large), shape.window, scratch, out, 8)
     assert torch.equal(out, want)
     assert torch.equal(large[-used:].nan_to_num(9.0), pool.nan_to_num(9.0))
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kernels.selfcheck import CHECKS, Check, failure
+from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@both_dtypes
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.what)
 @torch.inference_mode()
 def test_a_check_holds(check: Check, dtype: torch.dtype) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from engine.channel import create_shared, map_shared
 from kernels.allreduce import SLOT_BYTES, MappedCollectives, shared_bytes
+from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.cpu
 
 T = TypeVar("T")
-DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((1, 96), (7, 33), (0, 96), (3, SLOT_BYTES // 4 + 5), (2, SLOT_BYTES // 8))  # one row, odd, none, two and a bit, exactly
 
 
@@ -41,7 +41,7 @@ def in_order(parts: list[Tensor], order: list[int]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@both_dtypes
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sum_is_in_rank_order_on_every_rank(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:

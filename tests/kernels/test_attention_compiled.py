@@ -14,6 +14,7 @@ from tests.bench.attention import LAYERS, PAGE, Layer, Problem
 from tests.support.attention import Shape, decode_node, ints, meta, precompile_decode
 from tests.support.compiled import Compiled, compile_node
 from tests.support.launches import Node, record
+from tests.support.ptx import early_reads
 
 pytestmark = pytest.mark.cpu
 
@@ -85,21 +86,9 @@ def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
     assert large.shared > SHARED[target]
 
 
-def early_reads(compiled: Compiled) -> set[str]:
+def read_early(compiled: Compiled) -> set[str]:
     """The kernel's arguments from whose memory something is read before the wait for its predecessors."""
-    names = list(compiled.node.types)
-    sources: dict[str, set[str]] = {}
-    read: set[str] = set()
-    for line in compiled.ptx.split("griddepcontrol.wait")[0].splitlines():
-        registers = re.findall(r"%\w+", line)
-        if parameter := re.search(r"ld\.param\.\w+\s+(%\w+), \[\w+_param_(\d+)\]", line):
-            sources[parameter[1]] = {names[int(parameter[2])]}
-        elif address := re.search(r"(?:ld\.global|cp\.async.*\],)[^\[]*\[\s*(%\w+)", line):
-            read |= sources.get(address[1], set())
-        elif registers:
-            target, *given = registers
-            sources[target] = set().union(*(sources.get(register, set()) for register in given))
-    return read
+    return early_reads(compiled.ptx, list(compiled.node.types))
 
 
 def test_only_norm_weights_are_read_before_the_wait() -> None:
@@ -108,12 +97,12 @@ def test_only_norm_weights_are_read_before_the_wait() -> None:
         compiled = compile_node(decode(named(name), rows, HOPPER), HOPPER)
         dependency = [line.split(";")[0] for line in compiled.ptx_memory if line.startswith("griddepcontrol")]
         assert dependency == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
-        assert early_reads(compiled) == {"q_norm", "k_norm"}
+        assert read_early(compiled) == {"q_norm", "k_norm"}
         late = replace(compiled, ptx=compiled.ptx.replace("griddepcontrol.wait", "", 1) + "griddepcontrol.wait")
-        assert {"positions", "page_ids", "qkv", "pool"} <= early_reads(late)
+        assert {"positions", "page_ids", "qkv", "pool"} <= read_early(late)
     post, extend, *_ = (compile_node(node, HOPPER) for node in chunk_nodes(named("31b-tp4-sliding"), HOPPER))
-    assert early_reads(post) <= {"q_norm", "k_norm"}
-    assert early_reads(extend) == set()
+    assert read_early(post) <= {"q_norm", "k_norm"}
+    assert read_early(extend) == set()
 
 
 def test_keys_are_fetched_ahead() -> None:

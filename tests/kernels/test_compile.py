@@ -10,7 +10,7 @@ nothing writes them while the engine serves. This holds for each:
     page ids are 64-bit before anything is multiplied with them; inboxes are polled by volatile loads
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from engine.plan_layout import STEP
 from engine.rank.step import LAYOUT
@@ -43,8 +42,8 @@ from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
 from kernels.tiles import TABLE, GemmShape, Tile
 from tests.bench.gemms import GemmCase, gemv
-from tests.kernels.test_attention_compiled import chunk_nodes, decode, named
-from tests.support.attention import verify_nodes
+from tests.kernels.test_attention_compiled import BLACKWELL, HOPPER, SHARED, chunk_nodes, decode, named
+from tests.support.attention import ints, meta, verify_nodes
 from tests.support.compiled import Compiled, compile_node
 from tests.support.launches import Node, record
 from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
@@ -52,10 +51,9 @@ from tests.support.ptx import accesses, early_reads, ends_without_waiting, narro
 pytestmark = pytest.mark.cpu
 
 Target = tuple[int, int]
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-SHARED = {HOPPER: 232448, BLACKWELL: 232448, (8, 0): 166912, (12, 0): 101376}
 ROWS = 8
 HIDDEN = 5376
+fp32, long = (partial(meta, dtype=dtype) for dtype in (torch.float32, torch.int64))
 
 CONSTANT = {
     "_gemv": {"weight", "pointers"},
@@ -72,12 +70,15 @@ PAGE_IDS = {"decode_kernel": "page_ids", "verify_kernel": "page_ids", "_post": "
 SPILLED = {"_rotary": 32, "_extend": 160, "decode_kernel": 40, "verify_kernel": 24, "_filter": 8, "_many_logits": 16}
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def recorded(launches: Callable[[], None]) -> Callable[[Target], list[Node]]:
+    """Lists what `launches` would start on a target."""
 
+    def nodes(target: Target) -> list[Node]:
+        with record(target) as listed:
+            launches()
+        return listed
 
-def ints(*shape: int) -> Tensor:
-    return meta(*shape, dtype=torch.int32)
+    return nodes
 
 
 def linear_nodes(target: Target) -> Iterator[Node]:
@@ -93,110 +94,101 @@ def linear_nodes(target: Target) -> Iterator[Node]:
             yield from GemmCase("ragged", GemmShape(1031, 1032, gated), tile.rows, tile).nodes(target)
 
 
-def sent_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def sent_nodes() -> None:
     """Products that write their parts to four inboxes."""
     memory = meta(AllReduceInbox.bytes(4, 64, HIDDEN, torch.bfloat16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, meta(4, dtype=torch.int64), 2, 64, HIDDEN, torch.bfloat16, sharded=32, sent=16)
-    with record(target) as nodes:
-        for rows in (1, 8):
-            linear_send(meta(rows, 2048), meta(HIDDEN, 2048), peers)
-    yield from nodes
+    peers = AllReduceInbox(memory, long(4), 2, 64, HIDDEN, torch.bfloat16, sharded=32, sent=16)
+    for rows in (1, 8):
+        linear_send(meta(rows, 2048), meta(HIDDEN, 2048), peers)
 
 
-def allreduce_norm_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def allreduce_norm_nodes() -> None:
     """One rank's, two parts, and over four ranks one-shot, the first one, and sharded."""
     n, bf16 = HIDDEN, torch.bfloat16
     memory = meta(AllReduceInbox.bytes(4, 64, n, bf16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, meta(4, dtype=torch.int64), 2, 64, n, bf16, sharded=32)
+    peers = AllReduceInbox(memory, long(4), 2, 64, n, bf16, sharded=32)
     both = Norms(meta(n), meta(n))
-    with record(target) as nodes:
-        fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
-        two = Norms(meta(2816), meta(2816), (meta(2816), meta(2816)))
-        fused_allreduce_norm(meta(ROWS, 2 * 2816), meta(ROWS, 2816), two, 1e-6, meta(1))
-        fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1), peers=peers)
-        fused_allreduce_norm(meta(ROWS, n), None, Norms(None, meta(n)), 1e-6, scale=73.5, peers=peers)
-        fused_allreduce_norm(meta(64, n), meta(64, n), both, 1e-6, meta(1), peers=peers)
-    yield from nodes
+    fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
+    two = Norms(meta(2816), meta(2816), (meta(2816), meta(2816)))
+    fused_allreduce_norm(meta(ROWS, 2 * 2816), meta(ROWS, 2816), two, 1e-6, meta(1))
+    fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1), peers=peers)
+    fused_allreduce_norm(meta(ROWS, n), None, Norms(None, meta(n)), 1e-6, scale=73.5, peers=peers)
+    fused_allreduce_norm(meta(64, n), meta(64, n), both, 1e-6, meta(1), peers=peers)
 
 
 def sampling_batch(rows: int, stops: int) -> SamplingBatch:
     """Of nine slots that may have so many stop ids."""
-    parameters = SlotParameters(meta(9, 3, dtype=torch.int64), meta(9, 3, dtype=torch.float32), ints(9, stops))
+    parameters = SlotParameters(long(9, 3), fp32(9, 3), ints(9, stops))
     return SamplingBatch(ints(rows), ints(rows), parameters, ints(9, 2049), ints(5), 30.0)
 
 
-def chunk_list_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def chunk_list_nodes() -> None:
     """Inputs and tiles of a step's chunks, with decode rows of one token and of three."""
-    with record(target) as nodes:
-        for width in (1, 3):
-            rows, results = StepRows(ints(200), ints(200), ints(200)), ResultInputs(meta(24, dtype=torch.int64), ints(24), ints(24))
-            chunk_inputs(ints(500), LAYOUT, ints(9, 2049), 8, rows, 128, ints(17, 4), results, width)
-        extend_tiles(ints(17, 4), 64, 128)
-    yield from nodes
+    for width in (1, 3):
+        rows, results = StepRows(ints(200), ints(200), ints(200)), ResultInputs(long(24), ints(24), ints(24))
+        chunk_inputs(ints(500), LAYOUT, ints(9, 2049), 8, rows, 128, ints(17, 4), results, width)
+    extend_tiles(ints(17, 4), 64, 128)
 
 
-def adjust_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def adjust_nodes() -> None:
     """A quarter of the vocabulary, and what samples of adjusted rows."""
     batch, parts = sampling_batch(ROWS, 1024), parts_of(65536, ROWS, 132)
-    fp32, counts = partial(meta, dtype=torch.float32), meta(9, 65536, dtype=torch.int16)
+    counts = meta(9, 65536, dtype=torch.int16)
     tables = SlotAdjustments(
         ints(9), ints(9, 1024), fp32(9, 1024), fp32(9, 3), counts, ints(9, 2), ints(9, 2048), ints(9, 1024), ints(9, 128),
         ints(9, 2048), ints(9, 2),
     )  # fmt: skip
-    with record(target) as nodes:
-        logits = meta(ROWS, 65536, dtype=torch.float32)
-        adjusted = adjust(logits, replace(batch, adjustments=tables, plan=ints(500)), 65536, parts)
-        local_best(logits, adjusted, 65536, parts)
-        candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
-        scaled_rows(meta(4, 2, 65536, dtype=torch.float32), adjusted, Share(1, 4), 262144)
-        adjust(logits, replace(batch, adjustments=tables, plan=ints(500), step=STEP, width=8), 65536, parts)
-        count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
-    yield from nodes
+    logits = fp32(ROWS, 65536)
+    adjusted = adjust(logits, replace(batch, adjustments=tables, plan=ints(500)), 65536, parts)
+    local_best(logits, adjusted, 65536, parts)
+    candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
+    scaled_rows(fp32(4, 2, 65536), adjusted, Share(1, 4), 262144)
+    adjust(logits, replace(batch, adjustments=tables, plan=ints(500), step=STEP, width=8), 65536, parts)
+    count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
 
 
-def draft_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def draft_nodes() -> None:
     """Between a step and a drafter's passes: rows of one token, and of eight; and the heads of the small members' drafters."""
     out = DraftInputs(ints(ROWS), ints(ROWS), ints(8, ROWS), meta(ROWS, HIDDEN))
-    with record(target) as nodes:
-        for width in (1, 8):
-            rows = ROWS * width
-            verified = Verified(ints(rows, 2), ints(rows), ints(rows), ints(rows), meta(rows, HIDDEN), width)
-            accept(verified, ints(9, 1024), ints(9), 8, out)
-        long = partial(meta, dtype=torch.int64)
-        best_of_clusters(meta(ROWS, 256), meta(262144, 256), long(262144), long(ROWS, 32), 2048)
-    yield from nodes
+    for width in (1, 8):
+        rows = ROWS * width
+        verified = Verified(ints(rows, 2), ints(rows), ints(rows), ints(rows), meta(rows, HIDDEN), width)
+        accept(verified, ints(9, 1024), ints(9), 8, out)
+    best_of_clusters(meta(ROWS, 256), meta(262144, 256), long(262144), long(ROWS, 32), 2048)
 
 
-def choose_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def choose_nodes() -> None:
     """Sampling over a quarter of the vocabulary, alone and over four ranks."""
     parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
-    inbox = ArgmaxInbox(ints(ArgmaxInbox.bytes(4, ROWS) // 4), meta(4, dtype=torch.int64), 2, ROWS, ints(2))
-    with record(target) as nodes:
-        best = local_best(meta(ROWS, 65536, dtype=torch.float32), batch, 65536, parts)
-        for ranks in (None, inbox):
-            choose_best(best, batch, ints(ROWS, 2), ranks)
-    yield from nodes
+    inbox = ArgmaxInbox(ints(ArgmaxInbox.bytes(4, ROWS) // 4), long(4), 2, ROWS, ints(2))
+    best = local_best(fp32(ROWS, 65536), batch, 65536, parts)
+    for ranks in (None, inbox):
+        choose_best(best, batch, ints(ROWS, 2), ranks)
 
 
-def candidates_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def candidates_nodes() -> None:
     """Rows with a small top_k over a quarter of the vocabulary, and over all of it; four ranks' candidates, and one's."""
     batch = sampling_batch(ROWS, 8)
-    with record(target) as nodes:
-        for ranks in (1, 4):
-            logits = meta(ROWS, 262144 // ranks, dtype=torch.float32)
-            best = candidates(logits, block_peaks(logits, batch), batch, 0)
-            choose_candidates(meta(ROWS, ranks * best.shape[1], 2, dtype=torch.float32), batch, ints(ROWS, 2))
-    yield from nodes
+    for ranks in (1, 4):
+        logits = fp32(ROWS, 262144 // ranks)
+        best = candidates(logits, block_peaks(logits, batch), batch, 0)
+        choose_candidates(fp32(ROWS, ranks * best.shape[1], 2), batch, ints(ROWS, 2))
 
 
-def filters_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def filters_nodes() -> None:
     """Filtered rows of one rank of four, and its share of 30 rows."""
     batch, share = sampling_batch(30, 1024), Share(1, 4)
-    with record(target) as nodes:
-        scaled = scaled_rows(meta(4, 8, 65536, dtype=torch.float32), batch, share, 262144)
-        filtered_tokens(scaled, batch, ints(30, 2), share)
-        write_tokens(ints(32), batch, ints(30, 2))
-    yield from nodes
+    scaled = scaled_rows(fp32(4, 8, 65536), batch, share, 262144)
+    filtered_tokens(scaled, batch, ints(30, 2), share)
+    write_tokens(ints(32), batch, ints(30, 2))
 
 
 def experts_nodes(target: Target) -> Iterator[Node]:
@@ -204,35 +196,32 @@ def experts_nodes(target: Target) -> Iterator[Node]:
     n, count, top_k = 2816, 128, 8
     with record(target) as nodes:
         for rows, m in ((1, 704), (ROWS, 176), (100, 704), (512, 704), (2048, 176), (2048, 704)):
-            fp32 = partial(meta, dtype=torch.float32)
             logits, x = router_logits(meta(rows, n), meta(3, count, n), meta(n), 1e-6)
             weights, chosen = route(logits, fp32(count), top_k)
             experts(x, weights, chosen, meta(count, 2 * m, n), meta(count, n, m), meta(rows, n))
     yield from {(node.kernel, repr(node.constexprs)): node for node in nodes}.values()
 
 
-def slots_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def slots_nodes() -> None:
     """New sequences, and a step's inputs."""
     table = ints(9, 64)
-    with record(target) as nodes:
-        admit(ints(500), 2, 300, ints(9, 2049), ints(9), [table, table], sampling_batch(ROWS, 1024).parameters)
-        apply_plan(ints(500), LAYOUT, [table, table], ints(9))
-        decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
-        decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, *(ints(4 * ROWS) for _ in range(3)), 4)
-        gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
-        block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
-        rotary_table(ints(ROWS), meta(128, dtype=torch.float32), meta(ROWS, 256, dtype=torch.float32))
-    yield from nodes
+    admit(ints(500), 2, 300, ints(9, 2049), ints(9), [table, table], sampling_batch(ROWS, 1024).parameters)
+    apply_plan(ints(500), LAYOUT, [table, table], ints(9))
+    decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
+    decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, *(ints(4 * ROWS) for _ in range(3)), 4)
+    gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
+    block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
+    rotary_table(ints(ROWS), fp32(128), fp32(ROWS, 256))
 
 
-def table_check_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def table_check_nodes() -> None:
     """Both kinds of group, every step and sampled; rows that were copied for FlashInfer too."""
     table, rows = ints(9, 4096), (ints(ROWS), ints(ROWS))
-    with record(target) as nodes:
-        for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
-            for kind in (TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY):
-                check_rows(kind, 0, ints(500), STEP, ints(ROWS, width), table, 100, *rows, 32, window, every, ints(8 * 65))
-    yield from nodes
+    for window, width, every in ((1024, 34, 1), (None, 4096, 16)):
+        for kind in (TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY):
+            check_rows(kind, 0, ints(500), STEP, ints(ROWS, width), table, 100, *rows, 32, window, every, ints(8 * 65))
 
 
 def attention_nodes(target: Target) -> Iterator[Node]:
@@ -244,17 +233,16 @@ def attention_nodes(target: Target) -> Iterator[Node]:
     yield from chunk_nodes(named("31b-tp4-sliding"), target)
 
 
-def vision_nodes(target: Target) -> Iterator[Node]:
+@recorded
+def vision_nodes() -> None:
     """Both towers' heads."""
-    with record(target) as nodes:
-        for heads, d in ((12, 64), (16, 72)):
-            q, tables = meta(90, heads, d), meta(90, d // 2, dtype=torch.float32)
-            norm_axial_rope(q, meta(d), tables, tables, 1e-6)
-            ragged_attention(q, q, head_norm(q, 1e-6), ints(3), 60)
-    yield from nodes
+    for heads, d in ((12, 64), (16, 72)):
+        q, tables = meta(90, heads, d), fp32(90, d // 2)
+        norm_axial_rope(q, meta(d), tables, tables, 1e-6)
+        ragged_attention(q, q, head_norm(q, 1e-6), ints(3), 60)
 
 
-SUBJECTS: dict[str, Callable[[Target], Iterator[Node]]] = {
+SUBJECTS: dict[str, Callable[[Target], Iterable[Node]]] = {
     "adjust": adjust_nodes,
     "linear": linear_nodes,
     "sent": sent_nodes,
@@ -401,7 +389,7 @@ def _skips_the_wait(x: tl.tensor, table: tl.tensor, out: tl.tensor, PDL: tl.cons
 
 def planted(kernel: object) -> Compiled:
     with record(HOPPER) as nodes:
-        launch(kernel, (2,), meta(8, dtype=torch.float32), ints(8), meta(8, dtype=torch.float32), warps=1)
+        launch(kernel, (2,), fp32(8), ints(8), fp32(8), warps=1)
     return compile_node(nodes[0], HOPPER)
 
 

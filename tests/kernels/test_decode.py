@@ -16,7 +16,7 @@ from kernels import decode
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_cut, decode_splits
 from tests.bench import attention as bench
 from tests.support import interpreter
-from tests.support.attention import EPS, Case, Shape, decode_case, decode_node, meta
+from tests.support.attention import Case, Shape, decode_case, decode_node, meta
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -51,8 +51,7 @@ def attend(
     shape, rows = case.shape, case.qkv.shape[0]
     pool, out = case.pool.clone(), torch.full((rows, shape.heads * shape.d), torch.nan, dtype=case.qkv.dtype)
     scratch = scratch or DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, rows * splits, torch.device("cpu"))
-    given = (case.qkv, pool, case.page_ids, case.positions, case.cos_sin, case.q_norm, case.k_norm, EPS)
-    decode_attention(*given, shape.window if window == -1 else window, scratch, out, splits, tile)
+    decode_attention(*case.inputs(pool), shape.window if window == -1 else window, scratch, out, splits, tile)
     return Call(out, pool, scratch)
 
 
@@ -129,12 +128,11 @@ def test_wrong_sizes_are_refused() -> None:
     """Rows or splits beyond the scratch, and an output of other rows, fail."""
     case = decode_case(SHAPES[0], [3, 5])
     shape, device = SHAPES[0], torch.device("cpu")
-    given = (case.qkv, case.pool, case.page_ids, case.positions, case.cos_sin, case.q_norm, case.k_norm, EPS, shape.window)
     out = torch.zeros(2, shape.heads * shape.d)
     for rows, parts, result in ((1, 8, out), (2, 7, out), (2, 8, out[:1])):
         scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, parts, device)
         with pytest.raises(AssertionError):
-            decode_attention(*given, scratch, result, 4)
+            decode_attention(*case.inputs(), shape.window, scratch, result, 4)
 
 
 def test_the_bench_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from kernels.experts import experts
 from kernels.norm import rms_norm
 from kernels.route import route, router_logits, router_parts
 from tests.support import interpreter
+from tests.support.dtypes import both_dtypes
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -119,7 +120,7 @@ def test_experts() -> None:
     assert it.error(halves[0]) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 @pytest.mark.parametrize("tokens", [1, 3, 11, 140])
 def interpreted_router(tokens: int, dtype: torch.dtype) -> None:
     """Logits are the reference's to fp32's last digits and x its bits but for a last one; without the scale they are not."""
@@ -165,7 +166,7 @@ def interpreted_blocks_of_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(node.kernel, node.grid) for node in nodes[:2]] == [("_count", (7,)), ("_group", (6, 7))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 @pytest.mark.parametrize("tokens", [1, 3, 11, 40, 60, 200])
 def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
     """Each tile's number of tokens, sizes that no tile divides: the formula. Other experts, other weights, or a lost column of the

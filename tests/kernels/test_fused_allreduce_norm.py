@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,6 +21,7 @@ from kernels.fused_allreduce_norm import (
 from kernels.linear import linear_send
 from kernels.norm import norm_add, rms_norm
 from tests.support import interpreter
+from tests.support.dtypes import both_dtypes
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -72,21 +73,15 @@ def group(width: int, sharded: int = 1 << 30, dtype: torch.dtype = torch.float32
     return [AllReduceInbox(memory, pointers, rank, ROWS, width, dtype, sharded, sent=ROWS) for rank, memory in enumerate(memories)]
 
 
-def one_shot(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor]]:
-    """Every rank writes, then every rank reads: the interpreter runs one after the other."""
-    found = [(torch.empty_like(it.residual), torch.empty_like(it.residual)) for _ in peers]
-    turns = [rank.call() for rank in peers]
-    for send in (True, False):
-        for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
-            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, (send, not send))
-    return found
+ONE_SHOT = ((True, False), (False, True))  # every rank writes, then every rank reads
+SHARDED = ((True, False, False), (False, True, False), (False, False, True))  # likewise
 
 
-def sharded(it: Case, peers: list[AllReduceInbox]) -> list[tuple[Tensor, Tensor]]:
-    """Likewise, in three stages."""
-    found = [(torch.full_like(it.residual, torch.nan), torch.empty_like(it.residual)) for _ in peers]
+def in_stages(it: Case, peers: list[AllReduceInbox], stages: Sequence[tuple[bool, ...]]) -> list[tuple[Tensor, Tensor]]:
+    """Each rank's h and x; the interpreter runs one after the other in each stage. What is not written stays NaN."""
+    found = [(torch.full_like(it.residual, torch.nan), torch.full_like(it.residual, torch.nan)) for _ in peers]
     turns = [rank.call() for rank in peers]
-    for stage in ((True, False, False), (False, True, False), (False, False, True)):
+    for stage in stages:
         for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
             _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, stage)
     return found
@@ -114,8 +109,8 @@ def interpreted_ranks_agree_and_leave_empty_inboxes(branches: int) -> None:
         it = case(seed, branches, rows=3)
         if seed == 1:
             lost = replace(it, parts=[*it.parts[:3], torch.zeros_like(it.parts[3])])
-            assert max(map(off, one_shot(lost, peers)[0], it.want)) > 100 * TOLERANCE
-        found = one_shot(it, peers)
+            assert max(map(off, in_stages(lost, peers, ONE_SHOT)[0], it.want)) > 100 * TOLERANCE
+        found = in_stages(it, peers, ONE_SHOT)
         assert all(torch.equal(h, found[0][0]) and torch.equal(x, found[0][1]) for h, x in found)
         assert max(map(off, found[0], it.want)) < TOLERANCE
         assert empty(peers)
@@ -127,7 +122,7 @@ def interpreted_sharded_rows() -> None:
     for seed in range(4):
         it = case(seed)
         want_h, want_x = it.want
-        found = sharded(it, peers)
+        found = in_stages(it, peers, SHARDED)
         for rank, (h, x) in enumerate(found):
             assert torch.equal(x, found[0][1])
             assert off(x, want_x) < TOLERANCE
@@ -136,7 +131,7 @@ def interpreted_sharded_rows() -> None:
         assert empty(peers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 @pytest.mark.parametrize("rows", [1, ROWS])
 def interpreted_products_send_their_parts(rows: int, dtype: torch.dtype) -> None:
     """Parts that products write to the inboxes themselves join to what parts in memory do, also where one rounds to -0.0; one that
@@ -226,7 +221,7 @@ def test_the_reference_is_the_norms_one_after_the_other() -> None:
     assert torch.equal(x, rms_norm(h, it.norms.next_norm, EPS))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@both_dtypes
 @pytest.mark.parametrize("sharded", [1, 1 << 30])
 def test_no_two_warps_poll_a_word(dtype: torch.dtype, sharded: int) -> None:
     """Of every width a word of an inbox has one thread, or threads of one warp, which read it at once: of two warps one could see a
@@ -253,7 +248,7 @@ def test_an_inbox_rests_for_two_calls(calls: int) -> None:
     assert all(len({*turns[at : at + 3]}) == 3 for at in range(len(turns) - 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 def interpreted_parts_of_a_product(dtype: torch.dtype) -> None:
     """One rank's fused norm adds fp32 parts of a product and rounds once, as the whole product would be; it notices a lost one."""
     it = case()

@@ -13,13 +13,13 @@ from kernels.linear import _run, linear, linear_geglu, linear_gelu_mul, linear_p
 from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, row_class
 from tests.bench.gemms import gemm, gemv
 from tests.support import interpreter
+from tests.support.dtypes import both_dtypes
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 
 # Largest error relative to the largest output: sums in fp32, and one rounding to bf16.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
-DTYPES = list(TOLERANCE)
 TILES = [
     gemv(1, 4, 64, early=4),
     gemv(1, 2, 256, early=1),
@@ -66,7 +66,7 @@ def test_under_the_interpreter() -> None:
     interpreter.run(__file__)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@both_dtypes
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def interpreted_kernels(tile: Tile, gated: bool, dtype: torch.dtype) -> None:
@@ -107,7 +107,7 @@ def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
     assert error(wide.bfloat16(), product(x, weight, False)) > TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@both_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 40, 130])
 def interpreted_gelu_mul(rows: int, dtype: torch.dtype) -> None:
     """A product's GELU times rows that lie apart is the formula, in one launch of ours; times the next rows' it is not."""
@@ -147,7 +147,7 @@ def interpreted_many_rows_take_the_library() -> None:
     assert none.shape == (0, 16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@both_dtypes
 def test_on_the_cpu(dtype: torch.dtype) -> None:
     """Without the interpreter the CPU keeps torch's product, its dtype, and unrounded fp32 where that is asked for."""
     x, weight = case(5, 24, 96, dtype, True)

@@ -9,6 +9,7 @@ from kernels.embed import embed
 from kernels.norm import rms_norm
 from kernels.ple import per_layer_inputs
 from tests.support import interpreter
+from tests.support.dtypes import both_dtypes
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.cpu
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 def test_geglu(dtype: torch.dtype) -> None:
     """The tanh form of GELU on the first half, times the second, in one rounding; the erf form differs."""
     x = (torch.randn(5, 64) * 2).to(dtype)
@@ -46,7 +47,7 @@ def test_under_the_interpreter() -> None:
     interpreter.run(__file__)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 @pytest.mark.parametrize(("layers", "width"), [(5, 32), (35, 256)])
 def interpreted_per_layer_inputs(layers: int, width: int, dtype: torch.dtype) -> None:
     """The kernel gives what transformers' operations give, rounded where they round; another layer's token rows do not."""

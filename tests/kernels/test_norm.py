@@ -5,13 +5,14 @@ import torch
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from kernels.norm import norm_add, rms_norm
+from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.cpu
 
 EPS = 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 @pytest.mark.parametrize("weighted", [True, False])
 def test_rms_norm(dtype: torch.dtype, weighted: bool) -> None:
     """Equal to transformers bit for bit, and to the formula in fp64 within a rounding; 1 + w is not."""
@@ -36,7 +37,7 @@ def test_wide_output() -> None:
     assert not torch.equal(wide, wide.bfloat16().float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 def test_norm_add(dtype: torch.dtype) -> None:
     """The norm is rounded, then added, rounded, then scaled: as transformers does, bit for bit."""
     residual, x, weight, scalar = (torch.randn(shape).to(dtype) for shape in ((5, 96), (5, 96), (96,), (1,)))

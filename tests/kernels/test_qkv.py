@@ -8,6 +8,7 @@ from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies, norm_rope, qkv_post, store
 from tests.support import interpreter
 from tests.support.attention import normed, turned
+from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.cpu
 
@@ -62,7 +63,7 @@ def test_bfloat16_is_rounded_once() -> None:
     assert (ours.float() - exact).pow(2).mean() < 0.5 * (rounded.float() - exact).pow(2).mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 def test_store(dtype: torch.dtype) -> None:
     """Each token's K and V land bit for bit at (its page, its offset); everything else stays."""
     pool = torch.full((9, 2, 3, 32, 16), torch.nan, dtype=dtype)

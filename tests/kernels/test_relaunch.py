@@ -181,6 +181,10 @@ def _any(first: tl.tensor, second: tl.tensor, count: tl.tensor, width: tl.tensor
     pass
 
 
+def launch_any(x: Tensor, count: int = 3) -> None:
+    launch(_any, (1,), x, x, count, 5, SIZE=1, KIND=1)
+
+
 def contradictions(key_of: Callable[..., Any], rounds: int = 9000) -> list[tuple[Any, Any]]:
     """Pairs of calls with equal keys that Triton would compile apart; keys are equal in at least a hundred pairs.
 
@@ -250,10 +254,10 @@ def test_a_profiler_sees_every_launch(starts: list[Start], monkeypatch: pytest.M
     for change in (None, hook.add, None, hook.remove, None):
         if change is not None:
             change(listen)
-        launch(_any, (1,), x, x, 3, 5, SIZE=1, KIND=1)
+        launch_any(x)
     assert [start.hooked for start in starts] == [True, True, True, False, False]
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", listen)
-    launch(_any, (1,), x, x, 3, 5, SIZE=1, KIND=1)
+    launch_any(x)
     assert starts[-1].hooked
 
 
@@ -263,10 +267,10 @@ def test_what_has_no_key_is_tritons(starts: list[Start], monkeypatch: pytest.Mon
     for _ in range(2):
         launch(_any, (1,), x, x, 3, width=5, SIZE=1, KIND=1)
         launch(_any, (1,), x, x, 3, 5, 1, KIND=1)
-        launch(_any, (1,), x, x, 2**31, 5, SIZE=1, KIND=1)
+        launch_any(x, 2**31)
     monkeypatch.setattr(relaunch, "_READ", False)
     for _ in range(2):
-        launch(_any, (1,), x, x, 3, 5, SIZE=1, KIND=1)
+        launch_any(x)
     assert all(start.hooked for start in starts)
 
 
@@ -287,11 +291,11 @@ def test_compilations_count_as_before(starts: list[Start]) -> None:
     """Launches past Triton compile nothing; a key that is finer than Triton's is no compilation either."""
     x = torch.zeros(64)
     for offset in (0, 0, 1, 2, 1):
-        launch(_any, (1,), x[offset:], x, 3, 5, SIZE=1, KIND=1)
+        launch_any(x[offset:])
     assert compilations() == 2
     ready()
     for offset in (0, 1, 2, 3):
-        launch(_any, (1,), x[offset:], x, 3, 5, SIZE=1, KIND=1)
+        launch_any(x[offset:])
     assert late_compilations() == 0
-    launch(_any, (1,), x, x, 16, 5, SIZE=1, KIND=1)
+    launch_any(x, 16)
     assert (compilations(), late_compilations()) == (3, 1)

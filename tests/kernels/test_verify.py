@@ -108,8 +108,10 @@ def test_equals_dense_attention(shape: Shape, q_len: int) -> None:
     check(verify_case(shape, q_len, [(start, 1 + (row + 4) % q_len) for row, start in enumerate(EDGES)] + [(5, 0)]))
 
 
-def faults_are_seen(splits: int) -> None:
-    """What queries would give that all see the last position, or that have the first one's window, is not what comes out."""
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_fault_is_seen(splits: int) -> None:
+    """Every query has its own last key and its own window: what queries would give that all see the last position, or that have the
+    first one's window, is not what comes out."""
     case = verify_case(SLIDING, 4, [(3, 4), (WINDOW - 1, 4), (2 * WINDOW + 16, 4)])
     out, rows = attend(case, splits), case.positions.view(3, 4)
     assert error(out, case.want(case.positions)) < TOLERANCE
@@ -117,11 +119,6 @@ def faults_are_seen(splits: int) -> None:
     wider = WINDOW + (rows - rows[:, :1]).flatten()
     assert error(out[4:], case.want(case.positions, wider)[4:]) > FAULT
     assert error(attend(case, splits, positions=case.positions - 1), case.want(case.positions)) > FAULT
-
-
-def test_a_fault_is_seen() -> None:
-    """Every query has its own last key and its own window."""
-    faults_are_seen(1)
 
 
 def test_wrong_sizes_are_refused() -> None:
@@ -216,16 +213,11 @@ def interpreted_equals_dense_attention(shape: Shape, q_len: int, splits: int, ti
     assert [node.kernel for node in nodes] == ["verify_kernel", "combine_kernel"][: 1 + (splits > 1)]
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def interpreted_a_fault_is_seen(splits: int) -> None:
-    """As for the reference."""
-    faults_are_seen(splits)
-
-
 def interpreted_bfloat16() -> None:
     """bf16 in and out strays by the rounding of the softmax's weights and of the output."""
     check(verify_case(SLIDING, 4, [(0, 4), (33, 2), (170, 4)], torch.bfloat16), 2, tolerance=0.03)
 
 
+interpreted_a_fault_is_seen = test_a_fault_is_seen
 interpreted_pages_are_gathered_once_a_sequence = test_pages_are_gathered_once_a_sequence
 interpreted_wrong_sizes_are_refused = test_wrong_sizes_are_refused

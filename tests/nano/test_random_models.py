@@ -392,27 +392,3 @@ def test_special_tokens(judge: Any, plain: Tokenizer) -> None:
     assert plain.token_to_id("\n") == 107
     assert plain.get_vocab_size() == VOCAB_SIZE
     assert judge.padding_side == "left"
-
-
-def test_template_as_transformers_renders_it(front: TextProcessor, judge: Any) -> None:
-    """Our front and transformers' apply_chat_template give the same ids for the same conversation."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": ["x", 1, True]}}}
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": " What is 2 < 3? "},
-        {"role": "assistant", "content": "Wait.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "ok"},
-        {"role": "assistant", "content": "<|channel>thought\nx<channel|>Yes."},
-        {"role": "user", "content": [{"type": "text", "text": "Thanks é"}]},
-    ]
-    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
-    for thinking in (False, True):
-        theirs = judge.apply_chat_template(
-            messages,
-            tools=tools,
-            enable_thinking=thinking,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-        )
-        assert front.render_chat(messages, tools=tools, enable_thinking=thinking) == theirs

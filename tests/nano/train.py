@@ -32,6 +32,8 @@ from tests.nano.nano_shapes import SHAPES, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
 
 ROW = 512  # tokens; the longest exercise has about 460
 PEAK_RATE = 2e-3
@@ -165,15 +167,9 @@ class Trainer:
 
     def step(self, batch: Batch, rate: float) -> "Tensor":
         """One update; returns the loss, in nats a token of a reply."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         ids, owner, graded = self._on_device(batch)
         loss = self._loss(self._forward(ids, *self._masks(owner)), ids, graded)
-        loss.backward()
-        self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return update(self.optimizer, self.model.parameters(), loss, rate)
 
     def accuracy(self, examples: Sequence[TrainingExample]) -> float:
         """The share of replies whose every token is the likeliest one: those that greedy decoding would give."""
@@ -207,6 +203,32 @@ class Trainer:
         each = self.torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
         weight = graded[:, 1:].flatten()
         return (each * weight).sum() / weight.sum()
+
+
+def update(optimizer: "Optimizer", parameters: "Iterator[Parameter]", loss: "Tensor", rate: float) -> "Tensor":
+    """One step down the gradient of `loss`, clipped over these parameters; the loss, without its gradient."""
+    from torch.nn.utils import clip_grad_norm_
+
+    loss.backward()
+    clip_grad_norm_(parameters, 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def timed(data: Any, seconds: float, workers: int) -> Iterator[tuple[int, float, Any]]:
+    """(step, the part of the time that is over, batch) until all of it is."""
+    import torch
+
+    began = time.monotonic()
+    batches: Any = torch.utils.data.DataLoader(data, batch_size=None, sampler=count(), num_workers=workers)
+    for step, batch in enumerate(batches):
+        done = (time.monotonic() - began) / seconds
+        if done >= 1:
+            break
+        yield step, done, batch
 
 
 def start(shape: ModelShape, seed: int) -> Any:

@@ -9,9 +9,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn.functional import pad
 
 from deploy.models.nano import TRAINED
 from tests.nano.nano_shapes import SHAPES
-from tests.nano.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate, training_parser
+from tests.nano.train import Batch, Batches, ExampleBuilder, TrainingExample, pack, rate, timed, training_parser, update
 from tests.support.judge import assistants
 
 PASSES = 4
@@ -41,14 +40,8 @@ class DrafterTrainer:
 
     def step(self, batch: Batch, learning_rate: float) -> Tensor:
         """One update; the loss in nats a draft."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
         loss, _, _ = self.drafts(batch, STARTS)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return update(self.optimizer, self.drafter.parameters(), loss, learning_rate)
 
     def drafts(self, batch: Batch, most: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draft at `most` positions of each row's replies, drawn at random: the mean loss, the positions int64 [rows, most], and
@@ -138,13 +131,8 @@ def train(member: str, out: Path, *, seed: int, device: str, seconds: float, wor
     builder = ExampleBuilder.of(TRAINED / member, SHAPES[member])
     asked = builder.exam(EXAM)
     trainer = DrafterTrainer(TRAINED / member, member, device)
-    data: Any = Batches(builder, seed)
-    batches: Any = torch.utils.data.DataLoader(data, batch_size=None, sampler=count(), num_workers=workers)
     began, shown = time.monotonic(), 0
-    for step, batch in enumerate(batches):
-        done = (time.monotonic() - began) / seconds
-        if done >= 1:
-            break
+    for step, done, batch in timed(Batches(builder, seed), seconds, workers):
         loss = trainer.step(batch, rate(done))
         if done * LINES >= shown:
             shown, tokens = shown + 1, trainer.tokens_a_verification(asked["add"])

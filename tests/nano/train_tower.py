@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ from tests.nano import pictures, random_weights
 from tests.nano.model_shapes import ModelShape, config
 from tests.nano.nano_shapes import SHAPES, tensors
 from tests.nano.pictures import COLOURS, THINGS, Picture
-from tests.nano.train import ExampleBuilder, training_parser
+from tests.nano.train import ExampleBuilder, timed, training_parser, update
 from tests.support.judge import assistants
 
 BUDGETS = (70,)  # soft tokens at most
@@ -142,18 +141,12 @@ class TowerTrainer:
 
     def step(self, batch: PictureBatch, learning_rate: float, *, replies: bool) -> Tensor:
         """One update; the loss in nats a label, and a token of a reply. replies: not labels alone."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
         soft = self.soft_tokens(batch)
         loss, right = self.named(batch, soft)
         self.seen += 0.02 * (right.float().mean() - self.seen)
         if replies:
             loss = loss / 2 + self.answered(batch, soft)[0]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parts.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return update(self.optimizer, self.parts.parameters(), loss, learning_rate)
 
     def named(self, batch: PictureBatch, soft: Tensor) -> tuple[Tensor, Tensor]:
         """The heads' loss, and which pictures both name rightly: bool [n]."""
@@ -248,13 +241,9 @@ def train(member: str, out: Path, *, seed: int, device: str, seconds: float, wor
     trainer = TowerTrainer(folder, shape, seed, device)
     known = PictureBatches(builder, dict(shape.media), "exam", max(1, PICTURES // 8))
     asked = [known[number] for number in range(-(-EXAM * 8 // PICTURES))]
-    data: Any = PictureBatches(builder, dict(shape.media), str(seed), PICTURES)
-    batches: Any = torch.utils.data.DataLoader(data, batch_size=None, sampler=count(), num_workers=workers)
+    data = PictureBatches(builder, dict(shape.media), str(seed), PICTURES)
     began, shown, replies = time.monotonic(), 0, False
-    for step, batch in enumerate(batches):
-        done = (time.monotonic() - began) / seconds
-        if done >= 1:
-            break
+    for step, done, batch in timed(data, seconds, workers):
         replies = replies or done > NAMING or (step % 50 == 0 and trainer.seen.item() > 0.9)
         loss = trainer.step(batch, 2e-3 * min(1, step / 50 + 0.02, 2.5 * (1 - done)), replies=replies)
         if done * LINES >= shown:

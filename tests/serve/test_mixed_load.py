@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.stack.serve_process import Stack, memory_mb, wait
+from tests.support.stack.serve_process import Stack, figures, memory_mb, wait
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -45,9 +45,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def counted(stack: Stack) -> dict[str, float]:
     """The exporter's counters of requests."""
-    address = httpx.get(f"{stack.url}/health/ready").json()["metrics"]
-    found = re.findall(r"^(quartet_requests_(?:received_)?total(?:\{[^}]*\})?) (\S+)$", httpx.get(address).text, re.MULTILINE)
-    return {name: float(value) for name, value in found}
+    return {name: value for name, value in figures(stack).items() if re.match("quartet_requests_(received_)?total", name)}
 
 
 def body(rng: random.Random, *, slow: bool) -> dict[str, Any]:
@@ -179,5 +177,4 @@ def test_a_slow_reader_of_a_large_answer_is_ended(stack: Stack) -> None:
 
 def kv_usage(stack: Stack) -> float:
     """Of all KV groups, cached pages not counted."""
-    text = httpx.get(httpx.get(f"{stack.url}/health/ready").json()["metrics"]).text
-    return sum(float(value) for value in re.findall(r"^quartet_kv_usage_ratio\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    return sum(value for name, value in figures(stack).items() if name.startswith("quartet_kv_usage_ratio"))

@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, str
 
 
 def ask(stack: Stack) -> httpx.Response:
-    return httpx.post(f"{stack.url}/v1/chat/completions", json=BODY, timeout=60)
+    return stack.chat(BODY)
 
 
 def test_at_zero_replicas_requests_wait_or_get_retry_after(place: tuple[Stack, str]) -> None:

@@ -138,7 +138,7 @@ def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> N
     replies, began = [], time.monotonic()
     while before in stack.find("ServeReplica"):
         assert time.monotonic() - began < 150, stack.said()
-        replies.append(httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, timeout=90))
+        replies.append(stack.chat(SHORT, 90))
     for stream in streams:
         stream.join(60)
         assert stream.text.rstrip().endswith("[DONE]"), stream.text[-300:]
@@ -283,7 +283,7 @@ def test_the_exporter_counts_what_was_served(stack: Stack) -> None:
     """Requests by outcome, tokens, TTFT and TPOT move by exactly what one more request brings."""
     before = figures(stack)
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 7, "ignore_eos": True}
-    usage = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=30).json()["usage"]
+    usage = stack.chat(body).json()["usage"]
     after = figures(stack)
     moved = {name: after[name] - before[name] for name in after if name in before and after[name] != before[name]}
     assert moved['quartet_requests_total{outcome="length"}'] == 1
@@ -305,7 +305,7 @@ def test_a_chat_computes_what_is_new(stack: Stack, turns: int, words: int) -> No
             messages += [{"role": "assistant", "content": "So be it."}, {"role": "user", "content": f"{turn} + 2?"}]
         body = {"model": MODEL, "messages": messages, "max_tokens": 1, "cache_salt": f"{words} {turn > turns}"}
         began = time.monotonic()
-        usage = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=60).json()["usage"]
+        usage = stack.chat(body).json()["usage"]
         took.append(1e3 * (time.monotonic() - began))
         used.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
     moved = {name: value - before[name] for name, value in figures(stack).items() if name in before}
@@ -365,7 +365,7 @@ def test_slow_bodies_shut_nobody_out(stack: Stack) -> None:
             sock.sendall(head.encode() + b'{"m')
         time.sleep(0.5)  # until all of them are where they wait
         begun = time.monotonic()
-        reply = httpx.post(f"{stack.url}/v1/chat/completions", json=SHORT, timeout=30)
+        reply = stack.chat(SHORT)
         assert reply.status_code == 200, reply.text
         assert time.monotonic() - begun < 5
 
@@ -450,7 +450,7 @@ def test_no_other_stack_answers_for_it(stack: Stack, tmp_path: Path) -> None:
     def ask_without_key() -> None:
         while not over.wait(0.05):
             with suppress(httpx.TransportError):
-                statuses[httpx.post(f"{keyed.url}/v1/chat/completions", json=SHORT, timeout=5).status_code] += 1
+                statuses[keyed.chat(SHORT, 5).status_code] += 1
 
     asking = Thread(target=ask_without_key)
     asking.start()

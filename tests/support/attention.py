@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,11 @@ class Case:
     k_norm: Tensor | None
     want: Tensor
     pool_after: Tensor
+
+    def inputs(self, pool: Tensor | None = None) -> tuple[Any, ...]:
+        """The first arguments of `decode_attention`, with another pool than the case's own if that is given."""
+        pool = self.pool if pool is None else pool
+        return self.qkv, pool, self.page_ids, self.positions, self.cos_sin, self.q_norm, self.k_norm, EPS
 
 
 def normed(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small files of sound and film, as ffmpeg's encoders write them."""
+"""Small files of pictures, sound and film, as Pillow and ffmpeg's encoders write them."""
 
 import io
 import struct
@@ -8,8 +8,16 @@ from typing import Any
 
 import av
 import numpy as np
+from PIL import Image
 
 from engine.front.audio_features import RATE, Array
+
+
+def saved(image: Image.Image, form: str, **options: Any) -> bytes:
+    """The file of an image."""
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
 
 
 def sound(samples: Array, codec: str, form: str, rate: int = RATE) -> bytes:

@@ -230,6 +230,13 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+def checked(path: Path, capsys: Captured) -> dict[str, Any]:
+    """What check-config says of the application of a config that is right."""
+    assert main(["check-config", str(path), "--json"]) == 0
+    (application,) = json.loads(capsys.readouterr().out)["applications"]
+    return dict(application)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -260,8 +267,7 @@ def test_check_config_names_what_is_wrong(changes: dict[str, Any], why: str, tmp
 def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: Path, capsys: Captured) -> None:
     """No Ray runs afterwards; an unknown hub id and GPUs that do not match tp are notes, and the rest is fine."""
     path = changed(tmp_path, model="someone/finetune", device="cuda", _deployment={"ray_actor_options": {"num_gpus": 2}})
-    assert main(["check-config", str(path), "--json"]) == 0
-    (application,) = json.loads(capsys.readouterr().out)["applications"]
+    application = checked(path, capsys)
     assert [note.partition(" ")[0] for note in application["notes"]] == ["num_gpus", "model:"]
     assert (application["settings"]["tp"], application["settings"]["max_queue"]) == (4, None)
     import ray
@@ -273,8 +279,7 @@ def test_check_config_knows_whose_answers_would_be_cut(tmp_path: Path, capsys: C
     """A replica that goes needs as long as an answer may take."""
     for drain, notes in ((610, 0), (599, 1)):
         path = changed(tmp_path, _deployment={"graceful_shutdown_timeout_s": drain})
-        assert main(["check-config", str(path), "--json"]) == 0
-        (application,) = json.loads(capsys.readouterr().out)["applications"]
+        application = checked(path, capsys)
         assert sum("graceful_shutdown_timeout_s" in note for note in application["notes"]) == notes
 
 
@@ -285,8 +290,7 @@ def test_check_config_knows_who_would_wait_for_ever(tmp_path: Path, capsys: Capt
     for bound, note in ((1200, None), (None, "request_timeout_s is not in"), (30, "request_timeout_s 30 in http_options")):
         whole["http_options"]["request_timeout_s"] = bound
         path.write_text(yaml.safe_dump(whole))
-        assert main(["check-config", str(path), "--json"]) == 0
-        (application,) = json.loads(capsys.readouterr().out)["applications"]
+        application = checked(path, capsys)
         said = [each for each in application["notes"] if "request_timeout_s" in each]
         assert len(said) == (note is not None)
         assert all(each.startswith(note or "") for each in said)

@@ -10,11 +10,12 @@ from deploy.edge.body_reader import BodyReader
 from deploy.edge.openai.absent_keys import CHAT, COMPLETION
 from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER, ChatRequest, CompletionKeys, CompletionRequest
 from engine.errors import InvalidRequest
+from tests.support.edge.api_client import chat_body
 
 pytestmark = pytest.mark.pure
 
 BODIES: dict[type[CompletionKeys], dict[str, Any]] = {
-    ChatRequest: {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]},
+    ChatRequest: chat_body(),
     CompletionRequest: {"model": "nano", "prompt": "Hello"},
 }
 READERS: dict[type[CompletionKeys], BodyReader[Any]] = {ChatRequest: CHAT_READER, CompletionRequest: COMPLETION_READER}

@@ -8,10 +8,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import httpx
 import pytest
@@ -20,16 +18,16 @@ from deploy.edge.admission_control import AdmissionControl, AdmissionTicket
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.scope import client_address
 from engine.errors import Overloaded
-from engine.events import RequestFinished
 from engine.front.stream import Clock
 from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.ready_engine import ReadyEngine
 
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 
 
 class AdmissionModel:
@@ -171,7 +169,7 @@ def test_the_last_of_the_greediest_gives_way(nano: Nano) -> None:
         edge.core.queue_s = 20.0
 
         def ask(address: str) -> httpx.Response:
-            return httpx.post(f"{edge.url}{CHAT}", json=BODY, headers={"x-forwarded-for": f"9.9.9.9, {address}"}, timeout=60)
+            return edge.post(CHAT, BODY, headers={"x-forwarded-for": f"9.9.9.9, {address}"})
 
         waiting = []
         for count in range(1, 9):
@@ -244,15 +242,14 @@ def test_slow_bodies_shut_nobody_out(nano: Nano) -> None:
         edge.service.admission.choices = 8
         for _ in range(200):
             stack.enter_context(half_sent(edge))
-        assert httpx.post(f"{edge.url}{CHAT}", json=BODY, timeout=20).status_code == 200
+        assert edge.post(CHAT, BODY).status_code == 200
         assert edge.service.admission.taken == 0
 
 
 @pytest.fixture(scope="module")
-def narrow(nano: Nano) -> Iterator[Edge]:
+def narrow(edges: Edges) -> Edge:
     limits = LimitSettings(uploads=4, upload_bytes=1 << 20, queue_timeout_s=0.3, request_timeout_s=2.0)
-    with Edge(nano("31b"), limits=limits) as edge:
-        yield edge
+    return edges(limits=limits)
 
 
 @pytest.mark.alone
@@ -262,7 +259,7 @@ def test_the_oldest_body_gives_way(narrow: Edge, count: int, size: int) -> None:
     narrow.reset()
     with ExitStack() as stack:
         slow = [stack.enter_context(half_sent(narrow, b"x" * size)) for _ in range(count)]
-        assert httpx.post(f"{narrow.url}{CHAT}", json=BODY).status_code == 200
+        assert narrow.post(CHAT, BODY).status_code == 200
         slow[0].settimeout(20)
         assert slow[0].recv(4096).startswith(b"HTTP/1.1 408")
         slow[-1].settimeout(0.2)
@@ -276,14 +273,14 @@ def test_a_request_waits_its_time_and_no_longer(narrow: Edge) -> None:
     narrow.reset()
     narrow.core.queue_s = 10.0
     begun = time.monotonic()
-    reply = httpx.post(f"{narrow.url}{CHAT}", json=BODY)
+    reply = narrow.post(CHAT, BODY)
     assert (reply.status_code, reply.headers["retry-after"]) == (429, "1"), "at its deadline it would be 504"
     assert time.monotonic() - begun > 0.2
-    until(lambda: [reason for _, reason in narrow.core.aborts] == ["queue_timeout"], "the abort")
-    until(lambda: [e.outcome for e in narrow.events if isinstance(e, RequestFinished)] == ["queue_timeout"], "its count")
+    until(lambda: narrow.core.abort_reasons == ["queue_timeout"], "the abort")
+    until(lambda: [end.outcome for end in narrow.ends] == ["queue_timeout"], "its count")
     narrow.reset()
     narrow.core.prefill_s = 0.6
-    assert httpx.post(f"{narrow.url}{CHAT}", json=BODY).status_code == 200
+    assert narrow.post(CHAT, BODY).status_code == 200
 
 
 def test_too_many_requests_at_once_are_refused_in_shape(nano: Nano) -> None:
@@ -298,7 +295,7 @@ def test_too_many_requests_at_once_are_refused_in_shape(nano: Nano) -> None:
 
 def asked(edge: Edge) -> int:
     """The status of a small question."""
-    reply = httpx.get(f"{edge.url}/v1/models")
+    reply = edge.get("/v1/models")
     assert reply.status_code == 200 or reply.json()["error"]["code"] == "overloaded"
     return reply.status_code
 
@@ -308,9 +305,9 @@ def test_rendering_is_part_of_the_deadline(nano: Nano) -> None:
     with Edge(nano("31b"), limits=LimitSettings(request_timeout_s=0.3)) as edge:
         real, answered = edge.text.render_chat, threading.Event()
         edge.text.render_chat = lambda *args, **kwargs: answered.wait(20) and real(*args, **kwargs)  # type: ignore[method-assign]
-        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY, timeout=30)
+        reply = edge.post(CHAT, BODY)
         answered.set()
-        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert error_of(reply, 504)["code"] == "deadline_exceeded"
         assert edge.core.requests == []
         assert edge.service.admission.taken == 0
 
@@ -318,12 +315,13 @@ def test_rendering_is_part_of_the_deadline(nano: Nano) -> None:
 def test_the_others_of_a_failed_choice_are_not_the_clients_fault(nano: Nano) -> None:
     """One of three choices fails: the others are aborted as its siblings, and the client has gone nowhere."""
     with Edge(nano("31b")) as edge:
-        edge.core.forever, edge.core.delay_s, edge.core.fail_after = True, 0.01, 3
+        edge.core.answer_endlessly(0.01)
+        edge.core.fail_after = 3
         edge.core.fails = lambda request: request is edge.core.requests[0]
-        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 3, "max_tokens": 200})
+        reply = edge.post(CHAT, BODY | {"n": 3, "max_tokens": 200})
         assert reply.json()["error"]["code"] == "generation_failed"
-        until(lambda: [reason for _, reason in edge.core.aborts] == ["sibling_failed"] * 2, "the aborts")
-        outcomes = Counter(event.outcome for event in edge.events if isinstance(event, RequestFinished))
+        until(lambda: edge.core.abort_reasons == ["sibling_failed"] * 2, "the aborts")
+        outcomes = Counter(end.outcome for end in edge.ends)
         assert outcomes == {"error": 1, "sibling_failed": 2}
 
 
@@ -339,5 +337,5 @@ def test_a_reader_holds_no_place_once_the_engine_is_done(nano: Nano) -> None:
         sock.sendall(head.encode() + body)
         until(lambda: len(edge.core.requests) == 4 and edge.client.open == 0, "the engine's part", 20)
         assert edge.service.open == 4, "the answer was read: nothing is tested"
-        reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        reply = edge.post(CHAT, BODY)
         assert reply.status_code == 200

@@ -3,14 +3,11 @@
 Zed: crates/open_ai. Cline: core/api/providers/openai.ts. Vercel's AI SDK: packages/openai-compatible. guidellm: backends/openai.
 """
 
-import json
-from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.edge.api_client import events, token_steps
+from tests.support.edge.api_client import error_of, events, user
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sum_chat
 
@@ -27,7 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "zed": {
         "messages": [
             {"role": "system", "content": "You are an agent."},
-            {"role": "user", "content": [{"type": "text", "text": "Fix"}, {"type": "text", "text": "it"}]},
+            user([{"type": "text", "text": "Fix"}, {"type": "text", "text": "it"}]),
             {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I read it."},
             {"role": "tool", "content": "1+1", "tool_call_id": "call_1"},
         ],
@@ -38,15 +35,15 @@ BODIES: dict[str, dict[str, Any]] = {
     "cline": {
         "messages": [
             {"role": "system", "content": "Tools are <read_file><path>...</path></read_file> and others, in XML."},
-            {"role": "user", "content": [{"type": "text", "text": "<task>Fix</task>"}]},
+            user([{"type": "text", "text": "<task>Fix</task>"}]),
             {"role": "assistant", "content": "<thinking>Well.</thinking>\n<read_file><path>a.py</path></read_file>"},
-            {"role": "user", "content": [{"type": "text", "text": "[read_file] Result:"}, {"type": "text", "text": "1+1"}]},
+            user([{"type": "text", "text": "[read_file] Result:"}, {"type": "text", "text": "1+1"}]),
         ],
         "temperature": 0, "stream_options": USAGE,
     },
     "vercel": {
         "messages": [
-            {"role": "user", "content": "Fix it"},
+            user("Fix it"),
             {"role": "assistant", "content": "", "reasoning_content": "I read it.", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "call_1", "content": '{"type":"text","value":"1+1"}'},
         ],
@@ -55,7 +52,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA | DRAFT, "strict": True, "name": "response"}},
     },
     "guidellm": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "word " * 8}]}],
+        "messages": [user([{"type": "text", "text": "word " * 8}])],
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "max_completion_tokens": 9, "stop": None, "ignore_eos": True,
     },
@@ -63,17 +60,17 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("agent", BODIES)
-def test_what_agents_send_is_served(edge: Edge, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
+def test_what_agents_send_is_served(edge: Edge, agent: str) -> None:
     """The stream adds up to the reply and ends with its usage; results of calls are in the prompt, by the function's name."""
-    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
-    edge.core.steps = token_steps(edge, "<read_file> it is")
+    edge.configure(max_len=4096)
+    edge.script("<read_file> it is")
     body = {"model": "nano", **BODIES[agent]}
-    chunks = [json.loads(line) for line in events(edge, CHAT, body)[:-1]]
+    chunks = events(edge, CHAT, body)
     limit = body.get("max_completion_tokens", 4096)
     written = [token for step in edge.core.steps[:limit] for token in step]
     assert sum_chat(chunks)["content"] == edge.text.decode(written)
     assert chunks[-1]["usage"]["completion_tokens"] == len(written)
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert ("response:read_file" in prompt) == ("tools" in body)
 
 
@@ -84,12 +81,12 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
     said = "no JSON"
     return {
         CHAT: {
-            "messages": [{"role": "user", "content": "Fix it"}, {"role": "assistant", "tool_calls": [call]},
+            "messages": [user("Fix it"), {"role": "assistant", "tool_calls": [call]},
                          {"role": "tool", "tool_call_id": "call_1", "content": said}],
             "tools": [READ],
         },
         "/v1/responses": {
-            "input": [{"role": "user", "content": "Fix it"}, item,
+            "input": [user("Fix it"), item,
                       {"type": "function_call_output", "call_id": "call_1", "output": said}],
             "tools": [{"type": "function", **READ["function"]}],
         },
@@ -97,13 +94,12 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
-def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, path: str) -> None:
     """The model sees it with what was open closed. Planted: arguments that begin no JSON are a 400."""
-    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=4096))
-    edge.core.steps = token_steps(edge, "again")
-    assert httpx.post(f"{edge.url}{path}", timeout=10, json={"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    edge.configure(max_len=4096)
+    edge.script("again")
+    assert edge.post(path, {"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
+    prompt = edge.prompt_text()
     assert 'call:read_file{path:<|"|>a.p<|"|>}<tool_call|><|tool_response>response:read_file{value:<|"|>no JSON<|"|>}' in prompt
-    reply = httpx.post(f"{edge.url}{path}", timeout=10, json={"model": "nano", **asked('{"path":a.p')[path]})
-    assert reply.status_code == 400
-    assert "arguments: not JSON" in reply.json()["error"]["message"]
+    reply = edge.post(path, {"model": "nano", **asked('{"path":a.p')[path]})
+    assert "arguments: not JSON" in error_of(reply, 400)["message"]

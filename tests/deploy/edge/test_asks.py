@@ -13,6 +13,7 @@ from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, 
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 from engine.front.grammar import json_answer
+from tests.support.edge.api_client import user
 
 pytestmark = pytest.mark.pure
 
@@ -22,9 +23,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ONE = ToolChoice("required", ("f",), one=True)
 SOME = ToolChoice("auto", ("f",))
 LEAST: dict[str, dict[str, Any]] = {
-    CHAT: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    CHAT: {"model": "m", "messages": [user("x")]},
     TEXT: {"model": "m", "prompt": "x"},
-    MESSAGES: {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]},
+    MESSAGES: {"model": "m", "max_tokens": 5, "messages": [user("x")]},
     RESPONSES: {"model": "m", "input": "x"},
     GENERATE: {"text": "x"},
 }
@@ -50,7 +51,7 @@ TALK: dict[str, dict[str, Any]] = {
     CHAT: {
         "messages": [
             {"role": "system", "content": "One."},
-            {"role": "user", "content": "Go"},
+            user("Go"),
             {"role": "assistant", "content": "So.", "reasoning_content": "Hm",
              "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": CALL}}]},
             {"role": "tool", "tool_call_id": "a", "content": "18C"},
@@ -61,10 +62,10 @@ TALK: dict[str, dict[str, Any]] = {
     MESSAGES: {
         "system": "One.",
         "messages": [
-            {"role": "user", "content": "Go"},
+            user("Go"),
             {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "So."},
                                               {"type": "tool_use", "id": "a", "name": "f", "input": 0}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "18C"}]},
+            user([{"type": "tool_result", "tool_use_id": "a", "content": "18C"}]),
         ],
         "tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "tool", "name": "f"},
         "thinking": {"type": "adaptive"}, "max_tokens": 9,
@@ -72,7 +73,7 @@ TALK: dict[str, dict[str, Any]] = {
     RESPONSES: {
         "instructions": "One.",
         "input": [
-            {"role": "user", "content": "Go"},
+            user("Go"),
             {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
             {"role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
             {"type": "function_call", "call_id": "a", "name": "f", "arguments": CALL},
@@ -113,8 +114,8 @@ def test_an_error_inside_a_result_says_where() -> None:
     """Of a block in a tool's result, by its turn and its place in it; `param` stays the request's key."""
     block = {"type": "text", "text": 5}
     result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
-    turns = [{"role": "user", "content": "x"}, {"role": "user", "content": [result]}]
-    items = [{"role": "user", "content": "x"}, {"type": "function_call_output", "call_id": "a", "output": [block]}]
+    turns = [user("x"), user([result])]
+    items = [user("x"), {"type": "function_call_output", "call_id": "a", "output": [block]}]
     for path, key, value, where in (
         (MESSAGES, "messages", turns, "messages[1].content[0].content[0].text: "),
         (RESPONSES, "input", items, "input[1].output[0].text: "),
@@ -128,7 +129,7 @@ def test_a_url_may_be_a_text() -> None:
     """As Mistral's clients send it: the same ask as in an object; `original` is OpenAI's detail above `high`."""
     url = "data:image/png;base64,AAAA"
     bare, whole, large = (
-        chat_of(CHAT, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": said}]}])
+        chat_of(CHAT, messages=[user([{"type": "image_url", "image_url": said}])])
         for said in (url, {"url": url}, {"url": url, "detail": "original"})
     )
     assert bare == whole != large
@@ -138,8 +139,8 @@ def test_parts_are_typed() -> None:
     """A user's parts stay parts in OpenAI's and Anthropic's APIs; an item of a response is one text."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for path in (CHAT, MESSAGES):
-        assert chat_of(path, messages=[{"role": "user", "content": parts}]).messages[0].content == [Text("a"), Text("b")]
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]}]
+        assert chat_of(path, messages=[user(parts)]).messages[0].content == [Text("a"), Text("b")]
+    items = [user([{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}])]
     assert chat_of(RESPONSES, input=items).messages[0].content == "ab"
 
 
@@ -244,7 +245,7 @@ def test_thinking(kind: str, *, thinks: bool) -> None:
     [
         (CHAT, lambda text: {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]}),
         (MESSAGES, lambda text: {"messages": [{"role": "assistant", "content": [
-            {"type": "tool_use", "id": "a", "name": "f", "input": json.loads(text)}]}, {"role": "user", "content": "x"}]}),
+            {"type": "tool_use", "id": "a", "name": "f", "input": json.loads(text)}]}, user("x")]}),
         (RESPONSES, lambda text: {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": text}]}),
         (CHAT, lambda text: {"tools": [{"a": json.loads(text)}]}),
         (MESSAGES, lambda text: {"tools": [{"name": "f", "input_schema": json.loads(text)}]}),

@@ -2,7 +2,6 @@
 
 import base64
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,8 +10,8 @@ import pytest
 
 from engine.front.audio_features import CLIP_SAMPLES, RATE, log_mels, raw_rows
 from engine.protocol import GenerateRequest
-from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges
 from tests.support.media_files import sound
 from tests.support.wav_files import tone, wav
 
@@ -22,9 +21,8 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
-def edge(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("e2b"), max_len=4096, media=frozenset({"image", "audio"})) as running:
-        yield running
+def edge(edges: Edges) -> Edge:
+    return edges("e2b", max_len=4096, media=frozenset({"image", "audio"}))
 
 
 def input_audio(file: bytes) -> dict[str, Any]:
@@ -36,8 +34,8 @@ def audio_url(file: bytes) -> dict[str, Any]:
 
 
 def post(edge: Edge, parts: list[dict[str, Any]]) -> httpx.Response:
-    body = {"model": "nano", "messages": [{"role": "user", "content": parts}]}
-    return httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
+    body = chat_body(parts)
+    return edge.post(CHAT, body)
 
 
 def asked(edge: Edge, parts: list[dict[str, Any]]) -> GenerateRequest:
@@ -79,7 +77,7 @@ def test_a_responses_clip_is_a_chats(edge: Edge) -> None:
     items = asked(edge, [input_audio(wav(tone(RATE, 440)))]).media
     content = [{"type": "input_audio", "input_audio": input_audio(wav(tone(RATE, 440)))["input_audio"]}]
     body = {"model": "nano", "input": [{"role": "user", "content": content}]}
-    reply = httpx.post(f"{edge.url}{RESPONSES}", json=body, timeout=60)
+    reply = edge.post(RESPONSES, body)
     assert reply.status_code == 200, reply.text
     assert edge.core.requests[-1].media == items
     assert reply.json()["usage"]["input_tokens_details"]["audio_tokens"] == 25
@@ -121,8 +119,7 @@ def test_what_cannot_be_read_is_refused(edge: Edge, file: bytes, why: str) -> No
     before, began = len(edge.core.requests), time.process_time()
     reply = post(edge, [input_audio(file)])
     assert time.process_time() - began < 1
-    assert reply.status_code == 400
-    assert why in reply.json()["error"]["message"]
+    assert why in error_of(reply, 400)["message"]
     assert len(edge.core.requests) == before
 
 
@@ -130,5 +127,4 @@ def test_a_model_without_audio_says_so(edge: Edge) -> None:
     """26B and 31B have no encoder for it."""
     with edge.configured(media_kinds=frozenset({"image", "video"})):
         reply = post(edge, [input_audio(wav(tone(RATE, 440)))])
-    assert reply.status_code == 400
-    assert "this model reads no audio" in reply.json()["error"]["message"]
+    assert "this model reads no audio" in error_of(reply, 400)["message"]

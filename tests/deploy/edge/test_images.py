@@ -2,12 +2,9 @@
 
 import base64
 import gc
-import io
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -19,8 +16,9 @@ from engine.errors import InvalidRequest
 from engine.front.generation import Job
 from engine.front.text import expanded
 from engine.protocol import GenerateRequest
-from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import chat_body, error_of, user
+from tests.support.edge.http_edge import Edge, Edges
+from tests.support.media_files import saved
 
 pytestmark = pytest.mark.cpu
 
@@ -28,20 +26,13 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def edge(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b"), max_len=4096, media=frozenset({"image", "video"})) as running:
-        yield running
+def edge(edges: Edges) -> Edge:
+    return edges(max_len=4096, media=frozenset({"image", "video"}))
 
 
 def png(height: int, width: int, seed: int = 0) -> bytes:
     raster = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return saved(Image.fromarray(raster), "PNG")
-
-
-def saved(image: Image.Image, form: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **options)
-    return stream.getvalue()
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:
@@ -53,8 +44,8 @@ def image_url(data: bytes, **more: Any) -> dict[str, Any]:
 
 
 def asked(edge: Edge, parts: list[dict[str, Any]], **more: Any) -> GenerateRequest:
-    body = {"model": "nano", "messages": [{"role": "user", "content": parts}], **more}
-    reply = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
+    body = chat_body(parts, **more)
+    reply = edge.post(CHAT, body)
     assert reply.status_code == 200, reply.text
     return edge.core.requests[-1]
 
@@ -74,8 +65,8 @@ def test_an_image_url_reaches_the_engine(edge: Edge) -> None:
 def test_soft_tokens_are_in_the_usage(edge: Edge) -> None:
     """prompt_tokens counts them, and prompt_tokens_details has them apart."""
     parts = [image_url(png(96, 96), detail="low"), image_url(png(48, 48))]
-    body = {"model": "nano", "messages": [{"role": "user", "content": parts}]}
-    usage = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60).json()["usage"]
+    body = chat_body(parts)
+    usage = edge.post(CHAT, body).json()["usage"]
     request = edge.core.requests[-1]
     assert usage["prompt_tokens"] == len(request.tokens)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": sum(item.length for item in request.media)}
@@ -89,30 +80,30 @@ BLUE = saved(Image.new("RGB", (60, 90), "blue"), "PNG")
 BASE64 = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(BLUE).decode()}
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 RESPONSES_CALL = [
-    {"role": "user", "content": "Go"},
+    user("Go"),
     {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "a"},
 ]
 ASKS: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": [{"role": "user", "content": [image_url(BLUE)]}]}),
-    (CHAT, {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [CALL]},
+    (CHAT, {"messages": [user([image_url(BLUE)])]}),
+    (CHAT, {"messages": [user("Go"), {"role": "assistant", "tool_calls": [CALL]},
                          {"role": "tool", "tool_call_id": "a", "content": [image_url(BLUE)]}]}),
-    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
+    ("/v1/responses", {"input": [user([{"type": "input_image", "image_url": data_url(BLUE)}])]}),
     ("/v1/responses", {"input": [*RESPONSES_CALL, {"type": "function_call_output", "call_id": "a",
                                                    "output": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
-    ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [anthropics(BASE64)]}]}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [user([anthropics(BASE64)])]}),
     ("/v1/messages", {"max_tokens": 9, "messages": [
-        {"role": "user", "content": [anthropics({"type": "url", "url": data_url(BLUE)})]}]}),
+        user([anthropics({"type": "url", "url": data_url(BLUE)})])]}),
     ("/v1/messages", {"max_tokens": 9, "messages": [
-        {"role": "user", "content": "Go"},
+        user("Go"),
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [anthropics(BASE64)]}]}]}),
+        user([{"type": "tool_result", "tool_use_id": "a", "content": [anthropics(BASE64)]}])]}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body"), ASKS)
 def test_every_api_sends_the_same_item(edge: Edge, path: str, body: dict[str, Any]) -> None:
     """Of a user's turn and of what a tool gave."""
-    reply = httpx.post(f"{edge.url}{path}", json={"model": "nano", **body}, timeout=60)
+    reply = edge.post(path, {"model": "nano", **body})
     assert reply.status_code == 200, reply.text
     [item] = edge.core.requests[-1].media
     assert np.unique(np.frombuffer(item.data, np.uint8).reshape(-1, 3), axis=0).tolist() == [[0, 0, 255]]
@@ -161,15 +152,14 @@ def test_tokens_are_counted_with_images(edge: Edge) -> None:
     """/tokenize and count_tokens say what a request would have."""
     parts = [image_url(png(100, 100))]
     tokens = asked(edge, parts).tokens
-    tokenized = httpx.post(f"{edge.url}/tokenize", json={"messages": [{"role": "user", "content": parts}]}, timeout=60).json()
+    tokenized = edge.post("/tokenize", {"messages": [user(parts)]}).json()
     assert tokenized["tokens"] == list(tokens)
-    body = {"model": "nano", "messages": [{"role": "user", "content": [anthropics(BASE64)]}]}
-    counted = httpx.post(f"{edge.url}/v1/messages/count_tokens", json=body, timeout=60).json()
-    httpx.post(f"{edge.url}/v1/messages", json={"max_tokens": 1, **body}, timeout=60)
+    body = chat_body([anthropics(BASE64)])
+    counted = edge.post("/v1/messages/count_tokens", body).json()
+    edge.post("/v1/messages", {"max_tokens": 1, **body})
     assert counted == {"input_tokens": len(edge.core.requests[-1].tokens)}
 
 
-USER = {"role": "user"}
 REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("no url", [{"type": "image_url"}], "needs a URL"),
     ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "needs a URL"),
@@ -187,9 +177,8 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
 def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[str, Any]], says: str) -> None:
     """400 with the reason and the key; the engine hears nothing."""
     edge.core.requests.clear()
-    reply = httpx.post(f"{edge.url}{CHAT}", json={"model": "nano", "messages": [{"role": "user", "content": parts}]}, timeout=60)
-    assert reply.status_code == 400, reply.text
-    assert says in reply.json()["error"]["message"]
+    reply = edge.post(CHAT, chat_body(parts))
+    assert says in error_of(reply, 400)["message"]
     assert reply.json()["error"]["param"] == "messages"
     assert not edge.core.requests
 
@@ -197,8 +186,8 @@ def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[s
 def test_a_model_without_a_tower_says_so(edge: Edge) -> None:
     """And one without audio."""
     with edge.configured(media_kinds=frozenset()):
-        body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}]}
-        assert "this model reads no images" in httpx.post(f"{edge.url}{CHAT}", json=body).json()["error"]["message"]
+        body = chat_body([image_url(BLUE)])
+        assert "this model reads no images" in edge.post(CHAT, body).json()["error"]["message"]
 
 
 def test_a_template_without_a_place_for_it_says_so(edge: Edge) -> None:
@@ -239,18 +228,17 @@ def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.Monk
     """What the engine could not be sent is refused with advice."""
     monkeypatch.setattr("deploy.edge.media.media_reader.MEDIA_BYTES", 500_000)
     assert asked(edge, [image_url(BLUE, detail="low")])
-    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)] * 2}]}
-    reply = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60)
-    assert reply.status_code == 400
-    assert "a lower detail" in reply.json()["error"]["message"]
+    body = chat_body([image_url(BLUE)] * 2)
+    reply = edge.post(CHAT, body)
+    assert "a lower detail" in error_of(reply, 400)["message"]
 
 
 def test_an_answer_keeps_no_media(edge: Edge) -> None:
     """Once the engine has them, the edge lets go: while an answer streams, none of its rasters is left."""
     edge.reset()
-    edge.core.forever, edge.core.delay_s = True, 0.02
-    body = {"model": "nano", "messages": [{"role": "user", "content": [image_url(BLUE)]}], "stream": True}
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=body, timeout=60) as reply:
+    edge.core.answer_endlessly(0.02)
+    body = chat_body([image_url(BLUE)], stream=True)
+    with edge.stream(CHAT, body) as reply:
         next(reply.iter_raw())
         size = len(edge.core.requests[-1].media[0].data)
         edge.core.requests.clear()
@@ -267,8 +255,8 @@ def test_a_videos_frames_are_spans_of_one_item(edge: Edge, kind: str) -> None:
     url = f"data:{kind};base64,{listed}" if kind == "video/jpeg" else data_url(
         saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=1000), kind
     )
-    body = {"model": "nano", "messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}
-    usage = httpx.post(f"{edge.url}{CHAT}", json=body, timeout=60).json()["usage"]
+    body = chat_body([{"type": "video_url", "video_url": {"url": url}}])
+    usage = edge.post(CHAT, body).json()["usage"]
     request = edge.core.requests[-1]
     [item] = request.media
     rows, columns = item.shape[1] // 48, item.shape[2] // 48

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
@@ -34,14 +34,15 @@ from deploy.edge.routes import create_app
 from engine.events import KeyDecision, KeyTokens
 from engine.front.generation import Job
 from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges, until
 
 pytestmark = pytest.mark.pure
 
 OPEN = {"/health", "/health/live", "/health/ready"}
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 ALICE, OLD, READER, LATE, SLOW, FEW = "sk-alice", "sk-alice-old", "sk-reader", "sk-late", "sk-slow", "sk-few"
 
@@ -64,17 +65,21 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+def status(edge: Edge, key: str) -> int:
+    """How the list of models is answered."""
+    return edge.get("/v1/models", headers=bearer(key)).status_code
+
+
 @pytest.fixture(scope="module")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("keys") / "keys"
 
 
 @pytest.fixture(scope="module")
-def shared(nano: Nano, keys_file: Path) -> Iterator[Edge]:
+def shared(edges: Edges, keys_file: Path) -> Edge:
     keys_file.write_text(LINES)
     ring = KeyRing(KeySettings(file=str(keys_file)))
-    with Edge(nano("31b"), keys=ring, limits=LimitSettings(cors_origins=("https://page.example",))) as edge:
-        yield edge
+    return edges(keys=ring, limits=LimitSettings(cors_origins=("https://page.example",)))
 
 
 @pytest.fixture
@@ -82,7 +87,7 @@ def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge
     """With the keys of LINES in force, and a file that is looked at for each request."""
     monkeypatch.setattr(key_ring, "FILE_CHECK_PERIOD_S", 0.0)
     keys_file.write_text(LINES)
-    until(lambda: httpx.get(f"{shared.url}/v1/models", headers=bearer(OLD)).status_code == 200, "the keys are read again")
+    until(lambda: status(shared, OLD) == 200, "the keys are read again")
     shared.reset()
     return shared
 
@@ -159,10 +164,10 @@ REFUSED = [
 def test_a_key_is_sent_one_way(edge: Edge) -> None:
     """As a bearer token in any case or as x-api-key: exactly one, whole, and not expired; its hash is none."""
     for headers in ACCEPTED:
-        assert httpx.get(f"{edge.url}/v1/models", headers=headers).status_code == 200, headers
+        assert edge.get("/v1/models", headers=headers).status_code == 200, headers
     for pairs in REFUSED:
-        reply = httpx.get(f"{edge.url}/v1/models", headers=pairs)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), pairs
+        reply = edge.get("/v1/models", headers=pairs)
+        assert error_of(reply, 401)["code"] == "invalid_api_key", pairs
 
 
 def test_a_key_may_what_its_line_says(edge: Edge) -> None:
@@ -170,19 +175,16 @@ def test_a_key_may_what_its_line_says(edge: Edge) -> None:
     with httpx.Client(base_url=edge.url, headers=bearer(READER)) as client:
         assert client.get("/v1/models").status_code == client.get("/v1/models/nano").status_code == 200
         for reply in (client.post(CHAT, json=BODY), client.get("/docs"), client.get("/openapi.json"), client.get("/nothing")):
-            assert (reply.status_code, reply.json()["error"]["code"]) == (403, "insufficient_permissions")
+            assert error_of(reply, 403)["code"] == "insufficient_permissions"
     with httpx.Client(base_url=edge.url, headers=bearer(ALICE)) as client:
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json", "/nothing")] == [200, 200, 404]
         assert client.get("/openapi.json").json()["security"] == [{"bearer": []}, {"x-api-key": []}]
 
 
-def test_health_tells_addresses_to_key_holders_only(edge: Edge) -> None:
+def test_health_tells_addresses_to_key_holders_only(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """From this machine, too: whoever stands behind a proxy on it looks like this machine."""
-    edge.service.about["metrics"] = "http://127.0.0.1:9/metrics"
-    try:
-        found = [httpx.get(f"{edge.url}/health/ready", headers=headers) for headers in ({}, bearer("sk-wrong"), bearer(ALICE))]
-    finally:
-        del edge.service.about["metrics"]
+    monkeypatch.setitem(edge.service.about, "metrics", "http://127.0.0.1:9/metrics")
+    found = [edge.get("/health/ready", headers=headers) for headers in ({}, bearer("sk-wrong"), bearer(ALICE))]
     assert [reply.status_code for reply in found] == [200, 200, 200]
     assert ["metrics" in reply.json() for reply in found] == [False, False, True]
 
@@ -192,22 +194,22 @@ def test_a_browser_may_ask_before_it_has_a_key(edge: Edge) -> None:
     origin = {"origin": "https://page.example"}
     wants = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     assert httpx.options(f"{edge.url}{CHAT}", headers=wants).status_code == 200
-    refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=origin)
+    refused = edge.post(CHAT, BODY, headers=origin)
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://page.example")
-    assert httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=origin | bearer(ALICE)).status_code == 200
+    assert edge.post(CHAT, BODY, headers=origin | bearer(ALICE)).status_code == 200
 
 
 def test_keys_are_replaced_without_a_dropped_stream(edge: Edge, keys_file: Path) -> None:
     """A stream of a key that is taken out goes on to its end; the next request with it gets 401, and the new key is let in."""
-    edge.core.forever, edge.core.delay_s = True, 0.01
+    edge.core.answer_endlessly(0.01)
     body = BODY | {"stream": True, "max_tokens": 60, "ignore_eos": True}
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=body, headers=bearer(OLD), timeout=20) as reply:
+    with edge.stream(CHAT, body, headers=bearer(OLD)) as reply:
         parts = reply.iter_text()
         text = next(parts)
         keys_file.with_name("new").write_text(line("sk-new", "alice"))
         keys_file.with_name("new").replace(keys_file)
-        until(lambda: httpx.get(f"{edge.url}/v1/models", headers=bearer(OLD)).status_code == 401, "the old key is out of force")
-        assert httpx.get(f"{edge.url}/v1/models", headers=bearer("sk-new")).status_code == 200
+        until(lambda: status(edge, OLD) == 401, "the old key is out of force")
+        assert status(edge, "sk-new") == 200
         assert "[DONE]" not in text, "the stream was over before the keys changed"
         text += "".join(parts)
     assert reply.status_code == 200
@@ -219,18 +221,15 @@ def test_a_file_that_is_wrong_changes_nothing(edge: Edge, keys_file: Path, caplo
     """The keys that were in force stay, and one line says why; an empty file is not wrong, and shuts everybody out."""
     caplog.set_level(logging.ERROR, logger=key_ring.__name__)
 
-    def status() -> int:
-        return httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code
-
     for wrong in ("nonsense", None):
         caplog.clear()
         keys_file.unlink() if wrong is None else keys_file.write_text(LINES + wrong)
-        until(lambda: bool(status() == 200 and caplog.records), "the file is looked at")
-        assert {status() for _ in range(3)} == {200}
+        until(lambda: bool(status(edge, ALICE) == 200 and caplog.records), "the file is looked at")
+        assert {status(edge, ALICE) for _ in range(3)} == {200}
         assert len(caplog.records) == 1
         assert "stay as they were" in caplog.text
     keys_file.write_text("# nobody\n")
-    until(lambda: status() == 401, "nobody has a key")
+    until(lambda: status(edge, ALICE) == 401, "nobody has a key")
 
 
 def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +245,7 @@ def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(key_ring, "read", read)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code, range(8)))
+        found = list(pool.map(lambda _: status(edge, ALICE), range(8)))
     took = time.monotonic() - hung[0]
     released.set()
     assert found == [200] * 8
@@ -256,29 +255,29 @@ def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.Monke
 
 def test_a_holder_has_so_many_requests_at_once(edge: Edge) -> None:
     """The second beside a stream is a 429 with Retry-After; when the stream has ended there is room, and others always have it."""
-    edge.core.forever, edge.core.delay_s = True, 0.01
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"stream": True, "max_tokens": 200}, headers=bearer(SLOW)) as reply:
+    edge.core.answer_endlessly(0.01)
+    with edge.stream(CHAT, BODY | {"stream": True, "max_tokens": 200}, headers=bearer(SLOW)) as reply:
         parts = reply.iter_text()
         next(parts)
-        second = httpx.get(f"{edge.url}/v1/models", headers=bearer(SLOW))
-        assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        second = edge.get("/v1/models", headers=bearer(SLOW))
+        assert error_of(second, 429)["code"] == "rate_limit_exceeded"
         assert second.headers["retry-after"] == "1"
-        assert httpx.get(f"{edge.url}/v1/models", headers=bearer(ALICE)).status_code == 200
-    until(lambda: httpx.get(f"{edge.url}/v1/models", headers=bearer(SLOW)).status_code == 200, "its place is free")
+        assert status(edge, ALICE) == 200
+    until(lambda: status(edge, SLOW) == 200, "its place is free")
 
 
 def test_tokens_are_counted_as_the_answer_used_them(edge: Edge) -> None:
     """Not as it might have: so one that asked for many and took few leaves room; and then the rest is used up, and 429."""
-    reply = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 200}, headers=bearer(FEW))
+    reply = edge.post(CHAT, BODY | {"max_tokens": 200}, headers=bearer(FEW))
     usage = reply.json()["usage"]
     used = KeyTokens("few", usage["total_tokens"])
     until(lambda: used in edge.events, "its end")
     assert 0 < used.count < 40
     edge.core.steps = [[300]] * 60
-    assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
+    assert edge.post(CHAT, BODY | {"max_tokens": 60}, headers=bearer(FEW)).status_code == 200
     until(lambda: sum(isinstance(event, KeyTokens) and event.key == "few" for event in edge.events) == 2, "its end")
-    refused = httpx.post(f"{edge.url}{CHAT}", json=BODY, headers=bearer(FEW))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    refused = edge.post(CHAT, BODY, headers=bearer(FEW))
+    assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
     assert 2 <= int(refused.headers["retry-after"]) <= 120
     assert len(edge.core.requests) == 2
 
@@ -302,8 +301,8 @@ def test_what_becomes_of_a_request_is_told_with_its_holder(edge: Edge, caplog: p
 
 def salt(edge: Edge, headers: dict[str, str], **body: Any) -> str:
     """What the core is given for a request."""
-    edge.reset()
-    httpx.post(f"{edge.url}{CHAT}", json=BODY | body, headers=headers).raise_for_status()
+    edge.core.requests.clear()
+    edge.post(CHAT, BODY | body, headers=headers).raise_for_status()
     (request,) = edge.core.requests
     return request.salt
 
@@ -372,7 +371,7 @@ def test_the_guard_around_serve_reads_no_body_without_a_key(keys_file: Path, mon
 def test_a_refusal_has_the_shape_of_the_api_that_was_asked(edge: Edge) -> None:
     """OpenAI's everywhere but for Anthropic's messages."""
     for path, anthropic in (("/v1/messages", True), ("/v1/messages/count_tokens", True), (CHAT, False), ("/elsewhere", False)):
-        reply = httpx.post(f"{edge.url}{path}", json={})
+        reply = edge.post(path, {})
         assert reply.status_code == 401
         assert (reply.json().get("type") == "error") is anthropic, path
 

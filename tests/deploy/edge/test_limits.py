@@ -5,17 +5,14 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator
 
-import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
 from deploy.edge.limits import Limits, Upload, Uploads, outermost
 from engine.errors import Overloaded
-from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.http_edge import Edge, Edges
 
 pytestmark = pytest.mark.pure
 
@@ -23,9 +20,8 @@ SMALL = LimitSettings(body_bytes=2048, header_bytes=1024, body_timeout_s=0.3)
 
 
 @pytest.fixture(scope="module")
-def small(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b"), limits=SMALL) as edge:
-        yield edge
+def small(edges: Edges) -> Edge:
+    return edges(limits=SMALL)
 
 
 def raw(edge: Edge, data: bytes, wait_s: float = 20.0) -> bytes:
@@ -62,8 +58,8 @@ def test_a_body_that_never_ends_is_408(small: Edge) -> None:
 
 def test_headers_over_the_limit_are_431(small: Edge) -> None:
     """All of them together."""
-    assert httpx.get(f"{small.url}/v1/models", headers={"x-a": "y" * 1500}).status_code == 431
-    assert httpx.get(f"{small.url}/v1/models", headers={"x-a": "y" * 300}).status_code == 200
+    assert small.get("/v1/models", headers={"x-a": "y" * 1500}).status_code == 431
+    assert small.get("/v1/models", headers={"x-a": "y" * 300}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["a/b", "a?b", "a#b", "a@b", "a\\b", "a b", ""])
@@ -102,21 +98,27 @@ def test_a_compressed_body_is_415(small: Edge, coding: str, status: int) -> None
 )
 def test_request_ids_are_plain(small: Edge, request_id: str, *, kept: bool) -> None:
     """What ends up in logs and headers is short and harmless: an odd id gives way to ours, before Ray Serve would send it back."""
-    reply = httpx.get(f"{small.url}/v1/models", headers={b"x-request-id": request_id.encode()})
+    reply = small.get("/v1/models", headers={b"x-request-id": request_id.encode()})
     assert reply.status_code == 200
     assert (reply.headers["x-request-id"] == request_id) is kept
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", reply.headers["x-request-id"])
-    behind: list[bytes] = []
+    header = (b"X-Request-Id", request_id.encode())
+    assert passed_on(header) == ([header] if kept else [])
+
+
+def passed_on(*headers: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    """The headers of a request that the application behind the guard sees."""
+    seen: list[tuple[bytes, bytes]] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        behind.extend(value for name, value in scope["headers"] if name == b"X-Request-Id")
+        seen.extend(scope["headers"])
 
     async def unused(*_: Message) -> Message:
         raise AssertionError("there is no body, and no answer")
 
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"X-Request-Id", request_id.encode())]}
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [*headers]}
     asyncio.run(Limits(app, LimitSettings())(scope, unused, unused))  # type: ignore[arg-type]
-    assert behind == ([request_id.encode()] if kept else [])
+    return seen
 
 
 def test_the_guard_around_serve_has_the_applications_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,22 +186,9 @@ def test_a_host_that_no_parser_takes_costs_no_500(edge: Edge, host: str) -> None
 
 def test_serves_own_headers_are_taken_out() -> None:
     """A client cannot switch Serve's deadline off or choose its routing; other headers pass."""
-    seen: list[tuple[bytes, bytes]] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.extend(scope["headers"])
-
-    async def nothing() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def ignore(message: Message) -> None:
-        return
-
-    wrapped = Limits(app, LimitSettings())
     steering = [(b"X-Request-Timeout-Seconds", b"0"), (b"x-session-id", b"1"), (b"serve_multiplexed_model_id", b"m")]
-    headers = [*steering, (b"accept", b"*/*")]
-    asyncio.run(wrapped({"type": "http", "headers": headers}, nothing, ignore))
-    assert seen == [(b"accept", b"*/*")]
+    accept = (b"accept", b"*/*")
+    assert passed_on(*steering, accept) == [accept]
 
 
 @pytest.mark.parametrize("bounds_writes", [True, False])

@@ -23,15 +23,15 @@ from deploy.edge.scope import request_id
 from deploy.settings import Settings
 from engine.errors import GenerationFailed, QuartetError
 from engine.events import RequestFinished
-from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body, user, whole_and_streamed
+from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.scripted_core import ScriptedCore
 
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 LIMITS = LimitSettings(body_bytes=4096, request_timeout_s=2.0, write_timeout_s=0.4)
 
 
@@ -87,13 +87,12 @@ class LoggedEdge:
         return line
 
     def post(self, body: dict[str, Any], path: str = CHAT, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.edge.url}{path}", json=body, headers=headers, timeout=10)
+        return self.edge.post(path, body, headers=headers)
 
 
 @pytest.fixture(scope="module")
-def paced(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b"), limits=LIMITS) as edge:
-        yield edge
+def paced(edges: Edges) -> Edge:
+    return edges(limits=LIMITS)
 
 
 def uninstall() -> None:
@@ -220,7 +219,7 @@ def differences(line: dict[str, Any], usage: dict[str, int], finish: str, ended:
     return [name for name, value in pairs.items() if line[name] != value]
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_the_access_line_says_what_the_reply_and_the_engine_say(logged: LoggedEdge, *, stream: bool) -> None:
     """Tokens and finish as the client was told them, times as the metrics have them; each planted difference shows."""
     logged.core.queue_s, logged.core.prefill_s, logged.core.delay_s = 0.02, 0.03, 0.01
@@ -228,7 +227,7 @@ def test_the_access_line_says_what_the_reply_and_the_engine_say(logged: LoggedEd
     reply = logged.post(BODY | {"stream": stream} | options)
     shown = reply.json() if not stream else json.loads(reply.text.split("\n\n")[-3].removeprefix("data: "))
     line = logged.line()
-    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
+    (ended,) = logged.edge.ends
     assert differences(line, shown["usage"], "length", ended) == []
     for name, fault in (("prompt_tokens", 1), ("output_tokens", -1), ("queue_s", 1e-3), ("ttft_s", -1e-3)):
         assert differences({**line, name: line[name] + fault}, shown["usage"], "length", ended) == [name]
@@ -248,13 +247,13 @@ def test_choices_are_added_up(logged: LoggedEdge) -> None:
 
 
 def leave(logged: LoggedEdge) -> None:
-    logged.core.forever, logged.core.delay_s = True, 0.02
+    logged.core.answer_endlessly(0.02)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{logged.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=httpx.Timeout(10, read=0.3))
 
 
 def late(logged: LoggedEdge) -> None:
-    logged.core.forever, logged.core.delay_s = True, 0.05
+    logged.core.answer_endlessly(0.05)
     logged.post(BODY | {"stream": True, "max_tokens": 99})
 
 
@@ -291,9 +290,9 @@ def test_the_end_has_the_metrics_word(logged: LoggedEdge, end: str) -> None:
     """finish_reason is the outcome under which quartet_requests_total counts the request, and our failures are errors."""
     act, status, level = ENDS[end]
     act(logged)
-    until(lambda: any(isinstance(event, RequestFinished) for event in logged.edge.events), "the engine's word")
+    until(lambda: bool(logged.edge.ends), "the engine's word")
     line = logged.line()
-    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
+    (ended,) = logged.edge.ends
     assert (line["finish_reason"], line["status"], line["levelname"]) == (ended.outcome, status, logging.getLevelName(level))
     assert line["client_gone"] is (end == "client_gone")
 
@@ -302,21 +301,20 @@ def test_a_wrong_word_for_the_end_shows(logged: LoggedEdge, monkeypatch: pytest.
     """The planted fault: an end that is called otherwise is not the metrics'."""
     monkeypatch.setattr("deploy.edge.observe.record._OUTCOMES", {Exception: "stop"})
     fail(logged)
-    (ended,) = (event for event in logged.edge.events if isinstance(event, RequestFinished))
+    (ended,) = logged.edge.ends
     assert logged.line()["finish_reason"] != ended.outcome
 
 
 @pytest.fixture(scope="module")
-def mortal(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b")) as edge:
-        yield edge
+def mortal(edges: Edges) -> Edge:
+    return edges()
 
 
 def test_the_engines_end_is_named_in_the_log_only(mortal: Edge, logged: LoggedEdge) -> None:
     """Which process died is for the operator: in the line of each request that it took along, with its code."""
     mortal.configure(logs=LogSettings(format="json"))
     mortal.on_loop(lambda: mortal.client.fail("rank 2 was killed by SIGKILL"))
-    reply = httpx.post(f"{mortal.url}{CHAT}", json=BODY)
+    reply = mortal.post(CHAT, BODY)
     assert reply.status_code == 503
     assert "SIGKILL" not in reply.text
     mortal.on_loop(lambda: None)
@@ -331,9 +329,9 @@ def canaries(logged: LoggedEdge) -> list[str]:
     logged.core.steps = [[token] for token in range(300, 330)]
     answer = post(BODY | {"max_tokens": 30}).json()["choices"][0]["message"]["content"]
     assert len(answer) >= 30
-    post(BODY | {"messages": [{"role": "user", "content": "canarya"}], "user": "canaryb", "metadata": {"canaryc": "canaryd"}})
+    post(BODY | {"messages": [user("canarya")], "user": "canaryb", "metadata": {"canaryc": "canaryd"}})
     post(BODY | {"messages": [{"role": "canarye", "content": "x"}]})
-    post(BODY | {"messages": [{"role": "user", "content": [{"type": "canaryf", "text": "y"}]}]})
+    post(BODY | {"messages": [user([{"type": "canaryf", "text": "y"}])]})
     post(BODY | {"stop": "canaryg" * 60})
     post(BODY | {"model": "canaryh"})
     post(BODY | {"logit_bias": {"canaryi": "canaryj"}, "tool_choice": "canaryk"})
@@ -342,8 +340,8 @@ def canaries(logged: LoggedEdge) -> list[str]:
     post(BODY, "/v1/canaryn")
     post(BODY, **{"authorization": "Bearer canaryo", "user-agent": "canaryp", "cookie": "canaryq", "x-canaryr": "x"})
     post(BODY | {"chat_template_kwargs": {"canarys": "canaryt"}, "response_format": {"type": "canaryu"}, "n": "canaryv"})
-    httpx.get(f"{logged.edge.url}/v1/models/canaryw?canaryx=canaryy")
-    httpx.post(f"{logged.edge.url}{CHAT}", content=b'{"canaryz', headers={"content-type": "application/json"})
+    logged.edge.get("/v1/models/canaryw?canaryx=canaryy")
+    logged.edge.post(CHAT, b'{"canaryz')
     text = logged.text()
     return [word for word in ("canary", answer, answer[:10]) if word in text]
 
@@ -378,7 +376,7 @@ def test_access_off_leaves_what_is_our_fault(logged: LoggedEdge) -> None:
     logged.open(LogSettings(format="json", access=False))
     logged.post(BODY)
     logged.post(BODY | {"n": 0})
-    httpx.get(f"{logged.edge.url}/health")
+    logged.edge.get("/health")
     logged.core.fail_after = 1
     logged.post(BODY)
     line = logged.line()
@@ -388,7 +386,7 @@ def test_access_off_leaves_what_is_our_fault(logged: LoggedEdge) -> None:
 def test_probes_are_not_worth_a_line(logged: LoggedEdge) -> None:
     """A balancer asks every second; other routes have theirs."""
     for path in ("/health", "/health/live", "/health/ready", "/v1/models", "/v1/models/nano"):
-        assert httpx.get(f"{logged.edge.url}{path}").status_code == 200
+        assert logged.edge.get(path).status_code == 200
     assert [line["http_route"] for line in logged.lines()] == ["/v1/models", "/v1/models/{model}"]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.edge.api_client import token_steps
+from tests.support.edge.api_client import user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_message
 
 pytestmark = pytest.mark.pure
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-ASK: list[Any] = [{"role": "user", "content": "Weather in Paris and Rome?"}]
+ASK: list[Any] = [user("Weather in Paris and Rome?")]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS: list[Any] = [{"name": "get_weather", "description": "d", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]
 THOUGHT = "<|channel>thought\nTwo calls.\n<channel|>"
@@ -24,18 +24,12 @@ CHAT_TOOLS = [{"type": "function", "function": {"name": "get_weather", "descript
 RECORDED = Path(__file__).parent / "recorded"
 
 
-def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
-    """The core answers with this reply, `batch` tokens a step."""
-    ids = [token for [token] in token_steps(edge, reply)]
-    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
-
-
 def asked(**more: Any) -> dict[str, Any]:
     return {"model": "nano", "max_tokens": 200, "messages": ASK, "tools": TOOLS} | more
 
 
 def post(edge: Edge, body: dict[str, Any], path: str = PATH) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+    return edge.post(path, body)
 
 
 def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,7 +48,7 @@ def as_known(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("batch", [1, 3, 1000])
 def test_thoughts_text_and_calls_are_blocks(edge: Edge, batch: int) -> None:
     """In the order of generation, whole and streamed alike, with what they cost; a wrong number would differ."""
-    script(edge, f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
+    edge.script(f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
     edge.core.cached = 32
     whole = post(edge, asked()).json()
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
@@ -74,13 +68,13 @@ def test_thoughts_text_and_calls_are_blocks(edge: Edge, batch: int) -> None:
 
 def test_the_first_event_says_what_the_prompt_costs(edge: Edge) -> None:
     """message_start comes with the first token and has no output yet."""
-    script(edge, "hi<turn|>")
+    edge.script("hi<turn|>")
     first = streamed(edge, asked())[0]["message"]
     assert (first["content"], first["stop_reason"], first["usage"]["output_tokens"]) == ([], None, 0)
     assert first["usage"]["input_tokens"] == len(edge.core.requests[0].tokens)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
     """end_turn, max_tokens, and stop_sequence with the sequence."""
     cases: list[tuple[dict[str, Any], tuple[str, str | None], str]] = [
@@ -89,7 +83,7 @@ def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
         ({"stop_sequences": ["nowhere", "STOP"]}, ("stop_sequence", "STOP"), "all "),
     ]
     for extra, reason, text in cases:
-        script(edge, "all STOP here<turn|>")
+        edge.script("all STOP here<turn|>")
         body = asked(**extra)
         found = sum_message(streamed(edge, body)) if stream else post(edge, body).json()
         assert (found["stop_reason"], found["stop_sequence"]) == reason
@@ -99,7 +93,7 @@ def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
 
 def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
     """Its input ends where it ended in a stream, and there is none in a whole answer, which says max_tokens."""
-    script(edge, PARIS)
+    edge.script(PARIS)
     body = asked(max_tokens=len(edge.core.steps) - 3)
     whole = post(edge, body).json()
     assert (whole["content"], whole["stop_reason"]) == ([], "max_tokens")
@@ -110,10 +104,10 @@ def test_a_call_that_is_cut_is_never_completed(edge: Edge) -> None:
     assert not text.endswith("}")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_a_reply_that_ends_inside_of_a_string(edge: Edge, *, stream: bool) -> None:
     """Of a call, by the model's own end: it is whole with what was written."""
-    script(edge, f'{ROME}<|tool_call>call:get_weather{{city:<|"|>Par<tool_call|><|tool_response>')
+    edge.script(f'{ROME}<|tool_call>call:get_weather{{city:<|"|>Par<tool_call|><|tool_response>')
     found = sum_message(streamed(edge, asked())) if stream else post(edge, asked()).json()
     assert found["stop_reason"] == "tool_use"
     assert [block["input"] for block in found["content"]] == [{"city": "Rome"}, {"city": "Par"}]
@@ -133,33 +127,32 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
         "model": "nano", "max_tokens": 9, "tools": CHAT_TOOLS, "chat_template_kwargs": {"enable_thinking": True},
         "messages": [
             {"role": "system", "content": "One.\n\nTwo."},
-            {"role": "user", "content": "Go"},
+            user("Go"),
             {"role": "assistant", "content": "So.", "reasoning_content": "Hm", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "a", "content": "18C"},
         ],
     }  # fmt: skip
-    headers = {"content-type": "application/json"}
     body = raw % json.dumps(TOOLS)
     for content in (body, body.replace("1e2", "100")):
-        httpx.post(f"{edge.url}{PATH}", content=content, headers=headers).raise_for_status()
-    httpx.post(f"{edge.url}/v1/chat/completions", json=chat).raise_for_status()
+        edge.post(PATH, content).raise_for_status()
+    edge.post("/v1/chat/completions", chat).raise_for_status()
     same, other, wanted = [list(request.tokens) for request in edge.core.requests]
     assert same == wanted
     assert other != wanted
     assert "days:1e2" in edge.text.decode(wanted, skip_special_tokens=False)
-    count = httpx.post(f"{edge.url}{COUNT}", content=body.replace('"max_tokens":9,', ""), headers=headers)
+    count = edge.post(COUNT, body.replace('"max_tokens":9,', ""))
     assert count.json() == {"input_tokens": len(wanted)}
 
 
 def test_a_tool_loop(edge: Edge) -> None:
     """The content that came is sent back as it is, with results: the next prompt begins with all that was said."""
-    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
     thinking = {"thinking": {"type": "adaptive"}}
     first = post(edge, asked(**thinking)).json()
     calls = [block for block in first["content"] if block["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "18C"} for call in calls]
-    script(edge, "It is 18C.<turn|>")
-    messages = [*ASK, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": results}]
+    edge.script("It is 18C.<turn|>")
+    messages = [*ASK, {"role": "assistant", "content": first["content"]}, user(results)]
     second = post(edge, asked(messages=messages, **thinking)).json()
     assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "It is 18C."}], "end_turn")
     before, after = (list(request.tokens) for request in edge.core.requests)
@@ -169,10 +162,10 @@ def test_a_tool_loop(edge: Edge) -> None:
     assert "<|turn>user" not in text, "results have no turn of the user's"
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) -> None:
     """tool_choice auto with disable_parallel_tool_use ends with the first call."""
-    script(edge, f"{PARIS}{ROME}<|tool_response>")
+    edge.script(f"{PARIS}{ROME}<|tool_response>")
     body = asked(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     found = sum_message(streamed(edge, body)) if stream else post(edge, body).json()
     assert [block["input"] for block in found["content"]] == [{"city": "Paris", "days": 3}]
@@ -181,49 +174,50 @@ def test_one_call_where_parallel_use_is_disabled(edge: Edge, *, stream: bool) ->
 
 def test_a_named_tool_is_a_tool_use(edge: Edge) -> None:
     """A message that had to call one tool waits for its result, as any that calls: stop_reason is tool_use."""
-    script(edge, f"{PARIS}<|tool_response>")
+    edge.script(f"{PARIS}<|tool_response>")
     found = post(edge, asked(tool_choice={"type": "tool", "name": "get_weather"})).json()
     assert ([block["type"] for block in found["content"]], found["stop_reason"]) == (["tool_use"], "tool_use")
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-BAD: list[tuple[dict[str, Any], str]] = [
-    (asked(model=None), "model"),
-    (asked(max_tokens=None), "max_tokens"),
-    (asked(max_tokens=0), "max_tokens"),
-    (asked(messages=[]), "messages"),
-    (asked(messages="x"), "messages"),
-    (asked(messages=[{"role": "tool", "content": "x"}]), "messages[0].role"),
-    (asked(messages=[{"role": "user", "content": [IMAGE]}]), "reads no images"),
-    (asked(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0]"),
-    (asked(messages=[{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]), "messages[0].content[0]"),
-    (asked(messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]),
-     "reads no images"),
-    (asked(messages=[*ASK, {"role": "assistant", "content": "It"}]), "messages"),
-    (asked(messages=[{"role": "user", "content": "word " * 400}]), "tokens"),
-    (asked(system=[IMAGE]), "system"),
-    (asked(system=5), "system"),
-    (asked(temperature=1.5), "temperature"),
-    (asked(stop_sequences=["a"] * 17), "stop_sequences"),
-    (asked(stop_sequences=[""]), "stop_sequences"),
-    (asked(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "tools[0].type"),
-    (asked(tools=[TOOLS[0], TOOLS[0]]), "tools[1]"),
-    (asked(tool_choice={"type": "maybe"}), "tool_choice"),
-    (asked(thinking={"type": "deeply"}), "thinking"),
-    (asked(mcp_servers=[{"name": "x"}]), "mcp_servers"),
-    (asked(container="x"), "container"),
-    (asked(output_config={"format": {"type": "xml", "schema": {}}}), "output_config"),
-]  # fmt: skip
+# What the error's message names -> values, each of which is refused, of the key that it begins with.
+BAD: dict[str, tuple[Any, ...]] = {
+    "model": (None,),
+    "max_tokens": (None, 0),
+    "messages": ([], "x", [*ASK, {"role": "assistant", "content": "It"}]),
+    "messages[0].role": ([{"role": "tool", "content": "x"}],),
+    "messages[0].content[0]": (
+        [user([{"type": "text"}])],
+        [user([{"type": "tool_result", "content": "x"}])],
+    ),
+    "system": ([IMAGE], 5),
+    "temperature": (1.5,),
+    "stop_sequences": (["a"] * 17, [""]),
+    "tools[0].type": ([{"type": "web_search_20250305", "name": "web_search"}],),
+    "tools[1]": ([TOOLS[0], TOOLS[0]],),
+    "tool_choice": ({"type": "maybe"},),
+    "thinking": ({"type": "deeply"},),
+    "mcp_servers": ([{"name": "x"}],),
+    "container": ("x",),
+    "output_config": ({"format": {"type": "xml", "schema": {}}},),
+}
+BAD_CONTENT: list[tuple[Any, str]] = [
+    ([IMAGE], "reads no images"),
+    ([{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}], "reads no images"),
+    ("word " * 400, "tokens"),
+]
+REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]
+REFUSED += [("messages", [user(content)], named) for content, named in BAD_CONTENT]
 
 
-@pytest.mark.parametrize(("body", "named"), BAD, ids=[f"{place}-{named}" for place, (_, named) in enumerate(BAD)])
-def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, body: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(("key", "value", "named"), REFUSED, ids=[f"{number}-{case[-1]}" for number, case in enumerate(REFUSED)])
+def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, key: str, value: Any, named: str) -> None:
     """400, invalid_request_error, the key in its message; the engine hears nothing."""
-    reply = post(edge, {key: value for key, value in body.items() if value is not None})
+    reply = post(edge, {key: value for key, value in asked(**{key: value}).items() if value is not None})
     assert reply.status_code == 400, reply.text
-    found = reply.json()
-    assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
-    assert named in found["error"]["message"]
+    refusal = reply.json()
+    assert (refusal["type"], refusal["error"]["type"]) == ("error", "invalid_request_error")
+    assert named in refusal["error"]["message"]
     assert not edge.core.requests
 
 
@@ -244,7 +238,8 @@ def test_other_errors_have_the_shape_too(edge: Edge, method: str, path: str, bod
 
 def test_a_stream_that_fails_ends_with_one_error_event(edge: Edge) -> None:
     """No message_stop comes after it, and no finish of another kind before it."""
-    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
+    edge.script("some words come")
+    edge.core.fail_after = 2
     events = streamed(edge, asked())
     kinds = [event["type"] for event in events]
     assert kinds[-1] == "error"
@@ -256,11 +251,11 @@ def test_a_stream_that_fails_ends_with_one_error_event(edge: Edge) -> None:
 def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
     """Its recorded bodies, to the end; a header in the disguise of a system block, new each time, is not rendered."""
     body = json.loads((RECORDED / f"{name}.json").read_text())
-    with edge.configured(max_len=1 << 16):
-        script(edge, f"{THOUGHT}Done.<turn|>")
-        found = sum_message(streamed(edge, body | {"model": "nano"}))
+    edge.configure(max_len=1 << 16)
+    edge.script(f"{THOUGHT}Done.<turn|>")
+    found = sum_message(streamed(edge, body | {"model": "nano"}))
     assert [block["type"] for block in found["content"]] == ["thinking", "text"]
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert "You are Claude Code" in prompt
     assert "billing-header" not in prompt
     assert "declaration:Bash" in prompt

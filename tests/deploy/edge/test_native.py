@@ -1,24 +1,23 @@
 """What vLLM and SGLang speak beside OpenAI's API: /tokenize, /detokenize, /generate; and what a path says that nobody serves."""
 
-import json
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.api_client import client, error_of, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
 
 GENERATE = "/generate"
-MESSAGES = [{"role": "user", "content": "Hello größer"}]
+MESSAGES = [user("Hello größer")]
 TOOL = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}}
 
 
 def post(edge: Edge, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+    return edge.post(path, body)
 
 
 def test_a_text_and_its_tokens(edge: Edge) -> None:
@@ -45,10 +44,11 @@ def test_a_conversation_has_the_tokens_of_its_chat(edge: Edge, extra: dict[str, 
     assert without["count"] < found["count"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
     """Its request, word for word: every event has all of the text so far, and the counts that it reads."""
-    edge.core.steps, edge.core.cached = token_steps(edge, "one two three four"), 2
+    edge.script("one two three four")
+    edge.core.cached = 2
     body = {
         "input_ids": [5, 6, 7],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True},
@@ -59,9 +59,7 @@ def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
     }
     text = edge.text.decode([token for [token] in edge.core.steps[:3]])
     if stream:
-        data = events(edge, GENERATE, body)
-        assert data[-1] == "[DONE]"
-        chunks = [json.loads(line) for line in data[:-1]]
+        chunks = events(edge, GENERATE, body)
         assert [text.startswith(chunk["text"]) for chunk in chunks] == [True] * len(chunks)
         counts = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(set(counts))
@@ -80,7 +78,7 @@ def test_what_sglangs_benchmark_sends(edge: Edge, *, stream: bool) -> None:
 
 def test_a_stop_string_is_what_matched(edge: Edge) -> None:
     """finish_reason names it; rid is the answer's id; a text is a prompt as a completion has it."""
-    edge.core.steps = [*token_steps(edge, "all STOP here"), [106]]
+    edge.script("all STOP here<turn|>")
     found = post(edge, GENERATE, text="a house", rid="mine", sampling_params={"stop": ["STOP"], "sampling_seed": 7}).json()
     assert (found["text"], found["meta_info"]["id"]) == ("all ", "mine")
     assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "STOP"}
@@ -91,43 +89,50 @@ def test_a_stop_string_is_what_matched(edge: Edge) -> None:
 
 def test_a_stream_of_generate_that_fails_has_one_error(edge: Edge) -> None:
     """And no [DONE]."""
-    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
-    data = [json.loads(line) for line in events(edge, GENERATE, {"text": "x"})]
+    edge.script("some words come")
+    edge.core.fail_after = 2
+    data = events(edge, GENERATE, {"text": "x"})
     assert ["error" in each for each in data].count(True) == 1
     assert data[-1]["error"]["code"] == "generation_failed"
 
 
-BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
-    ("/tokenize", {}, 400, "prompt"),
-    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "prompt"),
-    ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
-    ("/tokenize", {"messages": []}, 400, "messages"),
-    ("/tokenize", {"messages": MESSAGES, "model": "other"}, 404, "model"),
-    ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "continue_final_message"),
-    ("/tokenize", {"prompt": "a" * 1_000_000}, 400, "prompt"),
-    ("/detokenize", {}, 400, "tokens"),
-    ("/detokenize", {"tokens": [1024]}, 400, "tokens"),
-    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
-    ("/detokenize", {"tokens": [5], "model": "other"}, 404, "model"),
-    (GENERATE, {}, 400, "text"),
-    (GENERATE, {"text": "x", "input_ids": [5]}, 400, "text"),
-    (GENERATE, {"text": ["a", "b"]}, 400, "text"),
-    (GENERATE, {"input_ids": [[5], [6]]}, 400, "input_ids"),
-    (GENERATE, {"text": "x", "return_logprob": True}, 400, "return_logprob"),
-    (GENERATE, {"text": "x", "token_ids_logprob": [5]}, 400, "token_ids_logprob"),
-    (GENERATE, {"text": "x", "lora_path": "a"}, 400, "lora_path"),
-    (GENERATE, {"text": "x", "sampling_params": {"n": 2}}, 400, "sampling_params"),
-    (GENERATE, {"text": "x", "sampling_params": {"max_new_tokens": 0}}, 400, "max_new_tokens"),
-    (GENERATE, {"text": "x", "sampling_params": [{}]}, 400, "sampling_params"),
-    (GENERATE, {"text": "x", "sampling_params": {"stop_regex": "a+"}}, 400, "stop_regex"),
-]
+BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "/tokenize": [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ({"prompt": "x", "model": "other"}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": MESSAGES, "model": "other"}, "model"),
+        ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "a" * 1_000_000}, "prompt"),
+    ],
+    "/detokenize": [
+        ({}, "tokens"),
+        ({"tokens": [1024]}, "tokens"),
+        ({"tokens": [-1]}, "tokens"),
+        ({"tokens": [5], "model": "other"}, "model"),
+    ],
+    GENERATE: [
+        ({}, "text"),
+        ({"text": "x", "input_ids": [5]}, "text"),
+        ({"text": ["a", "b"]}, "text"),
+        ({"input_ids": [[5], [6]]}, "input_ids"),
+        ({"text": "x", "return_logprob": True}, "return_logprob"),
+        ({"text": "x", "token_ids_logprob": [5]}, "token_ids_logprob"),
+        ({"text": "x", "lora_path": "a"}, "lora_path"),
+        ({"text": "x", "sampling_params": {"n": 2}}, "sampling_params"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"text": "x", "sampling_params": [{}]}, "sampling_params"),
+        ({"text": "x", "sampling_params": {"stop_regex": "a+"}}, "stop_regex"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param"), BAD, ids=[f"{place}{path}" for place, (path, *_) in enumerate(BAD)])
-def test_a_bad_body_is_refused_by_its_own_name(edge: Edge, path: str, body: dict[str, Any], status: int, param: str) -> None:
-    """In OpenAI's shape; the engine hears nothing."""
+@pytest.mark.parametrize(("path", "body", "param"), [(path, *case) for path, cases in BAD.items() for case in cases])
+def test_a_bad_body_is_refused_by_its_own_name(edge: Edge, path: str, body: dict[str, Any], param: str) -> None:
+    """In OpenAI's shape, 404 for another model; the engine hears nothing."""
     reply = post(edge, path, **body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+    assert error_of(reply, 404 if param == "model" else 400)["param"] == param
     assert not edge.core.requests
 
 

@@ -17,7 +17,6 @@ from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import Choice, Delta
 from tests.conftest import Nano
-from tests.support.edge.api_client import token_steps
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -79,7 +78,7 @@ def edge(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edge]:
 
 def test_a_new_api_is_served(edge: Edge) -> None:
     """Its answer, its errors in its own shape by its own keys, its place in the document; the engine has what it asked for."""
-    edge.core.steps = token_steps(edge, "one two")
+    edge.script("one two")
     url = f"{edge.url}/haiku"
     found = httpx.post(url, json={"about": "Rain", "words": 3}).json()
     assert found == {"haiku": edge.text.decode([token for [token] in edge.core.steps[:3]]), "by": "nano", "words": 3}
@@ -90,4 +89,4 @@ def test_a_new_api_is_served(edge: Edge) -> None:
     for body, key in wrong:
         reply = httpx.post(url, json=body)
         assert (reply.status_code, reply.json()["where"]) == (400, key)
-    assert "/haiku" in httpx.get(f"{edge.url}/openapi.json").json()["paths"]
+    assert "/haiku" in edge.get("/openapi.json").json()["paths"]

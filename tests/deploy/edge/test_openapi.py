@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -46,7 +45,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def document(shared_edge: Edge) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{shared_edge.url}/openapi.json").json()
+    found: dict[str, Any] = shared_edge.get("/openapi.json").json()
     return found
 
 

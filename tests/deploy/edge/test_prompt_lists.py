@@ -1,15 +1,13 @@
 """Several prompts in one text completion, what ended a choice, and the fingerprint of the system."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.edge.response_format import ServedModel
 from deploy.models.fingerprint import fingerprint
-from tests.support.edge.api_client import client, events, token_steps
+from tests.support.edge.api_client import chat_body, client, events, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -18,7 +16,7 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def asked(edge: Edge, **extra: Any) -> dict[str, Any]:
-    reply = httpx.post(f"{edge.url}{TEXT}", json={"model": "nano"} | extra)
+    reply = edge.post(TEXT, {"model": "nano"} | extra)
     assert reply.status_code == 200, reply.text
     found: dict[str, Any] = reply.json()
     return found
@@ -45,17 +43,16 @@ def test_choices_come_in_the_order_of_their_prompts(edge: Edge, prompts: list[An
 
 def test_a_stream_of_several_prompts(edge: Edge) -> None:
     """Every choice under its index, each with one end, then [DONE]: what the whole answer says."""
-    edge.core.steps = [*token_steps(edge, "one two"), [106]]
+    edge.script("one two<turn|>")
     body = {"model": "nano", "prompt": ["a", "b", "c"], "max_tokens": 100}
-    data = events(edge, TEXT, body)
-    chunks = [json.loads(line)["choices"][0] for line in data[:-1]]
+    chunks = [chunk["choices"][0] for chunk in events(edge, TEXT, body)]
     texts = {index: "".join(chunk["text"] for chunk in chunks if chunk["index"] == index) for index in range(3)}
     whole = {choice["index"]: choice["text"] for choice in asked(edge, **body)["choices"]}
     assert texts == whole == dict.fromkeys(range(3), "one two")
     assert [chunk["finish_reason"] for chunk in chunks].count("stop") == 3
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@whole_and_streamed
 def test_what_ended_a_choice(edge: Edge, *, stream: bool) -> None:
     """The stop string or the id that was asked for; null for the model's own end and for a cut."""
     word = edge.text.encode("house", add_bos=False)[0]
@@ -63,12 +60,13 @@ def test_what_ended_a_choice(edge: Edge, *, stream: bool) -> None:
         ({"stop": ["nowhere", "STOP"]}, "STOP"), ({"stop_token_ids": [word]}, word), ({}, None), ({"max_tokens": 2}, None),
     ]  # fmt: skip
     for extra, wanted in cases:
-        edge.core.steps = [*token_steps(edge, "all STOP "), [word] if "stop_token_ids" in extra else [106]]
-        body = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50} | extra
+        edge.script("all STOP ")
+        edge.core.steps.append([word] if "stop_token_ids" in extra else [106])
+        body = chat_body(max_tokens=50) | extra
         if stream:
-            last = json.loads(events(edge, CHAT, body)[-2])["choices"][0]
+            last = events(edge, CHAT, body)[-1]["choices"][0]
         else:
-            last = httpx.post(f"{edge.url}{CHAT}", json=body).json()["choices"][0]
+            last = edge.post(CHAT, body).json()["choices"][0]
         assert last["stop_reason"] == wanted, extra
         assert last["finish_reason"] == ("length" if "max_tokens" in extra else "stop")
 

@@ -9,7 +9,7 @@ import pytest
 from deploy.edge.openai.forms import TextFormat
 from deploy.edge.response_format import ServedModel
 from engine.front.generation import Delta
-from tests.support.edge.api_client import events, token_steps
+from tests.support.edge.api_client import error_of, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
@@ -19,7 +19,7 @@ PROMPTS = ["One two three.", "Ein Haus"]
 
 
 def post(edge: Edge, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json={"model": "nano"} | body, timeout=10)
+    return edge.post(path, {"model": "nano"} | body)
 
 
 def answer(edge: Edge, path: str, **body: Any) -> dict[str, Any]:
@@ -44,15 +44,15 @@ def check_echoed(edge: Edge, prompt: str, choice: dict[str, Any], generated: str
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
-@pytest.mark.parametrize("stream", [False, True])
+@whole_and_streamed
 def test_an_echo_with_logprobs(edge: Edge, *, stream: bool, kind: str) -> None:
     """Of several prompts with two choices each, texts or ids, each choice begins with its own prompt, whole or streamed."""
-    edge.core.steps = token_steps(edge, "one two")
+    edge.script("one two")
     prompts = PROMPTS if kind == "text" else [edge.text.encode(prompt, add_bos=True) for prompt in PROMPTS]
     body = {"model": "nano", "prompt": prompts, "n": 2, "echo": True, "logprobs": 2, "max_tokens": 50}
     choices: list[dict[str, Any]] = [{"text": "", "logprobs": {}} for _ in range(4)]
     if stream:
-        for chunk in (json.loads(line)["choices"][0] for line in events(edge, TEXT, body)[:-1]):
+        for chunk in (chunk["choices"][0] for chunk in events(edge, TEXT, body)):
             made = choices[chunk["index"]]
             made["text"] += chunk["text"]
             for name, entries in (chunk["logprobs"] or {}).items():
@@ -67,7 +67,7 @@ def test_an_echo_with_logprobs(edge: Edge, *, stream: bool, kind: str) -> None:
 
 def test_an_echo_of_the_wrong_prompt_is_noticed(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: logprobs that stand one token on."""
-    edge.core.steps = token_steps(edge, "one")
+    edge.script("one")
     honest = TextFormat._reported
 
     def shifted(self: TextFormat, delta: Delta) -> Any:
@@ -96,7 +96,7 @@ def test_an_echo_alone(edge: Edge, logprobs: int | None) -> None:
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_prompt_logprobs_in_vllms_form(edge: Edge, path: str) -> None:
     """A list, null first: by token id logprob, rank and text, the prompt's own token first; of a chat beside the choices."""
-    said = {"prompt": PROMPTS[0]} if path == TEXT else {"messages": [{"role": "user", "content": PROMPTS[0]}]}
+    said = {"prompt": PROMPTS[0]} if path == TEXT else {"messages": [user(PROMPTS[0])]}
     found = answer(edge, path, **said, n=2, prompt_logprobs=2)
     prompt = edge.core.requests[0].tokens
     asked = [request.params.prompt_logprobs for request in edge.core.requests]
@@ -119,8 +119,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
     (TEXT, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
     (TEXT, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    (CHAT, {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 21}, "prompt_logprobs"),
-    (CHAT, {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (CHAT, {"messages": [user("a")], "prompt_logprobs": 21}, "prompt_logprobs"),
+    (CHAT, {"messages": [user("a")], "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
 ]
 
 
@@ -128,7 +128,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_refused(edge: Edge, path: str, body: dict[str, Any], param: str) -> None:
     """A 400 that names the key."""
     reply = post(edge, path, **body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert error_of(reply, 400)["param"] == param
 
 
 def test_more_logprobs_than_an_answer_may_have(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,5 +137,4 @@ def test_more_logprobs_than_an_answer_may_have(edge: Edge, monkeypatch: pytest.M
     monkeypatch.setattr("deploy.edge.job_builder.MAX_PROMPT_LOGPROBS", 600)
     answer(edge, TEXT, prompt=prompt, prompt_logprobs=2, n=2)
     reply = post(edge, TEXT, prompt=prompt, prompt_logprobs=3, n=2)
-    assert reply.status_code == 400
-    assert "800 logprobs of prompt tokens, alternatives counted, exceed the limit of 600" in reply.json()["error"]["message"]
+    assert "800 logprobs of prompt tokens, alternatives counted, exceed the limit of 600" in error_of(reply, 400)["message"]

@@ -1,6 +1,5 @@
 """Images as transformers' Gemma 4 processor makes them: sizes, counts, values, positions of a prompt's ids."""
 
-import io
 import zlib
 from typing import Any
 
@@ -12,6 +11,7 @@ from PIL import Image
 from deploy.edge.media import rasters
 from deploy.edge.media.tasks import BUDGETS, DecodeTask, Prepared
 from engine.errors import InvalidRequest
+from tests.support.media_files import saved
 
 pytestmark = pytest.mark.cpu
 
@@ -26,12 +26,6 @@ def picture(height: int, width: int) -> np.ndarray[Any, Any]:
 
 def png(raster: np.ndarray[Any, Any]) -> bytes:
     return saved(Image.fromarray(raster), "PNG", compress_level=0)
-
-
-def saved(image: Image.Image, form: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **options)
-    return stream.getvalue()
 
 
 def prepare(data: bytes, budget: int | None = None, **more: Any) -> Prepared:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from deploy import serve_guard
 from deploy.edge import recovery
 from deploy.edge.recovery import Recovery
+from tests.support.edge.http_edge import asgi_server
 
 pytestmark = pytest.mark.pure
 
@@ -42,18 +42,11 @@ class WaitingProxy:
 
 @contextmanager
 def served(proxy: WaitingProxy, routes: dict[str, bool]) -> Iterator[str]:
-    config = uvicorn.Config(Recovery(proxy, lambda: routes), port=0, lifespan="off", log_level="critical")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        proxy.come.set()
-        server.should_exit = True
-        thread.join(20)
+    with asgi_server(Recovery(proxy, lambda: routes)) as port:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            proxy.come.set()
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,10 @@
 """Forms of replies over HTTP: every spelling reaches the engine as a grammar of its own, and what cannot be kept is a 400."""
 
-import dataclasses
 import json
 import random
 import re
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 from msgspec.structs import replace
@@ -15,7 +13,7 @@ from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS
 from engine.matcher import Matcher, Vocabulary
 from engine.protocol import Grammar, ThoughtBudget
-from tests.support.edge.api_client import token_steps
+from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge
 from tests.support.engine.schemas import members
 
@@ -29,14 +27,11 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters"
 NAMED = {"type": "function", "function": {"name": "run-it"}}
 
 
-def chat(**more: Any) -> dict[str, Any]:
-    return {"model": "nano", "messages": [{"role": "user", "content": "Hello"}]} | more
-
-
-def asked(edge: Edge, body: dict[str, Any], path: str = CHAT) -> Grammar | None:
+def asked(edge: Edge, body: dict[str, Any], path: str = CHAT, **settings: Any) -> Grammar | None:
     """The grammar that the engine was sent with a request that is let in."""
     edge.reset()
-    reply = httpx.post(f"{edge.url}{path}", json=body, timeout=10)
+    edge.configure(**settings)
+    reply = edge.post(path, body)
     assert reply.status_code == 200, reply.text
     return edge.core.requests[-1].params.grammar
 
@@ -45,7 +40,7 @@ def writes(edge: Edge, rules: Grammar | None, text: str) -> bool:
     """Whether a reply that says `text`, whole, is within the grammar."""
     assert rules is not None
     matcher = edge.service.jobs.grammars._vocabulary.result(20).matcher(rules.text)
-    return accepts(matcher, [token for [token] in token_steps(edge, text)])
+    return accepts(matcher, edge.text.encode(text, add_bos=False))
 
 
 def accepts(matcher: Matcher, tokens: list[int]) -> bool:
@@ -83,7 +78,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("keys", "good", "bad"), FORMS, ids=[json.dumps(keys)[:40] for keys, _, _ in FORMS])
 def test_every_spelling_is_kept(edge: Edge, keys: dict[str, Any], good: str, bad: str) -> None:
     """In chats and in completions: what fits the form may be written and what does not may not."""
-    for found in (asked(edge, chat(**keys)), asked(edge, {"model": "nano", "prompt": "x", **keys}, TEXT)):
+    for found in (asked(edge, chat_body(**keys)), asked(edge, {"model": "nano", "prompt": "x", **keys}, TEXT)):
         assert writes(edge, found, good)
         assert not writes(edge, found, bad)
 
@@ -94,7 +89,7 @@ THOUGHT = "<|channel>thought\nwell<channel|>"
 def test_a_thought_comes_first_where_thinking_is_on(edge: Edge) -> None:
     """On: a thought, then the form; off: the form at once. Text before the thought, and none at all, break the form."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
-    on, off = (asked(edge, chat(**form, chat_template_kwargs={"enable_thinking": each})) for each in (True, False))
+    on, off = (asked(edge, chat_body(**form, chat_template_kwargs={"enable_thinking": each})) for each in (True, False))
     said = [f'{THOUGHT}{{"a":1}}', '{"a":1}', f'so{THOUGHT}{{"a":1}}']
     assert [writes(edge, on, each) for each in said] == [True, False, False]
     assert [writes(edge, off, each) for each in said] == [False, True, False]
@@ -110,19 +105,19 @@ def test_a_thought_has_a_budget(edge: Edge) -> None:
     on = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 8}
     messages = {"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 8}}
     cases = [
-        (CHAT, chat(**on), budget),
-        (CHAT, chat(**on, regex="x"), budget),
-        (CHAT, chat(**on, tools=TOOLS), replace(budget, begin_call=markers.begin_call)),
-        (CHAT, chat(thinking_token_budget=0), replace(budget, tokens=0)),
-        (CHAT, chat(**on, n=3, stop=["x"], min_tokens=2), budget),
-        ("/v1/messages", chat(**messages), budget),
-        (CHAT, chat(), None),
+        (CHAT, chat_body(**on), budget),
+        (CHAT, chat_body(**on, regex="x"), budget),
+        (CHAT, chat_body(**on, tools=TOOLS), replace(budget, begin_call=markers.begin_call)),
+        (CHAT, chat_body(thinking_token_budget=0), replace(budget, tokens=0)),
+        (CHAT, chat_body(**on, n=3, stop=["x"], min_tokens=2), budget),
+        ("/v1/messages", chat_body(**messages), budget),
+        (CHAT, chat_body(), None),
     ]
     for path, body, wanted in cases:
         asked(edge, body, path)
         assert [request.params.thought for request in edge.core.requests] == [wanted] * body.get("n", 1)
-    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(thinking_token_budget=-1), timeout=10)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "thinking_token_budget")
+    reply = edge.post(CHAT, chat_body(thinking_token_budget=-1))
+    assert error_of(reply, 400)["param"] == "thinking_token_budget"
 
 
 def call(name: str, arguments: str = "{a:1}") -> str:
@@ -145,14 +140,14 @@ CHOICES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 @pytest.mark.parametrize(("keys", "good", "bad"), CHOICES)
 def test_tool_choice_is_kept(edge: Edge, keys: dict[str, Any], good: list[str], bad: list[str]) -> None:
     """required, named, allowed_tools, one call or several, and calls beside a form."""
-    found = asked(edge, chat(tools=TOOLS, **keys))
+    found = asked(edge, chat_body(tools=TOOLS, **keys))
     assert found is not None
     assert found.trigger is None
     assert [text for text in good if not writes(edge, found, text)] == []
     assert [text for text in bad if writes(edge, found, text)] == []
 
 
-def test_calls_that_the_model_begins_are_kept(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_the_model_begins_are_kept(edge: Edge) -> None:
     """auto: the grammar begins behind the marker; tool_grammar says how much it keeps, a tool's strict more. Without tools, and
     where the choice is none, there is no grammar."""
     markers = Markers.of(edge.text)
@@ -163,15 +158,14 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge, monkeypatch: pytest.Mo
     loose = [{"type": "function", "function": {"name": "run-it", "parameters": free}}, TOOLS[0]]
     found: dict[tuple[str, int], Any] = {}
     for setting in ("strict", "names", "off"):
-        monkeypatch.setattr(edge.service.jobs, "settings", dataclasses.replace(edge.service.settings, tool_grammar=setting))
         for at, tools in enumerate((TOOLS, strict, loose)):
-            rules = asked(edge, chat(tools=tools))
+            rules = asked(edge, chat_body(tools=tools), tool_grammar=setting)
             assert rules is None or rules.trigger == markers.begin_call
             found[setting, at] = rules and [writes(edge, rules, text) for text in behind]
     assert found["strict", 0] == found["strict", 1] == found["names", 1] == found["off", 1] == [True, False, False]
     assert found["strict", 2] == found["names", 0] == found["names", 2] == [True, True, False]
     assert found["off", 0] is found["off", 2] is None
-    assert asked(edge, chat()) is asked(edge, chat(tools=TOOLS, tool_choice="none")) is None
+    assert asked(edge, chat_body()) is asked(edge, chat_body(tools=TOOLS, tool_choice="none")) is None
 
 
 def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,62 +174,68 @@ def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
     tools: list[Any] = [{"type": "function", "function": {"name": "run-it", "parameters": other}}]
     monkeypatch.setattr(Vocabulary, "complaint", lambda self, rules: "too slow" if "late" in rules else None)
     behind = call("run-it", "{b:2}").removeprefix("<|tool_call>")
-    assert writes(edge, asked(edge, chat(tools=tools)), behind)
-    assert writes(edge, asked(edge, chat(tools=tools, tool_choice="required")), call("run-it", "{b:2}"))
+    assert writes(edge, asked(edge, chat_body(tools=tools)), behind)
+    assert writes(edge, asked(edge, chat_body(tools=tools, tool_choice="required")), call("run-it", "{b:2}"))
     tools[0]["function"] |= {"strict": True}
-    for refused in (chat(tools=tools), chat(tools=tools[:0], **form(**other))):
-        reply = httpx.post(f"{edge.url}{CHAT}", json=refused, timeout=10)
+    for refused in (chat_body(tools=tools), chat_body(tools=tools[:0], response_format=form(**other))):
+        reply = edge.post(CHAT, refused)
         assert reply.status_code == 400
         assert "too slow" in reply.text
 
 
 def form(**schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    """A response_format."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 def test_formats_that_nobody_knows_say_nothing(edge: Edge) -> None:
     """As JSON Schema has it: pydantic's "password" and zod's "cuid" leave a string free. Planted: known formats are kept, and a
     constant that looks like a format, too."""
     for name in ("password", "binary", "cuid"):
-        found = asked(edge, chat(**form(type="object", properties={"format": {"type": "string", "format": name}})))
+        schema = form(type="object", properties={"format": {"type": "string", "format": name}})
+        found = asked(edge, chat_body(response_format=schema))
         assert writes(edge, found, '{"format":"so"}')
         assert not writes(edge, found, '{"format":5}')
     for name in FORMATS:
-        assert not writes(edge, asked(edge, chat(**form(type="string", format=name))), '"so !"')
-    assert not writes(edge, asked(edge, chat(**form(const={"format": "cuid"}))), "{}")
+        assert not writes(edge, asked(edge, chat_body(response_format=form(type="string", format=name))), '"so !"')
+    assert not writes(edge, asked(edge, chat_body(response_format=form(const={"format": "cuid"}))), "{}")
 
 
+# A key, a value of it that cannot be kept, and what is said of it.
+WRONG_VALUES: list[tuple[str, Any, str]] = [
+    ("response_format", form(type="object", properties={"a": {"not": {}}}), r'Unimplemented keys: \["not"\]'),
+    ("response_format", form(type="array", uniqueItems=True), "uniqueItems"),
+    ("response_format", form(description="x" * 70_000), "more than 66560 bytes"),
+    ("response_format", {"type": "json_schema"}, "schema: is required"),
+    ("response_format", {"type": "yaml"}, "'yaml' is not one of"),
+    ("response_format", {"type": "structural_tag", "format": {}}, "only structures with triggers"),
+    ("response_format", "json", "object"),
+    ("guided_json", "{", "no JSON"),
+    ("guided_json", 5, "JSON Schema"),
+    ("guided_regex", "a(", "regex"),
+    ("guided_regex", "", "empty"),
+    ("guided_choice", [], "1 to"),
+    ("ebnf", "root ::= (", "Expected"),
+    ("ebnf", "root ::= " + "(" * 5000, "nested"),
+    ("structured_outputs", {"json": SCHEMA, "regex": "a"}, "only one of json, regex"),
+    ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
+    ("structured_outputs", {"jason": {}}, "must have one of"),
+    ("structural_tag", {**TAG, "triggers": ["<g"]}, "none of the triggers"),
+    ("tool_choice", "required", "needs tools"),
+    (
+        "tools",
+        [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}],
+        "'not'",
+    ),
+]
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    (form(type="object", properties={"a": {"not": {}}}), "response_format", r'Unimplemented keys: \["not"\]'),
-    (form(type="array", uniqueItems=True), "response_format", "uniqueItems"),
-    (form(description="x" * 70_000), "response_format", "more than 66560 bytes"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "schema: is required"),
-    ({"response_format": {"type": "yaml"}}, "response_format", "'yaml' is not one of"),
-    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "only structures with triggers"),
-    ({"response_format": "json"}, "response_format", "object"),
-    ({"guided_json": "{"}, "guided_json", "no JSON"),
-    ({"guided_json": 5}, "guided_json", "JSON Schema"),
-    ({"guided_regex": "a("}, "guided_regex", "regex"),
-    ({"guided_regex": ""}, "guided_regex", "empty"),
-    ({"guided_choice": []}, "guided_choice", "1 to"),
-    ({"ebnf": "root ::= ("}, "ebnf", "Expected"),
-    ({"ebnf": "root ::= " + "(" * 5000}, "ebnf", "nested"),
-    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "only one of json, regex"),
-    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
-    ({"structured_outputs": {"jason": {}}}, "structured_outputs", "must have one of"),
+    *(({key: value}, key, says) for key, value, says in WRONG_VALUES),
     ({"regex": "a", "guided_regex": "a"}, "guided_regex", "only one of them"),
-    ({"structural_tag": {**TAG, "triggers": ["<g"]}}, "structural_tag", "none of the triggers"),
     ({"regex": "a", "min_tokens": 3}, "min_tokens", "not with regex"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos", "not with regex"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "requires a call"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none'"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f' is not declared"),
-    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}]},
-        "tools",
-        "'not'",
-    ),
 ]
 
 
@@ -243,9 +243,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 def test_what_cannot_be_kept_is_refused(edge: Edge, keys: dict[str, Any], param: str, says: str) -> None:
     """A 400 that names the key and what is wrong; nothing reaches the engine."""
     edge.reset()
-    reply = httpx.post(f"{edge.url}{CHAT}", json=chat(**keys), timeout=10)
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
+    reply = edge.post(CHAT, chat_body(**keys))
+    error = error_of(reply, 400)
     assert error["param"] == param
     assert re.search(says, error["message"]), error
     assert len(error["message"]) < 600
@@ -255,13 +254,13 @@ def test_what_cannot_be_kept_is_refused(edge: Edge, keys: dict[str, Any], param:
 def test_forms_that_ask_for_nothing(edge: Edge) -> None:
     """text, false, null and an empty structured_outputs are no form."""
     for keys in ({"type": "text"}, None):
-        assert asked(edge, chat(response_format=keys)) is None
-    assert asked(edge, chat(guided_json_object=False, structured_outputs={}, guided_json=None)) is None
+        assert asked(edge, chat_body(response_format=keys)) is None
+    assert asked(edge, chat_body(guided_json_object=False, structured_outputs={}, guided_json=None)) is None
 
 
 def test_random_schemas_are_let_in(edge: Edge) -> None:
     """An empty object may be written where jsonschema finds it valid."""
     for seed in range(4):
         schema = members(random.Random(seed), 2)
-        found = asked(edge, chat(**form(**schema)))
+        found = asked(edge, chat_body(response_format=form(**schema)))
         assert writes(edge, found, "{}") == jsonschema.Draft202012Validator(schema).is_valid({})

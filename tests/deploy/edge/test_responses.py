@@ -1,7 +1,6 @@
 """OpenAI's Responses API: items and events as its own client types them, conversations that come whole, what agents send."""
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.edge.openai.response_request import encrypted_content_of
-from tests.support.edge.api_client import client, token_steps
+from tests.support.edge.api_client import client, error_of, user
 from tests.support.edge.http_edge import Edge
 from tests.support.edge.summed import sse, sum_response
 
@@ -34,18 +33,12 @@ def events_of_openai() -> TypeAdapter[Any]:
     return TypeAdapter(ResponseStreamEvent)
 
 
-def script(edge: Edge, reply: str, *, batch: int = 1) -> None:
-    """The core answers with this reply, `batch` tokens a step."""
-    ids = [token for [token] in token_steps(edge, reply)]
-    edge.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
-
-
 def asked(**more: Any) -> dict[str, Any]:
     return {"model": "nano", "input": "Weather in Paris and Rome?", "tools": [TOOL]} | more
 
 
 def post(edge: Edge, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{edge.url}{PATH}", json=body, timeout=10)
+    return edge.post(PATH, body)
 
 
 def streamed(edge: Edge, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,7 +60,7 @@ def as_known(response: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("batch", [1, 1000])
 def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
     """In the order of generation, whole and streamed alike, deltas and last event alike; with what they cost."""
-    script(edge, f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
+    edge.script(f"{THOUGHT}Let me see.{PARIS}{ROME}<|tool_response>", batch=batch)
     edge.core.cached = 32
     whole = post(edge, asked()).json()
     thought, message, *calls = whole["output"]
@@ -91,7 +84,7 @@ def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
 
 def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
     """Its final response is that of the whole answer."""
-    script(edge, f"{THOUGHT}Let me see.{PARIS}<|tool_response>")
+    edge.script(f"{THOUGHT}Let me see.{PARIS}<|tool_response>")
     with client(edge) as api:
         whole = api.responses.create(model="nano", input="x", tools=[TOOL])  # type: ignore[list-item]
         with api.responses.stream(model="nano", input="x", tools=[TOOL]) as stream:  # type: ignore[list-item]
@@ -104,7 +97,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
     """Instructions and developer's messages are one system message; thought, text and call are one reply: a chat's very tokens."""
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
-        {"role": "user", "content": "Go"},
+        user("Go"),
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]},
         {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'},
@@ -113,7 +106,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome","days":1e2}'}}
     messages = [
         {"role": "system", "content": "One.\n\nTwo."},
-        {"role": "user", "content": "Go"},
+        user("Go"),
         {"role": "assistant", "content": "So.", "reasoning_content": "Hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "18C"},
     ]
@@ -124,7 +117,7 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
         post(edge, body | {"input": given}).raise_for_status()
     function = {key: value for key, value in TOOL.items() if key != "type"}
     chat = {"model": "nano", "messages": messages, "tools": [{"type": "function", "function": function}], "reasoning_effort": "low"}
-    httpx.post(f"{edge.url}/v1/chat/completions", json=chat).raise_for_status()
+    edge.post("/v1/chat/completions", chat).raise_for_status()
     same, sealed_too, without, wanted = [list(request.tokens) for request in edge.core.requests]
     assert same == sealed_too == wanted
     assert without != wanted
@@ -132,8 +125,8 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
 
 def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     """The output is sent back as it came, with results: the next prompt begins with all that was said."""
-    script(edge, f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
-    question: list[Any] = [{"role": "user", "content": "Weather?"}]
+    edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
+    question: list[Any] = [user("Weather?")]
     settings: dict[str, Any] = {"model": "nano", "tools": [TOOL], "reasoning": {"effort": "high"}}
     with client(edge) as api:
         first = api.responses.create(input=question, include=["reasoning.encrypted_content"], **settings)
@@ -142,7 +135,7 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
         assert thought.encrypted_content == encrypted_content_of("Two calls.")
         calls = [item for item in first.output if item.type == "function_call"]
         results = [{"type": "function_call_output", "call_id": call.call_id, "output": "18C"} for call in calls]
-        script(edge, "It is 18C.<turn|>")
+        edge.script("It is 18C.<turn|>")
         second = api.responses.create(input=[*question, *first.output, *results], **settings)
     assert second.output_text == "It is 18C."
     before, after = (list(request.tokens) for request in edge.core.requests)
@@ -150,11 +143,11 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     assert after[: len(said)] == said
 
 
-def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_a_namespace(edge: Edge) -> None:
     """As agents declare what MCP servers have: the model calls them by both names, the call that comes names each, and so does its
     history, which is the very tokens that came; without its namespace it would be another function."""
-    script(edge, PARIS.replace("get_weather", "mcp__sky.get_weather") + ROME + "<|tool_response>")
-    monkeypatch.setattr(edge.service.jobs, "settings", replace(edge.service.settings, max_len=1024))
+    edge.script(PARIS.replace("get_weather", "mcp__sky.get_weather") + ROME + "<|tool_response>")
+    edge.configure(max_len=1024)
     namespace = {"type": "namespace", "name": "mcp__sky", "description": "d", "tools": [TOOL, {"type": "custom", "name": "c"}]}
     body = asked(tools=[namespace, TOOL], reasoning={"effort": "high"})
     whole, events = post(edge, body).json(), streamed(edge, body)
@@ -165,7 +158,7 @@ def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
     assert done == ["get_weather"] * 2
     assert [[each["name"] for each in tool.get("tools", [tool])] for tool in whole["tools"]] == [["get_weather"]] * 2
     results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "18C"} for call in whole["output"]]
-    question = {"role": "user", "content": body["input"]}
+    question = user(body["input"])
     bare = [{key: value for key, value in call.items() if key != "namespace"} for call in whole["output"]]
     for said in (whole["output"], bare):
         post(edge, body | {"input": [question, *said, *results]}).raise_for_status()
@@ -178,7 +171,7 @@ def test_functions_of_a_namespace(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("reply", ["some words that go on", PARIS], ids=["text", "call"])
 def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
     """max_output_tokens: the response says so, the item too, and a call's arguments are never done."""
-    script(edge, reply)
+    edge.script(reply)
     body = asked(max_output_tokens=len(edge.core.steps) - 3)
     whole, events = post(edge, body).json(), streamed(edge, body)
     last = events[-1]
@@ -194,7 +187,8 @@ def test_what_is_cut_is_incomplete(edge: Edge, reply: str) -> None:
 
 def test_a_stream_that_fails_ends_with_response_failed(edge: Edge) -> None:
     """What had come is in it, incomplete; before the first token an error is a plain reply."""
-    edge.core.steps, edge.core.fail_after = token_steps(edge, "some words come"), 2
+    edge.script("some words come")
+    edge.core.fail_after = 2
     events = streamed(edge, asked())
     failed = events[-1]["response"]
     assert [event["type"] for event in events].count("response.failed") == 1
@@ -202,44 +196,49 @@ def test_a_stream_that_fails_ends_with_response_failed(edge: Edge) -> None:
     assert [item["status"] for item in failed["output"]] == ["incomplete"]
     edge.core.fail_after = 0
     reply = post(edge, asked(stream=True))
-    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "generation_failed")
+    assert error_of(reply, 500)["code"] == "generation_failed"
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"input": None}, "input"),
-    ({"input": []}, "input"),
-    ({"input": 5}, "input"),
-    ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
-    ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input"),
-    ({"input": [{"type": "reasoning", "encrypted_content": "quartet:?"}]}, "input"),
-    ({"input": "word " * 400}, "input"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tools": [{"type": "namespace", "tools": [TOOL]}]}, "tools"),
-    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools"),
-    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m"}]}]}, "tools"),
-    ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, TOOL]}]}, "tools"),
-    ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-    ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-]
+# The key that the error names -> values of it, each of which is refused.
+BAD: dict[str, tuple[Any, ...]] = {
+    "input": (
+        None,
+        [],
+        5,
+        [{"role": "wizard", "content": "x"}],
+        [{"type": "item_reference", "id": "x"}],
+        [user([{"type": "input_image", "image_url": "x"}])],
+        [{"type": "function_call", "name": "f", "arguments": "{}"}],
+        [{"type": "function_call_output", "call_id": "a"}],
+        [{"type": "reasoning", "encrypted_content": "quartet:?"}],
+        "word " * 400,
+    ),
+    "previous_response_id": ("resp_1",),
+    "background": (True,),
+    "truncation": ("auto",),
+    "top_logprobs": (2,),
+    "include": (["message.output_text.logprobs"],),
+    "tools": (
+        [{"type": "mcp", "server_label": "x"}],
+        [{"type": "function"}],
+        [{"type": "namespace", "tools": [TOOL]}],
+        [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}],
+        [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m"}]}],
+        [{"type": "namespace", "name": "n", "tools": [TOOL, TOOL]}],
+    ),
+    "tool_choice": ({"type": "web_search"},),
+    "reasoning.effort": ({"effort": "hard"},),
+    "text.format": ({"format": {"type": "xml"}},),
+    "max_output_tokens": (0,),
+}
 
 
-@pytest.mark.parametrize(("extra", "param"), BAD, ids=[f"{place}-{param}" for place, (_, param) in enumerate(BAD)])
-def test_a_bad_body_is_refused_by_name(edge: Edge, extra: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("param", "value"), [(param, value) for param, values in BAD.items() for value in values])
+def test_a_bad_body_is_refused_by_name(edge: Edge, param: str, value: Any) -> None:
     """OpenAI's client raises BadRequestError with the name of the key in this API; the engine hears nothing."""
-    body = {key: value for key, value in asked(**extra).items() if value is not None}
-    reply = post(edge, body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+    body = asked(**{param.partition(".")[0]: value})
+    reply = post(edge, {key: value for key, value in body.items() if value is not None})
+    assert error_of(reply, 400)["param"] == param
     assert not edge.core.requests
 
 
@@ -248,14 +247,14 @@ def test_what_codex_sends_is_served(edge: Edge, name: str) -> None:
     """Its recorded bodies, to the end; tools that are no functions are not offered, and the answer says which were."""
     body = json.loads((RECORDED / f"{name}.json").read_text()) | {"model": "nano"}
     call = '<|tool_call>call:exec_command{cmd:<|"|>ls<|"|>}<tool_call|>'
-    with edge.configured(max_len=1 << 16):
-        script(edge, f"{THOUGHT}{call}<|tool_response>")
-        events = streamed(edge, body)
+    edge.configure(max_len=1 << 16)
+    edge.script(f"{THOUGHT}{call}<|tool_response>")
+    events = streamed(edge, body)
     response = events[-1]["response"]
     assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
     assert response["output"][0]["encrypted_content"] == encrypted_content_of("Two calls.")
     assert [tool["name"] for tool in response["tools"]] == ["exec_command", "write_stdin", "update_plan", "view_image"]
-    prompt = edge.text.decode(edge.core.requests[0].tokens, skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert prompt.count("<|turn>system") == 1
     assert "apply_patch" not in prompt
     assert ("I run the test." in prompt) == (name == "codex_tools")

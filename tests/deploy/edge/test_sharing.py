@@ -1,35 +1,32 @@
 """Who shares cached prefixes with whom, and who goes first: what of it comes over HTTP, and what reaches the core."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.routes import TURN_BITS
-from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import chat_body, error_of
+from tests.support.edge.http_edge import Edge, Edges
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
+    "/v1/chat/completions": chat_body(max_tokens=1),
     "/v1/completions": {"model": "nano", "prompt": "Hello", "max_tokens": 1},
 }
 
 
 @pytest.fixture(scope="module")
-def isolating(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b"), limits=LimitSettings(isolate_cache=True, min_priority=-5)) as edge:
-        yield edge
+def isolating(edges: Edges) -> Edge:
+    return edges(limits=LimitSettings(isolate_cache=True, min_priority=-5))
 
 
 def salt(edge: Edge, path: str, key: str | None = None, **body: Any) -> str:
     """What the core is given for a request of the client whose key is `key`."""
     edge.reset()
     headers = {"authorization": f"Bearer {key}"} if key is not None else {}
-    httpx.post(f"{edge.url}{path}", json=BODIES[path] | body, headers=headers).raise_for_status()
+    edge.post(path, BODIES[path] | body, headers=headers).raise_for_status()
     (request,) = edge.core.requests
     return request.salt
 
@@ -56,13 +53,13 @@ def test_priorities_reach_the_core(edge: Edge, isolating: Edge) -> None:
     """Lower numbers go first, 0 where none is given; more urgent than the setting allows is a 400 that names it."""
     path = "/v1/completions"
     for priority in (0, 7):
-        httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": priority}).raise_for_status()
-    httpx.post(f"{edge.url}{path}", json=BODIES[path]).raise_for_status()
+        edge.post(path, BODIES[path] | {"priority": priority}).raise_for_status()
+    edge.post(path, BODIES[path]).raise_for_status()
     assert [request.priority >> TURN_BITS for request in edge.core.requests] == [0, 7, 0]
-    refused = httpx.post(f"{edge.url}{path}", json=BODIES[path] | {"priority": -1})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    refused = edge.post(path, BODIES[path] | {"priority": -1})
+    assert error_of(refused, 400)["param"] == "priority"
     isolating.reset()
-    httpx.post(f"{isolating.url}{path}", json=BODIES[path] | {"priority": -5}).raise_for_status()
+    isolating.post(path, BODIES[path] | {"priority": -5}).raise_for_status()
     assert isolating.core.requests[0].priority >> TURN_BITS == -5
 
 
@@ -72,5 +69,5 @@ BAD: list[dict[str, Any]] = [{"cache_salt": ""}, {"cache_salt": "x" * 257}, {"ca
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_values_are_named(edge: Edge, bad: dict[str, Any]) -> None:
     """A salt is a short string, a priority an int32."""
-    reply = httpx.post(f"{edge.url}/v1/completions", json=BODIES["/v1/completions"] | bad)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(bad)))
+    reply = edge.post("/v1/completions", BODIES["/v1/completions"] | bad)
+    assert error_of(reply, 400)["param"] == next(iter(bad))

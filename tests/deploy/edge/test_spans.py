@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,8 +31,9 @@ from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.stream import Clock
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
+from tests.support.edge.api_client import chat_body, whole_and_streamed
 from tests.support.edge.collector import Collector, attributes
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.ready_engine import ReadyEngine, request
 from tests.support.edge.scripted_core import ScriptedCore
 from tests.support.repo_rules import ROOT
@@ -39,15 +41,14 @@ from tests.support.repo_rules import ROOT
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+BODY = chat_body(max_tokens=3)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
 EPSILON_S = 2e-6  # a span's two ends are rounded to nanoseconds, from floats of some 1e5 s
 
 
 @pytest.fixture(scope="module")
-def paced(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("31b")) as edge:
-        yield edge
+def paced(edges: Edges) -> Edge:
+    return edges()
 
 
 class Traced:
@@ -61,7 +62,7 @@ class Traced:
         return self.edge.core
 
     def post(self, body: dict[str, Any] = BODY, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.edge.url}{CHAT}", json=body, headers=headers, timeout=10)
+        return self.edge.post(CHAT, body, headers=headers)
 
     def spans(self) -> list[Span]:
         """All there are, delivered."""
@@ -74,16 +75,25 @@ def settings(endpoint: str, **values: Any) -> TracingSettings:
     return TracingSettings(endpoint=endpoint, **values)
 
 
+@contextmanager
+def tracing(edge: Edge, endpoint: str, **values: Any) -> Iterator[Tracer]:
+    """Spans of the edge's requests go to `endpoint`."""
+    edge.reset()
+    made = tracer(settings(endpoint, **values), {"service.instance.id": "r1"})
+    assert made is not None
+    edge.service.tracer = made
+    try:
+        yield made
+        edge.settle()
+    finally:
+        edge.service.tracer = None
+
+
 @pytest.fixture
 def traced(paced: Edge) -> Iterator[Traced]:
-    paced.reset()
-    with Collector() as collector:
-        made = tracer(settings(collector.endpoint), {"service.instance.id": "r1"})
-        assert made is not None
-        paced.service.tracer = made
+    with Collector() as collector, tracing(paced, collector.endpoint) as made:
         yield Traced(paced, collector, made)
         made.close(1)
-        paced.service.tracer = None
 
 
 def seconds(span: Span) -> float:
@@ -113,7 +123,7 @@ def complaints(spans: Sequence[Span], events: Sequence[Event]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_the_phases_are_the_engines_and_fill_the_request(traced: Traced, *, stream: bool) -> None:
     """queue, prefill and decode touch, lie within the server's span, and last as long as the engine's events say; so to 2 us."""
     traced.core.queue_s, traced.core.prefill_s, traced.core.delay_s = 0.03, 0.05, 0.02
@@ -240,8 +250,8 @@ def test_a_request_that_never_began_has_a_queue_and_nothing_else(traced: Traced)
 def test_a_refusal_is_a_span_and_our_failure_an_error(traced: Traced) -> None:
     """A 404 is the client's and leaves the status unset; NaN logits are ours; probes and lists have no spans."""
     traced.post(BODY | {"model": "other"})
-    httpx.get(f"{traced.edge.url}/health")
-    httpx.get(f"{traced.edge.url}/v1/models")
+    traced.edge.get("/health")
+    traced.edge.get("/v1/models")
     traced.core.fail_after = 1
     traced.post(BODY | {"stream": True})
     spans = traced.spans()
@@ -303,24 +313,16 @@ def said() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 @pytest.mark.alone
 def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[str]) -> None:
     """Nobody listens there: requests are served without it, and the log says so."""
-    paced.reset()
-    made = tracer(settings(f"http://127.0.0.1:{_closed_port()}/v1/traces", timeout_s=1.0), {})
-    assert made is not None
-    paced.service.tracer = made
-    began = time.monotonic()
-    for _ in range(20):
-        assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
-    assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
-    paced.settle()
-    paced.service.tracer = None
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with tracing(paced, f"http://127.0.0.1:{port}/v1/traces", timeout_s=1.0) as made:
+        began = time.monotonic()
+        for _ in range(20):
+            assert paced.post(CHAT, BODY).status_code == 200
+        assert time.monotonic() - began < 10, "waiting for the collector takes a second and more each time"
     made.close(3)
     assert any("Failed to export spans batch" in line for line in said), said
 
@@ -328,20 +330,15 @@ def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[
 @pytest.mark.alone
 def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edge, said: list[str]) -> None:
     """It takes the connection and never answers: a queue of 16 fills up, what does not fit is lost, and close keeps its time."""
-    paced.reset()
-    with Collector(hang=True) as collector:
-        made = tracer(settings(collector.endpoint, queue=16, timeout_s=30.0), {})
-        assert made is not None
-        paced.service.tracer = made
-        assert httpx.post(f"{paced.url}{CHAT}", json=BODY).status_code == 200
+    with Collector(hang=True) as collector, tracing(paced, collector.endpoint, queue=16, timeout_s=30.0) as made:
+        assert paced.post(CHAT, BODY).status_code == 200
         until(lambda: collector.requests == 1, "the export that hangs")
         for _ in range(4):
-            assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=10).status_code == 200
+            assert paced.post(CHAT, BODY).status_code == 200
         paced.settle()
         assert said == []
-        assert httpx.post(f"{paced.url}{CHAT}", json=BODY, timeout=10).status_code == 200
+        assert paced.post(CHAT, BODY).status_code == 200
         until(lambda: said != [], "the word about what does not fit")
-        paced.service.tracer = None
         began = time.monotonic()
         made.close(0.3)
         assert time.monotonic() - began < 5
@@ -351,15 +348,10 @@ def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edg
 @pytest.mark.parametrize("status", [400, 200])
 def test_a_collector_that_refuses_is_in_the_log(paced: Edge, said: list[str], status: int) -> None:
     """A 400 is not tried again; with the same requests a good collector gets all spans, and nothing is said."""
-    paced.reset()
     with Collector(status=status) as collector:
-        made = tracer(settings(collector.endpoint), {})
-        assert made is not None
-        paced.service.tracer = made
-        for _ in range(3):
-            httpx.post(f"{paced.url}{CHAT}", json=BODY)
-        paced.settle()
-        paced.service.tracer = None
+        with tracing(paced, collector.endpoint) as made:
+            for _ in range(3):
+                paced.post(CHAT, BODY)
         made.close(5)
         assert len(collector.spans) == (0 if status == 400 else 12)
         assert bool(said) == (status == 400)

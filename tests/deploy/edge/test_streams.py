@@ -5,62 +5,59 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.limits import Limits
 from deploy.edge.routes import create_app
-from engine.events import RequestFinished
 from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge, until
+from tests.support.edge.api_client import chat_body, error_of, whole_and_streamed
+from tests.support.edge.http_edge import Edge, Edges, until
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
-BODY: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "max_tokens": 200}
+BODY = chat_body(stream=True, max_tokens=200)
 CHAT = "/v1/chat/completions"
 
 
 def outcomes(edge: Edge) -> list[str]:
-    return [event.outcome for event in list(edge.events) if isinstance(event, RequestFinished)]
+    return [end.outcome for end in edge.ends]
 
 
 def test_the_first_token_is_not_held_back(edge: Edge) -> None:
     """It arrives while the next one is still far away."""
     edge.core.delay_s = 1.0
     started = time.monotonic()
-    with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 2}) as reply:
+    with edge.stream(CHAT, BODY | {"max_tokens": 2}) as reply:
         first = next(reply.iter_raw())
         assert time.monotonic() - started < edge.core.delay_s
         assert first.count(b"data: ") == 2  # the role and the first text, in one write
     until(lambda: outcomes(edge) == ["client_gone"], "the end of what the client left")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@whole_and_streamed
 def test_a_client_that_leaves_ends_its_request(edge: Edge, *, stream: bool) -> None:
     """The engine is told client_gone, mid-stream and while a whole answer is awaited."""
-    edge.core.forever, edge.core.delay_s = True, 0.02
-    with edge.configured(max_len=10**6):
-        body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection(("127.0.0.1", edge.port)) as sock:
-            sock.sendall(head + body)
-            until(lambda: edge.core.sent > 3, "tokens")
-            if stream:
-                assert b"data:" in sock.recv(65536)
-        until(lambda: [reason for _, reason in edge.core.aborts] == ["client_gone"], "the abort")
-        until(lambda: outcomes(edge) == ["client_gone"], "its count")
-        until(lambda: edge.service.open == 0, "the end of the answer")
+    edge.core.answer_endlessly(0.02)
+    edge.configure(max_len=10**6)
+    body = json.dumps(BODY | {"stream": stream, "max_tokens": 100_000}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", edge.port)) as sock:
+        sock.sendall(head + body)
+        until(lambda: edge.core.sent > 3, "tokens")
+        if stream:
+            assert b"data:" in sock.recv(65536)
+    until(lambda: edge.core.abort_reasons == ["client_gone"], "the abort")
+    until(lambda: outcomes(edge) == ["client_gone"], "its count")
+    until(lambda: edge.service.open == 0, "the end of the answer")
 
 
 def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
     """Two hundred steps that come at once need few events, and no token is lost. Planted: a core that gives each by itself."""
     edge.core.forever = edge.core.at_once = True
-    reply = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+    reply = edge.post(CHAT, BODY)
     chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line and "[DONE]" not in line]
     assert len(chunks) <= 5
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -68,26 +65,25 @@ def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
     assert text == edge.text.decode(tokens)
     assert text != edge.text.decode(tokens[:-1]), "the comparison would not notice a lost token"
     edge.core.at_once, edge.core.delay_s = False, 0.002
-    assert httpx.post(f"{edge.url}{CHAT}", json=BODY).text.count("data:") > 50
+    assert edge.post(CHAT, BODY).text.count("data:") > 50
 
 
 @pytest.fixture(scope="module")
-def short_deadline(nano: Nano) -> Iterator[Edge]:
+def short_deadline(edges: Edges) -> Edge:
     """An edge with little patience."""
     limits = LimitSettings(request_timeout_s=0.5, write_timeout_s=0.4)
-    with Edge(nano("31b"), limits=limits, max_len=10**6) as edge:
-        yield edge
+    return edges(limits=limits, max_len=10**6)
 
 
 def test_a_deadline_ends_a_stream_with_one_error_event(short_deadline: Edge) -> None:
     """And the engine is told why."""
     short_deadline.reset()
-    short_deadline.core.forever, short_deadline.core.delay_s = True, 0.05
-    reply = httpx.post(f"{short_deadline.url}{CHAT}", json=BODY | {"max_tokens": 10_000}, timeout=10)
+    short_deadline.core.answer_endlessly(0.05)
+    reply = short_deadline.post(CHAT, BODY | {"max_tokens": 10_000})
     data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert sum("error" in line for line in data) == 1
     assert json.loads(data[-1])["error"]["code"] == "deadline_exceeded"
-    until(lambda: [reason for _, reason in short_deadline.core.aborts] == ["deadline"], "the abort")
+    until(lambda: short_deadline.core.abort_reasons == ["deadline"], "the abort")
 
 
 def test_a_deadline_before_the_first_token_is_504(short_deadline: Edge) -> None:
@@ -95,7 +91,7 @@ def test_a_deadline_before_the_first_token_is_504(short_deadline: Edge) -> None:
     short_deadline.reset()
     short_deadline.core.steps = []
     short_deadline.core.forever = False
-    reply = httpx.post(f"{short_deadline.url}{CHAT}", json=BODY, timeout=10)
+    reply = short_deadline.post(CHAT, BODY)
     assert reply.status_code == 504
     assert reply.headers["x-should-retry"] == "false"
 
@@ -110,41 +106,37 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", edge.port))
             sock.sendall(head + body)
-            until(lambda: [reason for _, reason in edge.core.aborts] == ["slow_reader"], "the abort", 15)
+            until(lambda: edge.core.abort_reasons == ["slow_reader"], "the abort", 15)
             sent = edge.core.sent
             time.sleep(0.2)
             assert edge.core.sent == sent
             until(lambda: edge.service.open == 0, "the end of the answer")
 
 
-def test_a_full_queue_is_429_at_once(edge: Edge) -> None:
+def test_a_full_queue_is_429_at_once(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """In OpenAI's shape, with Retry-After, counted by choices; when a place is free again the same request is served."""
-    edge.core.forever, edge.core.delay_s = True, 0.02
-    edge.service.admission.choices = 3
-    try:
-        with httpx.stream("POST", f"{edge.url}{CHAT}", json=BODY | {"n": 2}) as reply:
-            parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
-            next(parts)
-            begun = time.monotonic()
-            refused = httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 2})
-            assert time.monotonic() - begun < 2
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert refused.json()["error"]["code"] == "overloaded"
-            assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"max_tokens": 1}).status_code == 200
-        until(lambda: edge.service.open == 0, "a free place")
-        assert httpx.post(f"{edge.url}{CHAT}", json=BODY | {"n": 3, "max_tokens": 1}).status_code == 200
-    finally:
-        edge.service.admission.choices = 1 << 20
+    edge.core.answer_endlessly(0.02)
+    monkeypatch.setattr(edge.service.admission, "choices", 3)
+    with edge.stream(CHAT, BODY | {"n": 2}) as reply:
+        parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
+        next(parts)
+        begun = time.monotonic()
+        refused = edge.post(CHAT, BODY | {"n": 2})
+        assert time.monotonic() - begun < 2
+        assert (error_of(refused, 429)["code"], refused.headers["retry-after"]) == ("overloaded", "1")
+        assert edge.post(CHAT, BODY | {"max_tokens": 1}).status_code == 200
+    until(lambda: edge.service.open == 0, "a free place")
+    assert edge.post(CHAT, BODY | {"n": 3, "max_tokens": 1}).status_code == 200
 
 
 def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
     """Eight open streams: eight error events, no [DONE]; then 503 with Retry-After, and health says so."""
     with Edge(nano("31b")) as edge:
-        edge.core.forever, edge.core.delay_s = True, 0.02
+        edge.core.answer_endlessly(0.02)
         replies: list[str] = []
 
         def read() -> None:
-            replies.append(httpx.post(f"{edge.url}{CHAT}", json=BODY, timeout=20).text)
+            replies.append(edge.post(CHAT, BODY).text)
 
         readers = [threading.Thread(target=read) for _ in range(8)]
         for reader in readers:
@@ -159,10 +151,10 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
             assert "engine_restarting" in reply.rstrip().rpartition("\n\n")[2]
             assert "[DONE]" not in reply
             assert "SIGKILL" not in reply, "which process died is not for clients"
-        late = httpx.post(f"{edge.url}{CHAT}", json=BODY)
+        late = edge.post(CHAT, BODY)
         assert (late.status_code, late.headers["retry-after"]) == (503, "5")
         for path in ("/health", "/health/live", "/health/ready"):
-            assert httpx.get(f"{edge.url}{path}").status_code == 503
+            assert edge.get(path).status_code == 503
         assert outcomes(edge) == ["dead"] * 8
 
 
@@ -173,7 +165,7 @@ def test_only_a_streams_ends_pass_what_stands_around_the_app(edge: Edge, *, guar
     passed: list[Message] = []
     sent: list[Message] = []
     app = create_app(edge.service)
-    edge.core.forever, edge.core.delay_s = True, 0.002
+    edge.core.answer_endlessly(0.002)
 
     async def around(scope: Scope, receive: Receive, send: Send) -> None:
         async def noted(message: Message) -> None:

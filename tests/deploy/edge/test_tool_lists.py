@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -11,8 +11,8 @@ import pytest
 from deploy.edge.edge_settings import LimitSettings
 from engine.errors import Overloaded
 from engine.front.constraints import Constraints
-from tests.conftest import Nano
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import error_of
+from tests.support.edge.http_edge import Edge, Edges
 from tests.support.engine.tool_lists import ODD, tool_list
 
 pytestmark = pytest.mark.pure
@@ -22,10 +22,9 @@ PATHS = (CHAT, CHAT, CHAT, RESPONSES, MESSAGES)
 
 
 @pytest.fixture(scope="module")
-def edge(nano: Nano) -> Iterator[Edge]:
+def edge(edges: Edges) -> Edge:
     """One whose context holds the longest lists."""
-    with Edge(nano("31b"), max_len=1 << 20, limits=LimitSettings(body_bytes=8 << 20)) as edge:
-        yield edge
+    return edges(max_len=1 << 20, limits=LimitSettings(body_bytes=8 << 20))
 
 
 def body(path: str, tools: list[Any], **more: Any) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def body(path: str, tools: list[Any], **more: Any) -> dict[str, Any]:
 
 
 def asked(edge: Edge, path: str, tools: list[Any], **more: Any) -> httpx.Response:
-    return httpx.post(f"{edge.url}{path}", json=body(path, tools, **more), timeout=60)
+    return edge.post(path, body(path, tools, **more))
 
 
 def wrong(edge: Edge, seeds: range) -> list[str]:
@@ -122,8 +121,7 @@ def test_the_place_of_a_strict_tool_is_named(edge: Edge) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$", "minLength": 5}}}
     functions: list[dict[str, Any]] = [{"name": "fine", "parameters": {}}, {"name": "broken", "strict": True, "parameters": bad}]
     reply = asked(edge, CHAT, [{"type": "function", "function": each} for each in functions])
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"].startswith("tools: broken: a pattern, a format and lengths that together")
+    assert error_of(reply, 400)["message"].startswith("tools: broken: a pattern, a format and lengths that together")
 
 
 FAILING: list[tuple[dict[str, Any], str]] = [
@@ -140,9 +138,8 @@ FAILING: list[tuple[dict[str, Any], str]] = [
 def test_a_grammar_that_fails_when_it_is_built_is_refused(edge: Edge, form: dict[str, Any], param: str) -> None:
     """A schema that refers to itself, an empty language, patterns that cost too much: a 400 of one short sentence, no dump."""
     edge.reset()
-    reply = httpx.post(f"{edge.url}{CHAT}", json=body(CHAT, [], **form) | {"tools": None}, timeout=20)
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
+    reply = edge.post(CHAT, body(CHAT, [], **form) | {"tools": None})
+    error = error_of(reply, 400)
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: the grammar: ")
     assert len(error["message"]) < 200, error

@@ -1,16 +1,14 @@
 """POST /v1/audio/transcriptions: by OpenAI's client, and forms of every kind."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from engine.front.audio_features import RATE
-from tests.conftest import Nano
-from tests.support.edge.api_client import client, token_steps
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.api_client import client
+from tests.support.edge.http_edge import Edge, Edges
 from tests.support.wav_files import tone, wav
 
 pytestmark = pytest.mark.pure
@@ -21,21 +19,20 @@ TEXT = "Hello there."
 
 
 @pytest.fixture(scope="module")
-def running(nano: Nano) -> Iterator[Edge]:
-    with Edge(nano("e2b"), max_len=2048, media=frozenset({"audio"})) as started:
-        yield started
+def running(edges: Edges) -> Edge:
+    return edges("e2b", max_len=2048, media=frozenset({"audio"}))
 
 
 @pytest.fixture
 def edge(running: Edge) -> Edge:
     running.reset()
-    running.core.steps = token_steps(running, TEXT)
+    running.script(TEXT)
     return running
 
 
 def post(edge: Edge, headers: dict[str, str] | None = None, **form: Any) -> httpx.Response:
     files = {"file": ("a.wav", form.pop("file", FILE), "audio/wav")}
-    return httpx.post(f"{edge.url}{PATH}", data={"model": "nano", **form}, files=files, headers=headers, timeout=30)
+    return edge.post(PATH, data={"model": "nano", **form}, files=files, headers=headers)
 
 
 def test_a_file_is_transcribed(edge: Edge) -> None:
@@ -43,7 +40,7 @@ def test_a_file_is_transcribed(edge: Edge) -> None:
     made = client(edge).audio.transcriptions.create(file=("a.wav", FILE), model="nano", language="de", prompt="A greeting.")
     assert made.text == TEXT
     [request] = edge.core.requests
-    prompt = edge.text.decode(list(request.tokens), skip_special_tokens=False)
+    prompt = edge.prompt_text()
     assert "Transcribe the following speech segment in the language de." in prompt
     assert "Context: A greeting." in prompt
     assert "<|think|>" not in prompt
@@ -74,24 +71,24 @@ def test_text_is_text(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "param"),
+    ("key", "value"),
     [
-        ({"response_format": "verbose_json"}, "response_format"),
-        ({"response_format": "srt"}, "response_format"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]"),
-        ({"temperature": "3"}, "temperature"),
-        ({"stream": "perhaps"}, "stream"),
-        ({"prompt": "x" * 5000}, "prompt"),
-        ({"file": b"fLaC" + bytes(64)}, "file"),
-        ({"file": b""}, "file"),
-        ({"model": "whisper-1"}, "model"),
+        ("response_format", "verbose_json"),
+        ("response_format", "srt"),
+        ("timestamp_granularities[]", "word"),
+        ("temperature", "3"),
+        ("stream", "perhaps"),
+        ("prompt", "x" * 5000),
+        ("file", b"fLaC" + bytes(64)),
+        ("file", b""),
+        ("model", "whisper-1"),
     ],
 )
-def test_what_cannot_be_done_is_refused(edge: Edge, form: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_done_is_refused(edge: Edge, key: str, value: Any) -> None:
     """By the form's own key, and the engine hears nothing."""
-    reply = post(edge, **form)
+    reply = post(edge, **{key: value})
     assert reply.status_code in (400, 404)
-    assert reply.json()["error"]["param"] == param, reply.text
+    assert reply.json()["error"]["param"] == key, reply.text
     assert edge.core.requests == []
 
 
@@ -111,16 +108,16 @@ GOOD = form_of(("model", b"nano"), ("file", FILE))
 def test_what_is_no_form_is_refused(edge: Edge, body: bytes) -> None:
     """Cut ones, ones of many fields, and bytes where there should be text; a whole one is not."""
     headers = {"content-type": "multipart/form-data; boundary=x"}
-    assert httpx.post(f"{edge.url}{PATH}", content=body, headers=headers).status_code == 400
+    assert edge.post(PATH, content=body, headers=headers).status_code == 400
     assert edge.core.requests == []
-    assert httpx.post(f"{edge.url}{PATH}", content=GOOD, headers=headers, timeout=30).json()["text"] == TEXT
+    assert edge.post(PATH, content=GOOD, headers=headers).json()["text"] == TEXT
 
 
 def test_a_file_may_hold_what_looks_like_a_form(edge: Edge) -> None:
     """Line ends, dashes and quotes are its own; only its boundary ends it."""
     sound = FILE[: FILE.index(b"data") + 8] + (b'\r\n--y\r\ncontent-disposition: form-data; name="model"\r\n\r\n' * 200)
     headers = {"content-type": "multipart/form-data; boundary=x"}
-    reply = httpx.post(f"{edge.url}{PATH}", content=form_of(("model", b"nano"), ("file", sound)), headers=headers, timeout=30)
+    reply = edge.post(PATH, content=form_of(("model", b"nano"), ("file", sound)), headers=headers)
     assert reply.status_code == 200, reply.text
 
 
@@ -129,12 +126,12 @@ def test_a_page_of_another_site_is_refused(edge: Edge) -> None:
     assert post(edge, {"origin": "https://page.example"}).json()["error"]["code"] == "origin_not_allowed"
     assert edge.core.requests == []
     assert post(edge, {"origin": edge.url}).status_code == 200
-    assert httpx.post(f"{edge.url}{PATH}", json={"model": "nano"}).status_code == 415
+    assert edge.post(PATH, {"model": "nano"}).status_code == 415
 
 
 def test_a_model_without_audio_says_so(edge: Edge) -> None:
     """Whatever the file holds."""
-    with edge.configured(media_kinds=frozenset()):
-        reply = post(edge)
+    edge.configure(media_kinds=frozenset())
+    reply = post(edge)
     assert reply.status_code == 400
     assert re.fullmatch("file: this model reads no audio", reply.json()["error"]["message"])

@@ -8,13 +8,14 @@ import pytest
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Text
 from deploy.edge.openai.schemas import CHAT_READER
+from tests.support.edge.api_client import error_of, user
 from tests.support.edge.http_edge import Edge
 
 pytestmark = pytest.mark.pure
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
+MESSAGES: list[Any] = [user("Hello")]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -26,119 +27,90 @@ def text(**extra: Any) -> str:
     return json.dumps({"model": "nano", "prompt": "x"} | extra)
 
 
+# Keys of a chat, and values of which each is refused by the key's name.
+BAD_VALUES: dict[str, tuple[Any, ...]] = {
+    "model": (3,),
+    "messages": (
+        [],
+        "Hello",
+        ["Hello"],
+        [{"content": "no role"}],
+        [{"role": "wizard", "content": "x"}],
+        [user(5)],
+        [user([IMAGE])],
+        [user([{"type": "text"}])],
+        [user(None)],
+        [user("word " * 400)],
+        [user("a" * 1_000_000)],
+        [*MESSAGES, {"role": "user"}],
+        [*MESSAGES, {"role": "assistant", "content": None, "function_call": {"name": "f"}}],
+        [*MESSAGES, {"role": "assistant", "refusal": "No."}],
+        [*MESSAGES, {"role": "assistant", "audio": {"id": "a"}}],
+    ),
+    "temperature": (-0.1, 2.1, "hot"),
+    "top_p": (0, 1.5),
+    "top_k": (-2, 1.5),
+    "min_p": (2,),
+    "max_tokens": (0, "5"),
+    "max_completion_tokens": (10**30,),
+    "n": (0, 9, 5_000_000, True),
+    "seed": (2**70,),
+    "stop": (["a"] * 17, "x" * 257, [""], 7),
+    "stop_token_ids": ([1024], [-1], list(range(129))),
+    "top_logprobs": (2,),
+    "logprobs": (3,),
+    "stream": ("yes",),
+    "stream_options": ({"include_usage": True},),
+    "response_format": ({"type": "yaml"},),
+    "presence_penalty": (2.1,),
+    "frequency_penalty": ("1",),
+    "repetition_penalty": (0,),
+    "logit_bias": ({"5": 101}, {"1024": 3}, {"-1": 3}, {"five": 3}, [5], {str(token): 1 for token in range(1025)}),
+    "allowed_token_ids": ([], [1024]),
+    "bad_words": ("no", ["a", " "], ["a" * 257], ["a"] * 65, ["zqxj" * 60 + str(number) for number in range(64)]),
+    "tool_choice": ("required",),
+    "tools": (
+        [{}],
+        [{"type": "web_search"}],
+        [{"type": "function", "function": {"name": "f"}}] * 2,
+        [{"type": "function", "function": {"name": "f", "parameters": []}}],
+    ),
+    "reasoning_effort": ("hard", 1),
+    "parallel_tool_calls": ("no",),
+    "functions": ([{"name": "f"}],),
+    "modalities": (["audio"],),
+    "chat_template": ("{{ 1 }}",),
+    "chat_template_kwargs": ({"tokenize": True}, {"enable_thinking": "yes"}, {"tools": []}),
+}
+# The same of a text completion.
+BAD_TEXT_VALUES: dict[str, tuple[Any, ...]] = {
+    "prompt": ([], ["a"] * 33, ["a", 5], [[5], []], [1024], [-1], [1.5], [5] * 256),
+    "max_tokens": (0,),
+    "suffix": ("end",),
+    "best_of": (4,),
+    "logprobs": (21,),
+    "guided_grammar": ('other ::= "x"', "root ::= other"),
+}
 # (path, body, the param that the error names, None: any)
 BAD: list[tuple[str, str, str | None]] = [
-    (CHAT, "", None),
-    (CHAT, "{", None),
-    (CHAT, "null", None),
-    (CHAT, "[]", None),
-    (CHAT, '"text"', None),
-    (CHAT, "1e999", None),
-    (CHAT, "[" * 100_000, None),
-    (CHAT, '{"model":' + '{"a":' * 5000, None),
+    *((CHAT, chat(**{key: value}), key) for key, values in BAD_VALUES.items() for value in values),
+    *((TEXT, text(**{key: value}), key) for key, values in BAD_TEXT_VALUES.items() for value in values),
+    *((CHAT, body, None) for body in ("", "{", "null", "[]", '"text"', "1e999", "[" * 100_000, '{"model":' + '{"a":' * 5000)),
     (CHAT, chat()[:-1] + ',"seed":' + "9" * 5000 + "}", None),
     (CHAT, chat()[:-1] + ',"temperature":NaN}', None),
     (CHAT, chat()[:-1] + ',"temperature":Infinity}', None),
     (CHAT, chat()[:-1] + ',"top_p":1e999}', "top_p"),
     (CHAT, chat()[:-1] + ',"echo":1e999}', "echo"),
-    (TEXT, text(guided_grammar='other ::= "x"'), "guided_grammar"),
-    (TEXT, text(guided_grammar="root ::= other"), "guided_grammar"),
     (CHAT, '{"model":"nano","messages":[{"role":"user","content":"\\ud800"}]}', None),
     (TEXT, '{"model":"nano","prompt":"\\udfff x"}', None),
     (CHAT, json.dumps({"messages": MESSAGES}), "model"),
     (CHAT, json.dumps({"model": "nano"}), "messages"),
-    (CHAT, json.dumps({"model": 3, "messages": MESSAGES}), "model"),
-    (CHAT, json.dumps({"model": "nano", "messages": []}), "messages"),
-    (CHAT, json.dumps({"model": "nano", "messages": "Hello"}), "messages"),
-    (CHAT, json.dumps({"model": "nano", "messages": ["Hello"]}), "messages"),
-    (CHAT, json.dumps({"model": "nano", "messages": [{"content": "no role"}]}), "messages"),
-    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "wizard", "content": "x"}]}), "messages"),
-    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "user", "content": 5}]}), "messages"),
-    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "user", "content": [IMAGE]}]}), "messages"),
-    (CHAT, json.dumps({"model": "nano", "messages": [{"role": "user", "content": [{"type": "text"}]}]}), "messages"),
-    (CHAT, chat(temperature=-0.1), "temperature"),
-    (CHAT, chat(temperature=2.1), "temperature"),
-    (CHAT, chat(temperature="hot"), "temperature"),
-    (CHAT, chat(top_p=0), "top_p"),
-    (CHAT, chat(top_p=1.5), "top_p"),
-    (CHAT, chat(top_k=-2), "top_k"),
-    (CHAT, chat(top_k=1.5), "top_k"),
-    (CHAT, chat(min_p=2), "min_p"),
-    (CHAT, chat(max_tokens=0), "max_tokens"),
-    (CHAT, chat(max_tokens="5"), "max_tokens"),
-    (CHAT, chat(max_completion_tokens=10**30), "max_completion_tokens"),
     (CHAT, chat(min_tokens=5, max_tokens=4), "min_tokens"),
-    (CHAT, chat(n=0), "n"),
-    (CHAT, chat(n=9), "n"),
-    (CHAT, chat(n=5_000_000), "n"),
-    (CHAT, chat(n=True), "n"),
-    (CHAT, chat(seed=2**70), "seed"),
-    (CHAT, chat(stop=["a"] * 17), "stop"),
-    (CHAT, chat(stop="x" * 257), "stop"),
-    (CHAT, chat(stop=["" * 2]), "stop"),
-    (CHAT, chat(stop=7), "stop"),
-    (CHAT, chat(stop_token_ids=[1024]), "stop_token_ids"),
-    (CHAT, chat(stop_token_ids=[-1]), "stop_token_ids"),
-    (CHAT, chat(stop_token_ids=list(range(129))), "stop_token_ids"),
     (CHAT, chat(top_logprobs=21, logprobs=True), "top_logprobs"),
-    (CHAT, chat(top_logprobs=2), "top_logprobs"),
-    (CHAT, chat(logprobs=3), "logprobs"),
-    (CHAT, chat(stream="yes"), "stream"),
-    (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
     (CHAT, chat(stream=True, stream_options={"continuous_usage_stats": True}), "stream_options"),
-    (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "content": None, "function_call": {"name": "f"}}]), "messages"),
-    (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "refusal": "No."}]), "messages"),
-    (CHAT, chat(messages=[{"role": "user", "content": None}]), "messages"),
-    (CHAT, chat(messages=[*MESSAGES, {"role": "user"}]), "messages"),
-    (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "audio": {"id": "a"}}]), "messages"),
-    (CHAT, chat(response_format={"type": "yaml"}), "response_format"),
-    (CHAT, chat(presence_penalty=2.1), "presence_penalty"),
-    (CHAT, chat(frequency_penalty="1"), "frequency_penalty"),
-    (CHAT, chat(repetition_penalty=0), "repetition_penalty"),
-    (CHAT, chat(logit_bias={"5": 101}), "logit_bias"),
-    (CHAT, chat(logit_bias={"1024": 3}), "logit_bias"),
-    (CHAT, chat(logit_bias={"-1": 3}), "logit_bias"),
-    (CHAT, chat(logit_bias={"five": 3}), "logit_bias"),
-    (CHAT, chat(logit_bias=[5]), "logit_bias"),
-    (CHAT, chat(logit_bias={str(token): 1 for token in range(1025)}), "logit_bias"),
-    (CHAT, chat(allowed_token_ids=[]), "allowed_token_ids"),
-    (CHAT, chat(allowed_token_ids=[1024]), "allowed_token_ids"),
     (CHAT, chat(allowed_token_ids=[5, 6], logit_bias={"5": -100, "6": -100}), "allowed_token_ids"),
-    (CHAT, chat(bad_words="no"), "bad_words"),
-    (CHAT, chat(bad_words=["a", " "]), "bad_words"),
-    (CHAT, chat(bad_words=["a" * 257]), "bad_words"),
-    (CHAT, chat(bad_words=["a"] * 65), "bad_words"),
-    (CHAT, chat(bad_words=["zqxj" * 60 + str(at) for at in range(64)]), "bad_words"),
-    (CHAT, chat(tool_choice="required"), "tool_choice"),
-    (CHAT, chat(tools=[{}]), "tools"),
-    (CHAT, chat(tools=[{"type": "web_search"}]), "tools"),
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}] * 2), "tools"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": 5}}], tool_choice="none"), "tools"),
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}]), "tools"),
-    (CHAT, chat(reasoning_effort="hard"), "reasoning_effort"),
-    (CHAT, chat(reasoning_effort=1), "reasoning_effort"),
-    (CHAT, chat(parallel_tool_calls="no"), "parallel_tool_calls"),
-    (CHAT, chat(functions=[{"name": "f"}]), "functions"),
-    (CHAT, chat(modalities=["audio"]), "modalities"),
-    (CHAT, chat(chat_template="{{ 1 }}"), "chat_template"),
-    (CHAT, chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
-    (CHAT, chat(chat_template_kwargs={"enable_thinking": "yes"}), "chat_template_kwargs"),
-    (CHAT, chat(chat_template_kwargs={"tools": []}), "chat_template_kwargs"),
-    (CHAT, chat(messages=[{"role": "user", "content": "word " * 400}]), "messages"),
-    (CHAT, chat(messages=[{"role": "user", "content": "a" * 1_000_000}]), "messages"),
-    (TEXT, text(prompt=[]), "prompt"),
-    (TEXT, text(prompt=["a"] * 33), "prompt"),
-    (TEXT, text(prompt=["a", 5]), "prompt"),
-    (TEXT, text(prompt=[[5], []]), "prompt"),
     (TEXT, text(prompt=["a"] * 9, n=8), "n"),
-    (TEXT, text(prompt=[1024]), "prompt"),
-    (TEXT, text(prompt=[-1]), "prompt"),
-    (TEXT, text(prompt=[1.5]), "prompt"),
-    (TEXT, text(prompt=[5] * 256), "prompt"),
-    (TEXT, text(max_tokens=0), "max_tokens"),
-    (TEXT, text(suffix="end"), "suffix"),
-    (TEXT, text(best_of=4), "best_of"),
-    (TEXT, text(logprobs=21), "logprobs"),
 ]
 
 GOOD: list[tuple[str, str]] = [
@@ -150,7 +122,7 @@ GOOD: list[tuple[str, str]] = [
     (TEXT, text(bad_words=["one", "two words"], allowed_token_ids=[5, 5, 1023], presence_penalty=None)),
     (CHAT, chat(temperature=None, stop=None, n=None, stream=None, tools=None, logprobs=None, max_tokens=None, seed=None)),
     (CHAT, chat(response_format={"type": "text"}, stop=["x" * 256] * 16, seed=-5, max_tokens=10**9, modalities=["text"])),
-    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}])),
+    (CHAT, chat(messages=[user([{"type": "text", "text": "a"}]), {"role": "assistant", "content": "b"}])),
     (CHAT, chat(stop_token_ids=[1023], top_logprobs=20, logprobs=True)),
     (CHAT, chat(messages=[*MESSAGES, {"role": "assistant", "function_call": None, "refusal": None, "audio": None}])),
     (CHAT, chat(reasoning_effort="max")),
@@ -163,7 +135,7 @@ GOOD: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("path", "body", "param"), BAD, ids=[f"{n}-{body[-40:]!r}"[:50] for n, (_, body, _) in enumerate(BAD)])
 def test_a_bad_body_is_refused(edge: Edge, path: str, body: str, param: str | None) -> None:
     """400, OpenAI's shape, the key named, at most 2 kB, and the engine hears nothing."""
-    reply = httpx.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=10)
+    reply = edge.post(path, body)
     assert reply.status_code == 400, reply.text[:500]
     error = reply.json()["error"]
     assert sorted(error) == ["code", "message", "param", "type"]
@@ -178,7 +150,7 @@ def test_a_bad_body_is_refused(edge: Edge, path: str, body: str, param: str | No
 @pytest.mark.parametrize(("path", "body"), GOOD, ids=range(len(GOOD)))
 def test_a_good_request_beside_it_is_served(edge: Edge, path: str, body: str) -> None:
     """The table refuses what it means to: the same keys with good values, unknown keys and nulls are served."""
-    reply = httpx.post(f"{edge.url}{path}", content=body, headers={"content-type": "application/json"}, timeout=10)
+    reply = edge.post(path, body)
     assert reply.status_code == 200, reply.text
     assert len(edge.core.requests) == 1
 
@@ -192,7 +164,7 @@ def test_a_large_body_is_read_as_a_small_one() -> None:
         return prompt.messages
 
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    turns = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
+    turns = [user(parts), user("c")]
     padded = json.dumps({"model": "nano", "messages": turns}).replace("}, {", "}, " + " " * 70_000 + "{", 1)
     asked = [ChatMessage("user", [Text("a"), Text("b")]), ChatMessage("user", "c")]
     assert messages(padded) == messages(chat(messages=turns)) == asked
@@ -201,7 +173,7 @@ def test_a_large_body_is_read_as_a_small_one() -> None:
 
 def test_the_context_error_has_both_numbers(edge: Edge) -> None:
     """context_length_exceeded says how long the prompt is and what fits, at the very boundary."""
-    error = httpx.post(f"{edge.url}{TEXT}", json=json.loads(text(prompt=[5] * 256))).json()["error"]
+    error = edge.post(TEXT, text(prompt=[5] * 256)).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "prompt is too long: 256 tokens > 255 maximum. This model's maximum context length is 256 tokens" in error["message"]
 
@@ -213,9 +185,9 @@ def test_agents_know_the_context_error(edge: Edge, path: str, words: int) -> Non
     Planted: a prompt that fits has none of them."""
     for count, status in ((1, 200), (words, 400)):
         said = " ".join(["salt"] * count)
-        turns = [{"role": "user", "content": said}]
+        turns = [user(said)]
         prompt = {TEXT: {"prompt": said}, "/v1/responses": {"input": said}}.get(path, {"messages": turns})
-        reply = httpx.post(f"{edge.url}{path}", json={"model": "nano", "max_tokens": 1, **prompt}, timeout=20)
+        reply = edge.post(path, {"model": "nano", "max_tokens": 1, **prompt})
         message = str(reply.json().get("error", {}) and reply.json()["error"]["message"])
         assert reply.status_code == status, reply.text
         assert ("prompt is too long: " in message and "maximum context length is " in message) is (status == 400)
@@ -223,14 +195,13 @@ def test_agents_know_the_context_error(edge: Edge, path: str, words: int) -> Non
 
 def test_an_unknown_model_is_404(edge: Edge) -> None:
     """code model_not_found, which clients tell apart by."""
-    reply = httpx.post(f"{edge.url}{CHAT}", content=chat(model="gpt-4"), headers={"content-type": "application/json"})
-    assert reply.status_code == 404
-    assert reply.json()["error"]["code"] == "model_not_found"
+    reply = edge.post(CHAT, chat(model="gpt-4"))
+    assert error_of(reply, 404)["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "//v1/models", 404)])
 def test_unknown_paths_have_the_shape_too(edge: Edge, method: str, path: str, status: int) -> None:
-    """404 and 405 as OpenAI's clients read them."""
+    """404 and 405 as OpenAI's clients read them; 405 with Allow, as HTTP wants it."""
     reply = httpx.request(method, f"{edge.url}{path}")
-    assert reply.status_code == status
-    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert error_of(reply, status)["type"] == "invalid_request_error"
+    assert reply.headers.get("allow") == ("POST" if status == 405 else None)

@@ -5,6 +5,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from engine.errors import GenerationFailed
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
 from engine.front.stream import Clock, Stream
 from engine.front.text import TextProcessor
-from engine.protocol import FinishReason, Logprobs, MediaItem, Output, SamplingParams
+from engine.protocol import FinishReason, Logprobs, Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.edge.summed import sse, sum_chat, sum_message, sum_response, text_of
 from tests.support.engine.replies import NAMES, TOOLS, reply
@@ -28,6 +29,7 @@ from tests.support.engine.replies import NAMES, TOOLS, reply
 pytestmark = pytest.mark.pure
 
 CASES = 400
+Events = list[dict[str, Any]]
 USAGE = Usage(prompt=7, completion=9, cached=3, reasoning=2)
 REQUEST = RESPONSES_READER.read(b'{"model":"m","input":"x","include":["reasoning.encrypted_content"]}')
 
@@ -41,16 +43,7 @@ class OneStream:
     def __init__(self) -> None:
         self.stream = Stream(1, lambda request, reason: None, Clock(0.0))
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        clip: bool = False,
-        salt: str = "",
-        priority: int = 0,
-        media: tuple[MediaItem, ...] = (),
-    ) -> Stream:
+    def generate(self, prompt: Sequence[int], params: SamplingParams, **options: Any) -> Stream:
         return self.stream
 
 
@@ -105,8 +98,7 @@ def anonymous(value: Any) -> Any:
     return [anonymous(each) for each in value] if isinstance(value, list) else value
 
 
-def same_chat(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
-    events, answer = streamed(ChatFormat(model, usage_chunks="last"), one), whole(ChatFormat(model, usage_chunks="last"), other)
+def same_chat(events: Events, answer: dict[str, Any]) -> bool:
     found, choice = sum_chat(events), answer["choices"][0]
     message = choice["message"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
@@ -120,36 +112,34 @@ def same_chat(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
     )
 
 
-def same_text(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
-    events, answer = streamed(TextFormat(model, usage_chunks="last"), one), whole(TextFormat(model, usage_chunks="last"), other)
+def same_text(events: Events, answer: dict[str, Any]) -> bool:
     choices = [event["choices"][0] for event in events if event["choices"]]
-    ended = ("finish_reason", "stop_reason")
-    return "".join(choice["text"] for choice in choices) == answer["choices"][0]["text"] and all(
-        choices[-1][key] == answer["choices"][0][key] for key in ended
+    (whole_choice,) = answer["choices"]
+    return "".join(choice["text"] for choice in choices) == whole_choice["text"] and all(
+        choices[-1][key] == whole_choice[key] for key in ("finish_reason", "stop_reason")
     )
 
 
-def same_message(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
-    return bool(anonymous(sum_message(streamed(MessageFormat(model), one))) == anonymous(whole(MessageFormat(model), other)))
+def same_message(events: Events, answer: dict[str, Any]) -> bool:
+    return bool(anonymous(sum_message(events)) == anonymous(answer))
 
 
-def same_response(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
-    events, answer = streamed(ResponseObject(model, REQUEST), one), whole(ResponseObject(model, REQUEST), other)
+def same_response(events: Events, answer: dict[str, Any]) -> bool:
     said = [text_of(item) for item in answer["output"]]
     return sum_response(events) == said and anonymous(events[-1]["response"]) == anonymous(answer)
 
 
-def same_growing(model: ServedModel, one: list[Delta], other: list[Delta]) -> bool:
-    last, answer = streamed(GenerateFormat(None), one)[-1], whole(GenerateFormat(None), other)
-    return bool(anonymous(last) == anonymous({key: value for key, value in answer.items() if key != "output_ids"}))
+def same_growing(events: Events, answer: dict[str, Any]) -> bool:
+    return bool(anonymous(events[-1]) == anonymous({key: value for key, value in answer.items() if key != "output_ids"}))
 
 
-APIS: dict[str, Callable[[ServedModel, list[Delta], list[Delta]], bool]] = {
-    "chat": same_chat,
-    "completions": same_text,
-    "messages": same_message,
-    "responses": same_response,
-    "generate": same_growing,
+# The format of an API's answers, and whether the events of a stream are a whole answer.
+APIS: dict[str, tuple[Callable[[ServedModel], ResponseFormat], Callable[[Events, dict[str, Any]], bool]]] = {
+    "chat": (partial(ChatFormat, usage_chunks="last"), same_chat),
+    "completions": (partial(TextFormat, usage_chunks="last"), same_text),
+    "messages": (MessageFormat, same_message),
+    "responses": (lambda model: ResponseObject(model, REQUEST), same_response),
+    "generate": (lambda _: GenerateFormat(None), same_growing),
 }
 RAW = ("completions", "generate")
 
@@ -161,11 +151,11 @@ def text(nano: Nano) -> TextProcessor:
 
 def wrong(text: TextProcessor, api: str) -> list[int]:
     """Seeds of replies whose stream is not the whole answer, or breaks a rule of its events."""
-    model, found = ServedModel("m", text.pieces), []
+    model, found, (form, is_same) = ServedModel("m", text.pieces), [], APIS[api]
     for seed in range(CASES):
         case, rng = Case(text, seed, is_chat=api not in RAW), random.Random(-seed)
         try:
-            same = APIS[api](model, case.deltas(rng), case.deltas(rng))
+            same = is_same(streamed(form(model), case.deltas(rng)), whole(form(model), case.deltas(rng)))
         except (AssertionError, LookupError):
             same = False
         if not same:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 from starlette.requests import Request
 
 from deploy.edge import answer, routes
@@ -50,10 +51,6 @@ class EdgeProcess:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.url = f"http://127.0.0.1:{self._line()['port']}"
 
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
     def mark(self) -> None:
         """From now on costs are counted."""
         self._ask("mark")
@@ -61,6 +58,13 @@ class EdgeProcess:
     def cost(self) -> Cost:
         """Since the mark."""
         return Cost(**self._ask("cost"))
+
+    def post(self, path: str, body: dict[str, Any] | bytes) -> tuple[httpx.Response, Cost]:
+        """The reply to a body, and what it cost."""
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        self.mark()
+        reply = httpx.post(f"{self.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=60)
+        return reply, self.cost()
 
     def hurry(self) -> None:
         """From now on the core gives tokens as fast as it can."""

@@ -9,19 +9,21 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings
-from engine.events import Event
+from engine.events import Event, RequestFinished
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
@@ -69,6 +71,33 @@ class Edge:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """`body` as JSON, or a text that is to be taken for JSON; `options` are httpx'."""
+        if isinstance(body, str | bytes):
+            return self.post(path, content=body, headers={"content-type": "application/json"}, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+
+    def stream(self, path: str, body: Any, **options: Any) -> AbstractContextManager[httpx.Response]:
+        """The same, to be read as it comes."""
+        return httpx.stream("POST", f"{self.url}{path}", json=body, timeout=60, **options)
+
+    @property
+    def ends(self) -> list[RequestFinished]:
+        """Of requests, by the events so far."""
+        return [event for event in list(self.events) if isinstance(event, RequestFinished)]
+
+    def script(self, reply: str, batch: int = 1) -> None:
+        """The core answers with `reply`, `batch` tokens a step; a byte is a token where the vocabulary has no piece."""
+        ids = self.text.encode(reply, add_bos=False)
+        self.core.steps = [ids[at : at + batch] for at in range(0, len(ids), batch)]
+
+    def prompt_text(self, request: int = 0) -> str:
+        """The prompt of a request that has reached the core, control tokens and all."""
+        return self.text.decode(list(self.core.requests[request].tokens), skip_special_tokens=False)
+
     def on_loop(self, work: Callable[[], Any]) -> Any:
         """Run `work` where the app runs, and return what it returns."""
 
@@ -85,7 +114,7 @@ class Edge:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def configure(self, **changes: Any) -> ServiceSettings:
-        """Serve from now on with some settings changed; returns those before."""
+        """Serve until the next reset with some settings changed; returns those before."""
         before = self.service.settings
         self.service.settings = self.service.jobs.settings = replace(before, **changes)
         return before
@@ -104,8 +133,9 @@ class Edge:
         until(lambda: not self._server.server_state.tasks, "the requests before have ended")
 
     def reset(self) -> None:
-        """A fresh script for the next test, and no events, not even later of the requests before."""
+        """A fresh script for the next test, the settings of the start, and no events, not even later of the requests before."""
         self.settle()
+        self.service.settings = self.service.jobs.settings = self._settings
         self.core.reset()
         self.events.clear()
 
@@ -115,14 +145,9 @@ class Edge:
         core = asyncio.create_task(self.core.serve())
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
-        self.service = Service(
-            ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._served),
-            self.text,
-            self.client,
-            GrammarCheck(lambda: vocabulary_of(self.text)),
-            keys=self._keys,
-            sink=self.events.append,
-        )
+        self._settings = ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
+        grammars = GrammarCheck(lambda: vocabulary_of(self.text))
+        self.service = Service(self._settings, self.text, self.client, grammars, keys=self._keys, sink=self.events.append)
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
@@ -142,6 +167,23 @@ class Edge:
         core.cancel()
         await asyncio.gather(core, return_exceptions=True)
         self.core.close()
+
+
+Edges = Callable[..., Edge]  # makes one
+
+
+@contextmanager
+def asgi_server(app: ASGIApp) -> Iterator[int]:
+    """The port where uvicorn serves `app`, as Ray Serve has it do."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started, "the start of the server")
+        yield int(server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(20)
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

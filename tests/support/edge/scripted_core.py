@@ -58,6 +58,14 @@ class ScriptedCore(FakeCore):
         self.aborts: list[tuple[int, AbortReason]] = []
         self.sent = 0
 
+    def answer_endlessly(self, delay_s: float) -> None:
+        """The steps again and again, so far apart."""
+        self.forever, self.delay_s = True, delay_s
+
+    @property
+    def abort_reasons(self) -> list[AbortReason]:
+        return [reason for _, reason in self.aborts]
+
     async def serve(self) -> None:
         """Until the client closes its end."""
         while (message := await self.receive_or_end()) is not None:

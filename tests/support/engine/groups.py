@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from cluster.group import Group
 from cluster.health import Death, Watcher
 from engine.front.client import EngineClient
 from engine.front.stream import Stream
-from engine.protocol import Load
+from engine.protocol import Load, SamplingParams
 from tests.support.engine.outcomes import Outcomes
 from tests.support.engine.outputs import outputs
 
@@ -62,6 +62,24 @@ async def end_of(stream: Stream) -> tuple[BaseException | None, float]:
     except Exception as error:  # noqa: BLE001 - the test looks at whatever it was
         return error, time.monotonic()
     return None, time.monotonic()
+
+
+async def ends_after(
+    run: Running, event: Callable[[Running], Awaitable[None] | None], stream_count: int, prompt: list[int], params: SamplingParams
+) -> list[tuple[BaseException | None, float]]:
+    """How so many streams ended (error, seconds after `event` began) when it happened while all were running."""
+    streams = [asyncio.create_task(end_of(run.client.generate(prompt, params))) for _ in range(stream_count)]
+    async with asyncio.timeout(60):
+        await until(stream_count, run.client)
+        began = time.monotonic()
+        if (pending := event(run)) is not None:
+            await pending
+        return [(error, ended - began) for error, ended in await asyncio.gather(*streams)]
+
+
+def send(name: str, number: int) -> Callable[[Running], None]:
+    """An event: signal `number` to the child called `name`."""
+    return lambda run: os.kill(next(child.pid for child in run.group.children if child.name == name), number)
 
 
 async def until(stream_count: int, client: EngineClient) -> None:

@@ -58,6 +58,10 @@ class Stack:
         assert self.process.poll() is None, self.said()
         return time.monotonic() - begun
 
+    def chat(self, body: dict[str, Any], timeout_s: float = 60) -> httpx.Response:
+        """The reply to the body of a chat."""
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s)
+
     def redeploy(self, **args: Any) -> None:
         """Hand the running Serve this config with other `args`, as `serve deploy` would."""
         config = yaml.safe_load(self.config.read_text())
