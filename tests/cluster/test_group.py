@@ -145,7 +145,7 @@ def test_a_max_len_beyond_the_pools_is_said(tmp_path: Path, caplog: pytest.LogCa
     """Where a request of max_len tokens can never run, a line of the log says how long one may be; else none does."""
     with Group.boot(fake_config(tmp_path / "small", max_len=max_len, pages=(99, 9)), commands()):
         pass
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    said = [record.message for record in caplog.records if record.name == "cluster.group" and record.levelname == "WARNING"]
     assert said == (["the KV pools hold 257 tokens of one request, not max_len's 258"] if max_len > 257 else [])
 
 

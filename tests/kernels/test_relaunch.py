@@ -14,13 +14,12 @@ from torch import Tensor
 from triton.runtime import driver
 
 from kernels import launch as launcher
-from kernels import relaunch
+from kernels import precompile, relaunch
 from kernels.launch import Configured, compiler_options, configured, late_compilations, launch, ready
 from kernels.relaunch import Variant, launch_key
-from tests.support import launches
 from tests.support.engine import listed_steps
 from tests.support.fake_driver import DEVICE, Start, fake_driver
-from tests.support.launches import compilations
+from tests.support.launches import Node, compilations
 
 pytestmark = pytest.mark.cpu
 
@@ -71,20 +70,20 @@ class Call:
 def calls(step: str) -> tuple[Call, ...]:
     """The launches of a listed step, those of equal layers once, on tensors of the CPU that begin as aligned as the listed ones."""
     found: dict[str, Call] = {}
-    listed = launches._node
+    listed = precompile._listed
 
-    def keep(made: Configured, grid: tuple[int, ...], args: tuple[Any, ...]) -> launches.Node:
+    def keep(made: Configured, grid: tuple[int, ...], args: tuple[Any, ...]) -> Node:
         node = listed(made, grid, args)
         stand_ins = tuple(stand_in(arg) if isinstance(arg, Tensor) else arg for arg in args)
         call = Call(made.kernel, grid, stand_ins, node.constexprs)
         found.setdefault(f"{node} {node.types} {node.aligned} {node.constants}", call)
         return node
 
-    launches._node = keep
+    precompile._listed = keep
     try:
         STEPS[step]()
     finally:
-        launches._node = listed
+        precompile._listed = listed
     return tuple(found.values())
 
 

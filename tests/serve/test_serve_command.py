@@ -46,7 +46,7 @@ def test_a_config_that_serve_refuses_is_one_line_and_exit_code_2(http: object, e
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(f": {error}\n")
     assert len(done.stderr.splitlines()) == 1
-    assert folders() == before
+    assert folders() <= before  # what dead ones left is swept
 
 
 @pytest.mark.slow
