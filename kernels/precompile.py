@@ -8,6 +8,9 @@ cache on disk under the key that the launch will look up: a process that launche
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -15,7 +18,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+import kernels
 from kernels.launch import INTERPRET, Configured, compiler_options, recorded
 
 _TYPES = {
@@ -51,6 +56,15 @@ class ListedLaunch:
         return self.function, constexprs, types, constants, self.aligned
 
 
+def set_cache_keys() -> None:
+    """Set Triton's keys of all our functions, in one order: a key has the globals of a called function only if that had its own
+    before (`triton.runtime.jit.DependenciesFinder`), and what one process compiles another would not find."""
+    for module in sorted(iter_modules(kernels.__path__), key=attrgetter("name")):
+        for function in vars(import_module(f"kernels.{module.name}")).values():
+            if isinstance(function, JITFunction):
+                assert function.cache_key
+
+
 @contextmanager
 def listed(target: tuple[int, int] | None = None, processors: int = 132) -> Iterator[list[ListedLaunch]]:
     """Lists the launches made inside the `with`, in order; with a `target` (compute capability, and streaming multiprocessors) they
@@ -78,14 +92,14 @@ def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
 
 
 def _attributes(launch: ListedLaunch, name: str) -> list[list[Any]] | None:
-    """What Triton's own launch notes of an argument; None: nothing, as of integers that it must not specialise on, and floats."""
+    """What Triton's own launch notes of an argument; None: nothing, as of arguments that it must not specialise on, and floats."""
     if name not in launch.types:
         return [] if _CONSTANTS_HAVE_ATTRIBUTES else None
     if launch.function.params[launch.function.arg_names.index(name)].do_not_specialize:
         return None
     if name in launch.aligned:
         return _DIVISIBLE
-    return [] if launch.types[name] in {"i32", "i64"} else None
+    return [] if launch.types[name].startswith(("*", "i")) else None
 
 
 def _listed(configured: Configured, grid: tuple[int, ...], args: tuple[Any, ...]) -> ListedLaunch:

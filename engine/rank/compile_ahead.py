@@ -21,7 +21,7 @@ from engine.rank.builder import build, load_rank
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
-from kernels.precompile import ListedLaunch, listed, precompile
+from kernels.precompile import ListedLaunch, listed, precompile, set_cache_keys
 
 PROCESSES = 8
 _META = torch.device("meta")
@@ -83,6 +83,7 @@ def launches(args: CompileArgs) -> list[ListedLaunch]:
 def main() -> None:
     """Compile a share; each process begins elsewhere, since many variants are in several shares."""
     args = msgspec.json.decode(sys.argv[1], type=CompileArgs)
+    set_cache_keys()
     signal.alarm(int(args.config.boot_timeout_s))
     variants = launches(args)
     first = len(variants) * args.share // args.shares

@@ -16,6 +16,7 @@ told of the exception and ends the group.
 import gc
 import time
 from collections import deque
+from subprocess import Popen
 
 import torch
 
@@ -33,6 +34,7 @@ from engine.rank.step_times import measure
 from engine.step_media import MediaReader
 from kernels import launch
 from kernels.allreduce import MappedCollectives
+from kernels.precompile import set_cache_keys
 
 IDLE_S = 200e-6
 
@@ -49,7 +51,10 @@ def boot(lifeline: Lifeline) -> Runner:
     """Takes part in the handshake, up to Ready."""
     started = time.monotonic()
     config = lifeline.configure()
-    compilers = compile_ahead.start(config) if config.device == "cuda" and lifeline.args.index == 0 else []
+    compilers: list[Popen[bytes]] = []
+    if config.device == "cuda":
+        set_cache_keys()
+        compilers = compile_ahead.start(config) if lifeline.args.index == 0 else []
     rank = load(config, lifeline.args)
     weight_bytes = rank.weight_bytes
     with torch.inference_mode():

@@ -1,7 +1,11 @@
 """What is compiled beside a rank that loads: all that it launches before it is ready, over processes that end with it."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,11 +22,11 @@ pytestmark = pytest.mark.cpu
 TARGET, SHARES = (9, 0), 3
 
 
-def config(member: str, folder: Path, tp: int = 1) -> EngineConfig:
-    """Of four sequences with up to two drafts."""
+def config(member: str, folder: Path, tp: int = 1, *, seqs: int = 4, budget: int = 64) -> EngineConfig:
+    """Of a few sequences with up to two drafts."""
     model = model_folder(f"random:{member}")
     mtp = {"model": str(drafters.write(model, folder)), "drafts": 2}
-    sizes = {"max_seqs": 4, "max_len": 2048, "prefill_budget": 64}
+    sizes = {"max_seqs": seqs, "max_len": 2048, "prefill_budget": budget}
     return engine_config(model=str(model), tp=tp, device="cuda", dtype="bfloat16", load_format="dummy", mtp=mtp, **sizes)
 
 
@@ -65,3 +69,24 @@ def test_each_process_compiles_its_share_while_the_rank_is_there(tmp_path: Path,
         first = len(expected) * share // SHARES
         assert run(share, os.getppid()) == expected[first:] + expected[:first]
     assert run(0, os.getppid() + 1) == []
+
+
+def test_a_boot_finds_what_was_compiled(tmp_path: Path) -> None:
+    """Compiled by two processes, all that a rank launches is in the cache, under the keys that it looks up. Planted fault: kernels
+    have their keys in the order in which they are launched, which is another one in every process."""
+    asked, environment = config("31b", tmp_path, seqs=1, budget=16), os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    encoded = [msgspec.json.encode(args(asked, share, 2, os.getpid())).decode() for share in range(2)]
+    command = [sys.executable, "-m", "engine.rank.compile_ahead"]
+    compilers = [subprocess.Popen([*command, text], env=environment) for text in encoded]
+    assert [process.wait(200) for process in compilers] == [0, 0]
+
+    def boot(*options: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "tests.support.engine.idle_boot", msgspec.json.encode(asked).decode(), *options]
+        found: dict[str, Any] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+        return found
+
+    wrong = boot("as they are launched")
+    right = boot()
+    assert right["hits"] > 40
+    assert right["misses"] == []
+    assert wrong["misses"]
