@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.rank.builder import build, load_rank
@@ -40,6 +41,12 @@ class CompileArgs(msgspec.Struct, frozen=True):
 
 class FirstOfGroup(Single):
     """Rank 0 of a group whose other ranks do not exist, on the meta device."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
+
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]
         """As `Parallel.inboxes`, of no memory."""
