@@ -84,7 +84,7 @@ def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
         launch.function,
         signature={name: launch.types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): constexprs[name] for name in names if name in constexprs},
-        attrs={(index,): found for index, name in enumerate(names) if (found := _attributes(launch, name)) is not None},
+        attrs={(index,): noted for index, name in enumerate(names) if (noted := _attributes(launch, name)) is not None},
     )
     chosen = {name: launch.constexprs[name] for name in _OPTIONS}
     options = compiler_options(**chosen, early=launch.constexprs.get("PDL", False))
@@ -106,10 +106,10 @@ def _listed(configured: Configured, grid: tuple[int, ...], args: tuple[Any, ...]
     kernel = configured.kernel
     options = {"warps": configured.warps, "stages": configured.stages, "registers": configured.registers}
     named = dict(zip(kernel.arg_names, args, strict=False))
-    seen = {name for name, arg in named.items() if _specialised(kernel, name, arg)}
-    constants = {name: arg for name, arg in named.items() if arg is None or (name in seen and arg == 1)}
+    specialised = {name for name, arg in named.items() if _specialised(kernel, name, arg)}
+    constants = {name: arg for name, arg in named.items() if arg is None or (name in specialised and arg == 1)}
     types = {name: _type(arg) for name, arg in named.items() if name not in constants}
-    aligned = (name for name in types if _aligned(kernel, name, named[name]) or (name in seen and named[name] % 16 == 0))
+    aligned = (name for name in types if _aligned(kernel, name, named[name]) or (name in specialised and named[name] % 16 == 0))
     return ListedLaunch(kernel.__name__, grid, {**configured.constexprs_now(), **options}, kernel, types, tuple(aligned), constants)
 
 

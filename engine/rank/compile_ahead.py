@@ -19,9 +19,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.rank.builder import build, load_rank
-from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
-from kernels.choose import ArgmaxInbox
-from kernels.fused_allreduce_norm import AllReduceInbox
+from engine.rank.parallel import Inboxes, Single, allocated_inboxes
 from kernels.precompile import ListedLaunch, listed, precompile, set_cache_keys
 
 PROCESSES = 8
@@ -29,7 +27,7 @@ _META = torch.device("meta")
 
 
 class CompileArgs(msgspec.Struct, frozen=True):
-    """Of process `share` of `shares`: for what GPU it compiles. parent: the rank's pid."""
+    """Says what process `share` of `shares` compiles, and for what GPU. parent: the rank's pid."""
 
     config: EngineConfig
     target: tuple[int, int]
@@ -52,11 +50,11 @@ class FirstOfGroup(Single):
         """As `Parallel.inboxes`, of no memory."""
         if self.size == 1:
             return None
-        pointers = torch.empty(self.size, dtype=torch.int64, device=_META)
-        memory = torch.empty(AllReduceInbox.bytes(self.size, rows, width, dtype), dtype=torch.uint8, device=_META)
-        allreduce = AllReduceInbox(memory, pointers, 0, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
-        memory = torch.empty(ArgmaxInbox.bytes(self.size, rows), dtype=torch.uint8, device=_META)
-        return Inboxes(allreduce, ArgmaxInbox(memory, pointers, 0, rows, allreduce.errors))
+        return allocated_inboxes(0, self.size, rows, width, dtype, self._allocate)
+
+    def _allocate(self, size: int) -> tuple[Tensor, Tensor]:
+        memory = torch.empty(size, dtype=torch.uint8, device=_META)
+        return memory, torch.empty(self.size, dtype=torch.int64, device=_META)
 
 
 def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
@@ -73,14 +71,14 @@ def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """All that they compile has been launched."""
+    """End the processes: all that they compile has been launched."""
     for process in processes:
         process.kill()
         process.wait()
 
 
 def launches(args: CompileArgs) -> list[ListedLaunch]:
-    """Of each variant in this share of rank 0's launches the first."""
+    """Lists this share of rank 0's launches, the first one of each variant."""
     with listed(args.target, args.processors) as all_launches, torch.inference_mode():
         rank = load_rank(args.config, FirstOfGroup(args.config.tp), _META, checked=False)
         build(rank, [2 for _ in args.config.kv_groups(rank.geometry)]).list_launches(args.share, args.shares)

@@ -8,8 +8,10 @@ A group of one needs none of them. An all-reduce is also the barrier at boot: no
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -57,6 +59,17 @@ class Inboxes:
 
     allreduce: AllReduceInbox
     argmax: ArgmaxInbox
+
+
+def allocated_inboxes(
+    rank: int, size: int, rows: int, width: int, dtype: torch.dtype, allocate: Callable[[int], tuple[Tensor, Tensor]]
+) -> Inboxes:
+    """Makes a rank's inboxes for steps of `rows` rows and norms of `width` elements. allocate: bytes -> uint8 [bytes] of this rank,
+    and int64 [size], where each rank's lies."""
+    allreduce_bytes = AllReduceInbox.bytes(size, rows, width, dtype)
+    memory, pointers = allocate(allreduce_bytes + ArgmaxInbox.bytes(size, rows))
+    allreduce = AllReduceInbox(memory[:allreduce_bytes], pointers, rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
+    return Inboxes(allreduce, ArgmaxInbox(memory[allreduce_bytes:], pointers + allreduce_bytes, rank, rows, allreduce.errors))
 
 
 def inboxes_of(inboxes: Inboxes | None, rows: int) -> tuple[AllReduceInbox, ArgmaxInbox] | tuple[None, None]:
@@ -140,13 +153,11 @@ class CudaGroup(Distributed):
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes:
         """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
-        sizes = [AllReduceInbox.bytes(self.size, rows, width, dtype), ArgmaxInbox.bytes(self.size, rows)]
-        memory, pointers = symmetric_memory(self._world, sum(sizes), self._device)
-        allreduce = AllReduceInbox(memory[: sizes[0]], pointers, self.rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
-        argmax = ArgmaxInbox(memory[sizes[0] :], pointers + sizes[0], self.rank, rows, allreduce.errors)
+        allocate = partial(symmetric_memory, self._world, device=self._device)
+        inboxes = allocated_inboxes(self.rank, self.size, rows, width, dtype, allocate)
         torch.cuda.synchronize(self._device)
         distributed.barrier()
-        return Inboxes(allreduce, argmax)
+        return inboxes
 
 
 def connect(rank: int, size: int, device: torch.device, reduce: int, store: str, timeout_s: float) -> Parallel:

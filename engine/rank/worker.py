@@ -1,6 +1,6 @@
 """A rank's process: plans in, results out. `python -m engine.rank.worker '<BootArgs>'`.
 
-    boot   Configure -> geometry, group, kernel checks, model, weights -> Loaded; beside it rank 0's node compiles (`compile_ahead`)
+    boot   Configure -> geometry, group, kernel checks, model, weights -> Loaded; rank 0 has processes compile meanwhile
            Allocate -> KV cache, self-check, compilation, graph capture, step times -> Ready
     loop   publish each step that is done; launch a plan that is there, up to two. With two launched, wait for the older one; with
            one, poll its end and the plan ring together, or the device would idle after every second step

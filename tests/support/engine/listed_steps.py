@@ -9,6 +9,7 @@ import torch
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.batch import ForwardBatch
+from engine.rank.compile_ahead import FirstOfGroup
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
 from engine.rank.models.assistant import Assistant
@@ -16,15 +17,13 @@ from engine.rank.models.assistant_geometry import read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import Gemma4, frequencies_of
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes, Single
+from engine.rank.parallel import Single
 from engine.rank.sampler import Sampler
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.sample_stage import SampleStage
 from engine.rank.step import LAYOUT, StepBuffers
-from kernels.choose import ArgmaxInbox
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
-from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.sampling_batch import SlotParameters
 from kernels.slots import apply_plan, decode_inputs, rotary_table
 from tests.nano.random_models import model_folder
@@ -54,7 +53,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     allocate(model, TENSORS)
     caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
     cache = KVCache(caches)
-    shared = inboxes(256, shape.hidden * (2 if shape.moe else 1))
+    shared = FirstOfGroup(TP).inboxes(256, shape.hidden * (2 if shape.moe else 1), torch.bfloat16)
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )
@@ -74,15 +73,6 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
         hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, shared.allreduce)
         sampler.sample(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), shared.argmax)
     return tuple(nodes)
-
-
-def inboxes(rows: int, width: int) -> Inboxes:
-    """Of rows of `width` elements."""
-    pointers = torch.empty(TP, dtype=torch.int64, device=META)
-    memory = torch.empty(AllReduceInbox.bytes(TP, rows, width, torch.bfloat16), dtype=torch.uint8, device=META)
-    peers = AllReduceInbox(memory, pointers, 0, rows, width, torch.bfloat16, sharded=SHARDED_ROWS, sent=SENT_ROWS)
-    memory = torch.empty(ArgmaxInbox.bytes(TP, rows), dtype=torch.uint8, device=META)
-    return Inboxes(peers, ArgmaxInbox(memory, pointers, 0, rows, peers.errors))
 
 
 @cache
@@ -109,9 +99,9 @@ def sampling(shape: Geometry, drafts: int) -> SampleStage:
     allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
     slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, drafts)
-    return SampleStage(
-        model, Sampler(model.parallel, shape.vocab, shape.softcap, (), META), slots, inboxes(256, shape.hidden), shape.vocab // TP
-    )
+    sampler = Sampler(model.parallel, shape.vocab, shape.softcap, (), META)
+    inboxes = FirstOfGroup(TP).inboxes(256, shape.hidden, model.dtype)
+    return SampleStage(model, sampler, slots, inboxes, shape.vocab // TP)
 
 
 def final(shape: Geometry, rows: int, width: int) -> tuple[ForwardBatch, torch.Tensor]:
