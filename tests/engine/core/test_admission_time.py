@@ -3,6 +3,7 @@
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine.core.links import FrontLink
 from engine.core.loop import Core
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.plan import StepPlan, StepResult, encode_plan
+from engine.protocol import FrontMessage, GenerateRequest
 from tests.support.engine.core_loop import StatusOnly, running
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks
 from tests.support.engine.scheduling import request_of
@@ -26,17 +28,19 @@ BOUND_MS = 10.0
 
 @dataclass
 class TimedRanks:
-    """Ranks that answer at once. `spent`: CPU milliseconds of the core between two plans, and how many long prompts came in."""
+    """Ranks that answer at once. `milliseconds`: the core's CPU time between two plans; `prompts`: long prompts taken in there."""
 
+    long_prompts: Callable[[], int] = lambda: 0  # how many have been taken in
     ranks: ModelledRanks = field(default_factory=ModelledRanks)
     results: deque[StepResult] = field(default_factory=deque)
-    spent: list[tuple[float, int]] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
     _last: float = 0.0
 
     def submit(self, plan: StepPlan) -> None:
         encode_plan(plan)
-        now = time.thread_time()
-        self.spent.append((1e3 * (now - self._last), sum(len(admission.tokens) > 1000 for admission in plan.admissions)))
+        self.milliseconds.append(1e3 * (time.thread_time() - self._last))
+        self.prompts.append(self.long_prompts() - sum(self.prompts))
         self.results.append(self.ranks.run(plan)[0])
         self._last = time.thread_time()
 
@@ -47,18 +51,34 @@ class TimedRanks:
         return self.results.popleft() if self.results else None
 
 
-def served(prompts: int) -> list[tuple[float, int]]:
-    """What is spent between plans while streams run, and so many long prompts come at once."""
+class CountingCore(Core):
+    """Counts the long prompts that were taken in."""
+
+    long_prompts = 0
+
+    def _handle(self, message: FrontMessage) -> None:
+        self.long_prompts += isinstance(message, GenerateRequest) and len(message.prompt) > 1000
+        super()._handle(message)
+
+
+def serve_long_prompts(count: int) -> TimedRanks:
+    """Serve streams, and so many long prompts that come at once."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, (2000, 40_000), 32, LONG + 100, 8192, cache_share=1.0))
     ranks = TimedRanks()
-    with running(lambda sock: Core(scheduler, ranks, Together(sock, prompts), StatusOnly(), Waiter())) as front:  # type: ignore[arg-type]
+
+    def core_at(sock: socket.socket) -> Core:
+        core = CountingCore(scheduler, ranks, Together(sock, count), StatusOnly(), Waiter())  # type: ignore[arg-type]
+        ranks.long_prompts = lambda: core.long_prompts
+        return core
+
+    with running(core_at) as front:
         tokens = np.random.default_rng(0).integers(10, 5000, LONG).tolist()
         for number in range(STREAMS):
             front.send(request_of(number, [number + 5] * 20, 2000))
-        for number in range(prompts):
+        for number in range(count):
             front.send(request_of(STREAMS + number, [number, *tokens[1:]]))
-        front.until_ended(prompts + STREAMS)
-    return ranks.spent
+        front.until_ended(count + STREAMS)
+    return ranks
 
 
 class Together(FrontLink):
@@ -80,12 +100,12 @@ class Together(FrontLink):
 
 
 def test_a_long_prompt_holds_up_no_step_by_more_than_ten_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four prompts of 128k tokens that are heard at once each costs less than 10 ms between two plans, all of the core's work in
-    it included (the least of the four: a busy neighbour only adds); planted fault: they are taken in at once."""
-    spent = served(4)
-    assert sum(admitted for _, admitted in spent) == 4
-    dear = sorted((milliseconds for milliseconds, _ in spent[1:]), reverse=True)
-    print(f"128k admitted: {[round(each, 1) for each in dear[:8]]} ms between two plans")
-    assert dear[3] < BOUND_MS
+    """Of four prompts of 128k tokens that come at once one is taken in between two plans, and costs less than 10 ms of CPU with all
+    of the core's work (the least of three times four: a busy neighbour only adds); planted fault: they are taken in at once."""
+    runs = [serve_long_prompts(4) for _ in range(3)]
+    assert {(sum(ranks.prompts), max(ranks.prompts)) for ranks in runs} == {(4, 1)}
+    slowest = [sorted(ranks.milliseconds[1:])[-4:] for ranks in runs]
+    print(f"128k admitted: {slowest} ms between two plans")
+    assert min(run[0] for run in slowest) < BOUND_MS
     monkeypatch.setattr("engine.core.loop._TURN_BYTES", 1 << 30)
-    assert max(milliseconds for milliseconds, _ in served(4)[1:]) > 2 * dear[3]
+    assert max(serve_long_prompts(4).prompts) == 4
