@@ -10,14 +10,15 @@ may be better than the one in force by the most that is not known to be wrong, a
 time. The number in force gives way when what it has lost against a measured one comes to a fifth of so many steps: a clear loss
 soon, a small one late, noise never.
 
-Which drafts were right is forgotten over some hundred steps, and an optimistic guess takes its place: so no number, and no drafter,
-is given up for good.
+Which drafts were right is forgotten over some hundred steps, some thousand without drafts, and an optimistic guess takes its place:
+so no number, and no drafter, is given up for good.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import median_low
 
 from engine.protocol import DraftPosition
 
@@ -25,7 +26,7 @@ EVERY = 8  # steps between two looks
 TRIAL, LONGEST_TRIAL = 8, 64  # steps of a trial: so many at least, and more while too few drafts, or one kind of steps, are known
 TRIALS_SHARE, START = 0.005, 16  # part of the time that trials may lose;   steps that they may at first, at each number of rows
 FRESH = 1024  # steps after which a measured time is measured again, if a fifth less would change anything
-REMEMBERED = 256  # steps over which acceptance averages;   those over which times do;   those over which prompts beside do
+REMEMBERED = 256  # steps over which acceptance averages (FRESH without drafts);   over which times do;   prompts beside
 SMOOTH, MIXED = 16, 64
 RARE = 0.05  # share of steps with, or without, prompt tokens below which these do not count
 SURE = 24.0  # rows that have had a draft at a position, remembered ones, below which its acceptance is a guess
@@ -164,14 +165,18 @@ class Drafting:
             self._look(stats)
 
     def _stats(self, size: int) -> RowStats:
-        """Returns the statistics of steps of so many rows. At first the number in force is that of the nearest rows."""
-        if size not in self._by_rows:
-            options = [Option(drafts) for drafts in self._options]
-            nearest = min(self._by_rows, key=lambda other: abs(other - size), default=None)
-            drafts = self.drafts if nearest is None else self._by_rows[nearest].chosen.drafts
-            chosen = options[self._options.index(drafts)]
-            self._by_rows[size] = RowStats(options, chosen, self._trial(chosen))
-        return self._by_rows[size]
+        """Returns the statistics of steps of so many rows. Until some are measured the number in force is that of the nearest rows
+        that are."""
+        stats = self._by_rows.get(size)
+        if stats is None or not any(stats.chosen.ms):
+            measured = {other: known.chosen.drafts for other, known in self._by_rows.items() if any(known.chosen.ms)}
+            nearest = min(measured, key=lambda other: abs(other - size), default=0)
+            drafts = measured.get(nearest, self._options[len(self._options) // 2])
+            if stats is None or stats.chosen.drafts != drafts:
+                options = list(map(Option, self._options))
+                chosen = options[self._options.index(drafts)]
+                stats = self._by_rows[size] = RowStats(options, chosen, self._trial(chosen))
+        return stats
 
     def _trial(self, option: Option) -> Trial:
         return Trial(option, sum(self._verified[option.drafts :]))
@@ -196,7 +201,7 @@ class Drafting:
         self._remember()
         option, steps = trial.option, sum(map(len, trial.ms))
         for kind, times in enumerate(trial.ms):
-            option.ms[kind] = sorted(times)[(len(times) - 1) // 2] if times else option.ms[kind]
+            option.ms[kind] = median_low(times) if times else option.ms[kind]
         option.step, ms = self._step, stats.ms(option)
         if option is stats.chosen:
             self._credit_ms += START * ms
@@ -227,8 +232,8 @@ class Drafting:
             return
         gains = {option.drafts: self._gain(stats, option, self._least_ms(stats, option)) for option in stats.options}
         better = [option for option in stats.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(stats, option)]
-        if not any(stats.options[0].ms):
-            better = better[:1]  # what may be lost without drafts is soon known, and bounds all others
+        if not stats.chosen.drafts or not any(stats.options[0].ms):
+            better = better[:1]  # the cheapest to learn from: what the first draft wins, or drafts cost, bounds all others
         option = max(better, key=lambda option: gains[option.drafts], default=None)
         if option is not None:
             stats.trial = self._trial(option)
@@ -269,12 +274,13 @@ class Drafting:
         return tokens
 
     def _remember(self) -> None:
-        """Take the rows since the last time, and forget some of those before."""
+        """Take the rows since the last time, and forget some of those before: fewer where none had a draft."""
+        steps = REMEMBERED if sum(self._verified[1:]) > sum(self._read[0][1:]) else FRESH
         for counts, read, remembered in zip((self._verified, self._right), self._read, self._remembered, strict=True):
             new = [count - before for count, before in zip(counts, read, strict=True)]
             read[:] = counts
             rows = [0, *_at_least(new)]
-            remembered[:] = [kept * (1 - EVERY / REMEMBERED) + more for kept, more in zip(remembered, rows, strict=True)]
+            remembered[:] = [kept * (1 - EVERY / steps) + more for kept, more in zip(remembered, rows, strict=True)]
 
 
 def _in_all(stats: RowStats, by_kind: Sequence[float]) -> bool:

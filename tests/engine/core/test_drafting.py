@@ -64,10 +64,10 @@ def test_nearly_the_best_number(times: Times, rows: int, chance: float) -> None:
     assert auto(times, steady(rows, chance, 4000)).rate > 0.975 * max(ahead.values())
 
 
-def test_a_long_run_loses_two_percent_at_most() -> None:
+def test_a_long_run_loses_one_percent_at_most() -> None:
     """Where a trial is dear: drafts are never right, and double the time."""
     traffic = steady(100, 0.0, 6000)
-    assert auto(small, traffic).rate > 0.98 * 100 / small(padded(100), 0)
+    assert auto(small, traffic).rate > 0.99 * 100 / small(padded(100), 0)
 
 
 def test_it_follows_what_is_right() -> None:
@@ -90,10 +90,54 @@ def test_dear_trials_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
     draw = random.Random(1)
     rows = [draw.choice(SIZES) for _ in range(40)]
-    traffic = Traffic(lambda step: rows[step // 60], lambda sequence, step: 0.5, steps=2400)
+    traffic = Traffic(lambda step: rows[step // 60], lambda sequence, step: 0.8, steps=2400)
     kept = auto(cliff, traffic).rate
     monkeypatch.setattr(drafting, "TRIALS_SHARE", 100.0)
-    assert auto(cliff, traffic).rate < 0.7 * kept
+    assert auto(cliff, traffic).rate < 0.8 * kept
+
+
+def crowd(requests: int = 400, slots: int = 100, budget: int = 2048) -> list[tuple[int, int]]:
+    """Rows and prompt tokens of each step of a benchmark's mixed load: prompts and replies of 1 to 1024 tokens, all at once."""
+    draw, running, steps = random.Random(0), list[int](), list[tuple[int, int]]()
+    waiting = [(draw.randint(1, 1024), draw.randint(1, 1024)) for _ in range(requests)]
+    while waiting or running:
+        prompts = 0
+        while waiting and len(running) < slots and prompts < budget:
+            prompt, reply = waiting.pop()
+            prompts += prompt
+            running.append(reply)
+        steps.append((len(running), prompts))
+        running = [left - 1 for left in running if left > 1]
+    return steps
+
+
+def beside_crowds(member: str, crowds: int) -> float:
+    """Tokens a second of crowds, one behind the other, none of whose drafts is right, relative to none drafted."""
+    steps = crowd() * crowds
+    traffic = Traffic(
+        lambda step: steps[step][0], lambda sequence, step: 0.0, lambda step: steps[step][1], len(steps), beside_ms=3.0
+    )
+    return auto(MEASURED[member], traffic).rate / serve(Drafting((0,), SIZES), MEASURED[member], traffic).rate
+
+
+@pytest.mark.parametrize("member", MEASURED)
+def test_a_mixed_load_is_not_slower_than_none(member: str) -> None:
+    """One and a half percent at most where the server has just been started, one later on."""
+    assert beside_crowds(member, 1) > 0.985
+    assert beside_crowds(member, 3) > 0.99
+
+
+def test_what_other_numbers_of_rows_know_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: each number of rows begins with the same drafts, whatever is in force at others."""
+    stats = Drafting._stats
+
+    def begin_anew(self: Drafting, size: int) -> drafting.RowStats:
+        known, self._by_rows = self._by_rows, {size: self._by_rows[size]} if size in self._by_rows else {}
+        self._by_rows = {**known, size: (begun := stats(self, size))}
+        return begun
+
+    monkeypatch.setattr(Drafting, "_stats", begin_anew)
+    assert beside_crowds("31b", 1) < 0.97
 
 
 def changes(served: Served) -> int:
