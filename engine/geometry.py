@@ -103,6 +103,11 @@ class Geometry:
     bidirectional: bool
 
     @property
+    def residual_is_read(self) -> bool:
+        """Whether something besides fused norms reads the residual: routers, gates of per-layer embeddings."""
+        return self.moe is not None or self.ple > 0
+
+    @property
     def embedding_scale(self) -> float:
         """sqrt(hidden), unrounded; rounded to the weight's dtype where it is used."""
         return math.sqrt(self.hidden)

@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import ITEMSIZE, KVGroup, read_geometry, vocab_share
+from engine.geometry import ITEMSIZE, Geometry, KVGroup, read_geometry, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.media_geometry import MediaGeometry, read_media
 from engine.plan import DEPTH
@@ -17,6 +17,7 @@ PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 INBOX_BYTES = 128 << 20  # that a rank's inboxes may take so that drafts find room too; sums of more rows are collectives
+SEQUENCE_ROWS = 1 << 20  # of steps with prompts, from which on ranks norm rows of their own: none, until two GPUs have measured it
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
 CAPTURED_PATCHES = 5184  # of pictures, whose layers are captured
@@ -39,6 +40,12 @@ def reserved_bytes(config: EngineConfig) -> int:
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
     rows = ENCODER_ROWS + CAPTURED_PATCHES // CELL**2
     return sampling + (rows * activations + ENCODER_CACHE_BYTES if activations else 0)
+
+
+def sequence_rows(config: EngineConfig, geometry: Geometry) -> int:
+    """The most rows of a step whose ranks norm rows of their own (`kernels.sequence_parallel`); 0: there are no such steps."""
+    rows = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest
+    return 0 if config.tp == 1 or geometry.residual_is_read or rows < SEQUENCE_ROWS else rows
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:

@@ -82,7 +82,7 @@ class MappedCollectives:
         memory is everybody's."""
         return self.all_gather(x).unflatten(1, (self.size, -1))[self.rank :: self.size].transpose(0, 1).contiguous()
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> None:
         """None: on a CPU every sum is a collective."""
 
     def _exchange(self, piece: Tensor) -> Tensor:
@@ -118,13 +118,14 @@ class MappedCollectives:
             self._fence.release()
 
 
-def symmetric_memory(group: torch.distributed.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint8 [size] of this rank's that every rank of `group` can write; int64 [ranks]: where each rank's lies. Collective."""
+def symmetric_memory(group: torch.distributed.ProcessGroup, size: int, device: torch.device) -> list[Tensor]:
+    """uint8 [size] of each rank of `group`, which all can write. Collective."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(memory, group)
-    return memory, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(own, group)
+    ranks = range(handle.world_size)
+    return [own if rank == handle.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
 
 
 class SymmetricReduce:
@@ -136,7 +137,7 @@ class SymmetricReduce:
     def __init__(self, group: torch.distributed.ProcessGroup, device: torch.device, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._group_name = group.group_name
-        self._buffer, _ = symmetric_memory(group, max_bytes, device)
+        self._buffer = symmetric_memory(group, max_bytes, device)[group.rank()]
 
     def fits(self, x: Tensor) -> bool:
         """Whether `x` may be passed: small enough, and of whole 16-byte words."""

@@ -125,11 +125,13 @@ def fused_allreduce_norm(
     scale: float = 1.0,
     peers: AllReduceInbox | None = None,
     keep_full_residual: bool = False,
+    h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
     part is this rank's with `peers`, else the whole sum; an `InboxPart` has a residual and one branch. Without `peers` it
-    may be fp32 [parts, T, n], sums that the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
+    may be [parts, T, n], which the fused norm adds (`kernels.linear.linear_parts`, `kernels.sequence_parallel`); then the dtype is
+    the residual's, and `h`, if given, is where h goes.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
     Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
     `keep_full_residual`.
@@ -147,8 +149,10 @@ def fused_allreduce_norm(
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
-        return _reference(part, residual, norms, eps, scalar, scale)
-    h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
+        made, x = _reference(part, residual, norms, eps, scalar, scale)
+        return (made if h is None else h.copy_(made)), x
+    if h is None:
+        h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.next_norm is None else torch.empty_like(h)
     sharded = peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.halves is None
     turn = 0 if peers is None else peers.call()

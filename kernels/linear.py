@@ -27,10 +27,10 @@ from kernels.numerics import add_product, cast
 from kernels.tiles import GemmShape, Tile, choose, split
 
 
-def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, n], weight [m, n] -> [T, m] in `dtype`, by default x's. fp32 keeps the products unrounded: bf16 logits would tie in one
-    row of fourteen."""
-    out = _output(x, weight, weight.shape[0], dtype)
+def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """x [T, n], weight [m, n] -> [T, m] in `dtype`, by default x's, or in `out`. fp32 keeps the products unrounded: bf16 logits
+    would tie in one row of fourteen."""
+    out = _output(x, weight, weight.shape[0], dtype) if out is None else out
     tile = _tile(x, _shape(weight))
     if tile is None:
         return _linear_reference(x, weight, out)

@@ -11,7 +11,7 @@ from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry, read_media
-from engine.memory import INBOX_BYTES, buckets, kv_budget
+from engine.memory import INBOX_BYTES, buckets, kv_budget, sequence_rows
 from engine.protocol import MediaKind
 from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
@@ -103,7 +103,7 @@ def load_rank(
     sequences = buckets(config.max_seqs)[-1]
     most = max(sequences, INBOX_BYTES // AllReduceInbox.bytes(parallel.size, 1, width, dtype))  # drafts as far as bytes go
     rows = min(sequences * config.widest, most)
-    inboxes = parallel.inboxes(rows, width, dtype)
+    inboxes = parallel.inboxes(rows, width, dtype, sequence_rows(config, geometry))
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         with torch.inference_mode():

@@ -46,15 +46,12 @@ class FirstOfGroup(Single):
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:  # type: ignore[override]
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes | None:  # type: ignore[override]
         """As `Parallel.inboxes`, of no memory."""
-        if self.size == 1:
-            return None
-        return allocated_inboxes(0, self.size, rows, width, dtype, self._allocate)
+        return None if self.size == 1 else allocated_inboxes(0, rows, width, dtype, prompt_rows, self.size, self._allocate)
 
-    def _allocate(self, size: int) -> tuple[Tensor, Tensor]:
-        memory = torch.empty(size, dtype=torch.uint8, device=_META)
-        return memory, torch.empty(self.size, dtype=torch.int64, device=_META)
+    def _allocate(self, size: int) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=_META) for _ in range(self.size)]
 
 
 def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:

@@ -8,10 +8,11 @@ A group of one needs none of them. An all-reduce is also the barrier at boot: no
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from engine.errors import ConfigError
 from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce, symmetric_memory
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
+from kernels.sequence_parallel import SequenceParallel
 
 SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 SHARDED_ROWS = 32  # from here on a fused norm's rows are shared out
@@ -47,29 +49,37 @@ class Parallel(Protocol):
         r mod size = this rank."""
         ...
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> "Inboxes | None":
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> "Inboxes | None":
         """Memory that the ranks write into each other's, for decode steps of up to `rows` rows and fused norms of up to `width`
-        elements a row; None where there is none (one rank, or ranks on a CPU). Every rank calls it once, at boot."""
+        elements a row, and for steps of up to `prompt_rows` rows whose ranks norm rows of their own (0: none); None where there is
+        none (one rank, or ranks on a CPU). Every rank calls it once, at boot."""
         ...
 
 
 @dataclass(frozen=True)
 class Inboxes:
-    """One rank's end of the memory that the ranks of a decode step write into each other's."""
+    """One rank's end of the memory that ranks write into each other's."""
 
     allreduce: AllReduceInbox
     argmax: ArgmaxInbox
+    sequence: SequenceParallel | None = None
 
 
 def allocated_inboxes(
-    rank: int, size: int, rows: int, width: int, dtype: torch.dtype, allocate: Callable[[int], tuple[Tensor, Tensor]]
+    rank: int, rows: int, width: int, dtype: torch.dtype, prompt_rows: int, size: int, allocate: Callable[[int], Sequence[Tensor]]
 ) -> Inboxes:
-    """Makes a rank's inboxes for steps of `rows` rows and norms of `width` elements. allocate: bytes -> uint8 [bytes] of this rank,
-    and int64 [size], where each rank's lies."""
-    allreduce_bytes = AllReduceInbox.bytes(size, rows, width, dtype)
-    memory, pointers = allocate(allreduce_bytes + ArgmaxInbox.bytes(size, rows))
-    allreduce = AllReduceInbox(memory[:allreduce_bytes], pointers, rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
-    return Inboxes(allreduce, ArgmaxInbox(memory[allreduce_bytes:], pointers + allreduce_bytes, rank, rows, allreduce.errors))
+    """Makes a rank's inboxes, of `size` ranks, as `Parallel.inboxes` says. allocate: bytes -> uint8 [bytes] of each rank."""
+    sequence_bytes = SequenceParallel.bytes(size, prompt_rows, width, dtype) if prompt_rows else 0
+    ends = list(accumulate((sequence_bytes, AllReduceInbox.bytes(size, rows, width, dtype), ArgmaxInbox.bytes(size, rows))))
+    memories = allocate(ends[-1])
+    memory = memories[rank]
+    pointers = torch.tensor([memory.data_ptr() for memory in memories], device=memory.device)
+    own = memory[ends[0] : ends[1]], pointers + ends[0]
+    allreduce = AllReduceInbox(*own, rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
+    argmax = ArgmaxInbox(memory[ends[1] :], pointers + ends[1], rank, rows, allreduce.errors)
+    shared = [memory[: ends[0]] for memory in memories]
+    sequence = SequenceParallel(shared, rank, prompt_rows, width, dtype, allreduce.errors) if prompt_rows else None
+    return Inboxes(allreduce, argmax, sequence)
 
 
 def inboxes_of(inboxes: Inboxes | None, rows: int) -> tuple[AllReduceInbox, ArgmaxInbox] | tuple[None, None]:
@@ -94,7 +104,7 @@ class Single:
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x[None]
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> None:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> None:
         """Makes none: there are no other ranks."""
 
 
@@ -133,7 +143,8 @@ class Distributed:
         distributed.all_to_all_single(received, sent)
         return received
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> "Inboxes | None":  # noqa: ARG002 (it has none of any size)
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> "Inboxes | None":  # noqa: ARG002
+        """Makes none, of any size."""
         return None
 
 
@@ -151,10 +162,10 @@ class CudaGroup(Distributed):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._small.all_reduce(x) if self._small.fits(x) else super().all_reduce(x)
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes:
         """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
         allocate = partial(symmetric_memory, self._world, device=self._device)
-        inboxes = allocated_inboxes(self.rank, self.size, rows, width, dtype, allocate)
+        inboxes = allocated_inboxes(self.rank, rows, width, dtype, prompt_rows, self.size, allocate)
         torch.cuda.synchronize(self._device)
         distributed.barrier()
         return inboxes

@@ -52,6 +52,7 @@ STAGES = (
     _bench("sampling", 120, 1, "sampling", ""),
     _bench("loads-31b", 500, 2, "engine", f"--model dummy:31b --tp 2 {_LOADS}"),
     _tests("inboxes", 120, 2, f"{_GPU}inboxes.py"),
+    _bench("sequence-parallel", 150, 2, "sequence_parallel", "--tp 2"),
     _tests("workers", 535, 2, "tests/engine/rank/test_worker_gpu.py"),
     _tests("killed-rank", 300, 2, "tests/cluster/test_group_gpu.py"),
     _tests("bf16", 480, 2, f"{_GPU}four_gpus.py", "-k", "test_nano and not fp32 and (12b or e4b or e2b)"),

@@ -38,6 +38,7 @@ from kernels.linear import linear, linear_geglu, linear_send
 from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits
 from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
+from kernels.sequence_parallel import SequenceParallel
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
 from kernels.tiles import TABLE, GemmShape, Tile
@@ -116,6 +117,15 @@ def allreduce_norm_nodes() -> None:
     fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1), peers=peers)
     fused_allreduce_norm(meta(ROWS, n), None, Norms(None, meta(n)), 1e-6, scale=73.5, peers=peers)
     fused_allreduce_norm(meta(64, n), meta(64, n), both, 1e-6, meta(1), peers=peers)
+
+
+@recorded
+def sequence_parallel_nodes() -> None:
+    """Over four ranks: waits, and norms of own rows."""
+    n, bf16 = HIDDEN, torch.bfloat16
+    memories = [meta(SequenceParallel.bytes(4, 2048, n, bf16), dtype=torch.uint8) for _ in range(4)]
+    peers = SequenceParallel(memories, 1, 2048, n, bf16, ints(2)).begin(2048)
+    peers.norm(meta(2048, n), Norms(meta(n), meta(n)), 1e-6, meta(1))
 
 
 def sampling_batch(rows: int, stops: int) -> SamplingBatch:
@@ -247,6 +257,7 @@ SUBJECTS: dict[str, Callable[[Target], Iterable[Node]]] = {
     "linear": linear_nodes,
     "sent": sent_nodes,
     "fused_allreduce_norm": allreduce_norm_nodes,
+    "sequence_parallel": sequence_parallel_nodes,
     "choose": choose_nodes,
     "chunks": chunk_list_nodes,
     "experts": experts_nodes,

@@ -4,18 +4,40 @@ from torch import Tensor
 
 from engine.rank.parallel import Parallel
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
+from kernels.sequence_parallel import GatheredRows, ScatteredPart, SequenceParallel
+
+Peers = AllReduceInbox | SequenceParallel | None  # for decode rows; for many rows of prompts; sums over ranks are collectives
+Part = Tensor | InboxPart | ScatteredPart
+Rows = Tensor | GatheredRows
+
+
+def whole(x: Rows) -> Tensor:
+    """All rows, once the device has them; gathered ones hold until the next forward."""
+    if isinstance(x, GatheredRows):
+        list(x.pieces())
+        return x.rows
+    return x
 
 
 class AllReduceNorm:
-    """Adds a layer's parts to the residual (`kernels.fused_allreduce_norm`): over inboxes, or behind an all-reduce.
+    """Adds a layer's parts to the residual (`kernels.fused_allreduce_norm`): over `peers`, or behind an all-reduce.
 
     keep_full_residual  every rank needs all rows of the residual, because something besides fused norms reads it
     """
 
-    def __init__(self, parallel: Parallel, peers: AllReduceInbox | None, eps: float, *, keep_full_residual: bool = False) -> None:
+    def __init__(self, parallel: Parallel, peers: Peers, eps: float, *, keep_full_residual: bool = False) -> None:
         self._parallel, self._eps, self._keep_full_residual = parallel, eps, keep_full_residual
-        self.peers = peers.begin() if peers is not None else None
+        self.peers = peers.begin() if isinstance(peers, AllReduceInbox) else peers
         self.ranks = parallel.size
+
+    def add(
+        self, part: Part, residual: Tensor, post: Tensor, next_norm: Tensor | None, scalar: Tensor | None = None
+    ) -> tuple[Tensor, Rows]:
+        """A part of a row-parallel product, which may be on its way already -> (h, x), as a call does."""
+        if not isinstance(part, ScatteredPart):
+            return self(part, residual, post, next_norm, scalar)
+        assert isinstance(self.peers, SequenceParallel)
+        return self.peers.norm(residual, Norms(post, next_norm), self._eps, scalar)
 
     def __call__(
         self,
@@ -31,9 +53,9 @@ class AllReduceNorm:
     ) -> tuple[Tensor, Tensor]:
         """This rank's part [T, n], or [T, 2 n] with norms for both `halves` -> (h, x); x is h where there is no `next_norm`.
         summed: the part is the whole sum, on every rank."""
-        peers = None if summed else self.peers
+        norms = Norms(post, next_norm, halves)
+        peers = self.peers if isinstance(self.peers, AllReduceInbox) and not summed else None
         if not (summed or peers or isinstance(part, InboxPart)):
             part = self._parallel.all_reduce(part)
-        norms = Norms(post, next_norm, halves)
         h, normed = fused_allreduce_norm(part, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
         return h, h if normed is None else normed

@@ -14,10 +14,9 @@ from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeKey
 from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
-from engine.rank.models.allreduce_norm import AllReduceNorm
+from engine.rank.models.allreduce_norm import AllReduceNorm, Peers
 from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.parallel import Parallel
-from kernels.fused_allreduce_norm import AllReduceInbox
 
 
 class Model(Shard, ABC):
@@ -36,16 +35,17 @@ class Model(Shard, ABC):
 
     @abstractmethod
     def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers = None
     ) -> tuple[Tensor, Tensor]:
         """[R, hidden] each, of `batch.logit_rows`: the residual stream behind the last layer, and its final-normed form. Writes the
         batch's K and V into `cache`.
 
-        peers: the ranks' inboxes, for a step of decode rows; None: sums over ranks are collectives.
+        peers: the ranks' inboxes, for a step of decode rows; or their sequence-parallel norms, for one with many prompt tokens;
+        None: sums over ranks are collectives.
         """
 
     def forward(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers = None
     ) -> Tensor:
         """[R, hidden]: the final-normed rows of `states`."""
         return self.states(batch, cache, attention, peers)[1]

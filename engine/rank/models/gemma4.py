@@ -22,13 +22,13 @@ from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, RopeKey, SoftTokens
 from engine.rank.kv import KVCache
-from engine.rank.models.allreduce_norm import AllReduceNorm
+from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.models.layers import Experts, Mlp, NormWeights, Router, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
-from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart
+from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.ple import per_layer_inputs
 from kernels.qkv import inverse_frequencies
 
@@ -71,10 +71,10 @@ class Attention(Module):
         self.q_norm = shard.parameter(layer.head_dim)
         self.k_norm = shard.parameter(layer.head_dim) if layer.owns_kv else None
 
-    def forward(self, x: Tensor, step: LayerStep) -> Tensor | InboxPart:
-        group = step.cache.of(self.layer)
-        out = x.new_empty(x.shape[0], self.o.shape[1])
-        step.attention.attend(self.qkv(x), self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
+    def forward(self, x: Rows, step: LayerStep) -> Part:
+        qkv, group = self.qkv(x), step.cache.of(self.layer)
+        out = qkv.new_empty(len(qkv), self.o.shape[1])
+        step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
         return self.o(out, step.allreduce_norm)
 
 
@@ -99,17 +99,18 @@ class Block(Module):
         self.norms = NormWeights(shard, norms)
         self.scalar = shard.parameter(1)
 
-    def forward(self, h: Tensor, x: Tensor, next_norm: Tensor, step: LayerStep) -> tuple[Tensor, Tensor]:
+    def forward(self, h: Tensor, x: Rows, next_norm: Tensor, step: LayerStep) -> tuple[Tensor, Rows]:
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
         norms = self.norms
-        h, x = step.allreduce_norm(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
+        h, x = step.allreduce_norm.add(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
         after = None if self._ple else next_norm
         scalar = None if self._ple else self.scalar
         if self._moe:
+            assert isinstance(x, Tensor)
             halves = (norms["post_dense"], norms["post_experts"])
             h, x = step.allreduce_norm(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, halves=halves)
         else:
-            h, x = step.allreduce_norm(self.mlp(x, step.allreduce_norm), h, norms["post_mlp"], after, scalar)
+            h, x = step.allreduce_norm.add(self.mlp(x, step.allreduce_norm), h, norms["post_mlp"], after, scalar)
         if step.ple is None:
             return h, x
         p = self.ple_out(self.ple_gate.gelu_mul(h, step.ple[:, self._index]))
@@ -197,21 +198,23 @@ class Gemma4(Model):
         return self.embedding.rows(ids, allreduce_norm)
 
     def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
+        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers = None
     ) -> tuple[Tensor, Tensor]:
-        assert peers is None or not batch.prompts, "chunks are summed by collectives"
-        residual_is_read = self.geometry.moe is not None or self.geometry.ple > 0  # by routers and gates
-        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps, keep_full_residual=residual_is_read)
+        assert not (isinstance(peers, AllReduceInbox) and batch.prompts), "an inbox is for decode rows"
+        allreduce_norm = AllReduceNorm(
+            self.parallel, peers, self.geometry.eps, keep_full_residual=self.geometry.residual_is_read
+        )
         first_norm, blocks = with_next_norms(self.blocks, self.norm)
-        h, x, ple = self.embedding(batch.ids, first_norm, allreduce_norm, batch.soft)
+        h, embedded, ple = self.embedding(batch.ids, first_norm, allreduce_norm, batch.soft)
+        x: Rows = embedded
         step = LayerStep(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and (len(batch.logit_rows) < batch.rows or batch.width > 1)
         for index, (block, next_norm) in enumerate(blocks):
             if narrow and index == self._sharing:
-                h, x, step, narrow = h[batch.logit_rows], x[batch.logit_rows], step.logit_rows(), False
+                h, x, step, narrow = h[batch.logit_rows], whole(x)[batch.logit_rows], step.logit_rows(), False
             if h.shape[0]:
                 h, x = block(h, x, next_norm, step)
-        return (h[batch.logit_rows], x[batch.logit_rows]) if narrow else (h, x)
+        return (h[batch.logit_rows], whole(x)[batch.logit_rows]) if narrow else (h, whole(x))
 
 
 def frequencies_of(geometry: Geometry, device: torch.device) -> dict[RopeKey, Tensor]:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.geometry import Geometry, Moe, check_tp, shard_vocab, vocab_share
-from engine.rank.models.allreduce_norm import AllReduceNorm
+from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
 from engine.rank.models.module import Module, empty
 from engine.rank.models.weight import Weight
 from engine.rank.parallel import Parallel
-from kernels.fused_allreduce_norm import InboxPart
 from kernels.route import route, router_logits, router_parts
 
 
@@ -83,7 +82,7 @@ class Mlp(Module):
         hidden, share = shard.geometry.hidden, width // shard.parallel.size
         self.gate_up, self.down = shard.matrix(2 * share, hidden), shard.matrix(hidden, share)
 
-    def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
+    def forward(self, x: Rows, allreduce_norm: AllReduceNorm | None = None) -> Part:
         return self.down(self.gate_up.geglu(x), allreduce_norm)
 
 

@@ -10,13 +10,14 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
-from engine.rank.models.allreduce_norm import AllReduceNorm
+from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows
 from engine.rank.models.module import Module, empty
 from engine.weight_formats import WeightFormat
+from kernels.activation import geglu
 from kernels.embed import embed
 from kernels.experts import experts
-from kernels.fused_allreduce_norm import InboxPart
 from kernels.linear import linear, linear_geglu, linear_gelu_mul, linear_parts, linear_send
+from kernels.sequence_parallel import GatheredRows, ScatteredPart, SequenceParallel
 
 
 class Weight(Module):
@@ -48,23 +49,37 @@ class Weight(Module):
         """Bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.parameters())
 
-    def forward(self, x: Tensor, allreduce_norm: AllReduceNorm | None = None) -> Tensor | InboxPart:
+    def forward(self, x: Rows, allreduce_norm: AllReduceNorm | None = None) -> Part:
         """x [T, n] -> x W^T [T, m]. With `allreduce_norm`, this rank's part of a row-parallel product for it: few rows go to the
-        ranks' inboxes, if any; where there is one rank, they may be left in fp32 parts [parts, T, m]."""
-        if allreduce_norm is None or (allreduce_norm.peers is None and allreduce_norm.ranks > 1):
+        ranks' inboxes, if any, many to their owners; where there is one rank, they may be left in fp32 parts [parts, T, m]."""
+        peers = None if allreduce_norm is None else allreduce_norm.peers
+        if isinstance(x, GatheredRows) or isinstance(peers, SequenceParallel):
+            return self._by_pieces(x, peers)
+        if allreduce_norm is None or (peers is None and allreduce_norm.ranks > 1):
             return linear(x, self.weight)
-        if allreduce_norm.peers is None:
+        if peers is None:
             return linear_parts(x, self.weight)
-        sent = linear_send(x, self.weight, allreduce_norm.peers)
+        sent = linear_send(x, self.weight, peers)
         return linear(x, self.weight) if sent is None else sent
+
+    def _by_pieces(self, x: Rows, peers: Peers) -> Tensor | ScatteredPart:
+        """The product of each piece of x once it has come; or each copied to its owners once it is computed."""
+        sequence = peers if isinstance(peers, SequenceParallel) else None
+        rows, pieces = (x, sequence.pieces if sequence else ()) if isinstance(x, Tensor) else (x.rows, x.pieces())
+        out = rows.new_empty(len(rows), len(self.weight))
+        for index, piece in enumerate(pieces):
+            linear(rows[piece], self.weight, out=out[piece])
+            if sequence is not None:
+                sequence.scatter(out, index)
+        return out if sequence is None else ScatteredPart()
 
     def fp32(self, x: Tensor) -> Tensor:
         """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""
         return linear(x, self.weight, dtype=torch.float32)
 
-    def geglu(self, x: Tensor) -> Tensor:
+    def geglu(self, x: Rows) -> Tensor:
         """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m / 2], W = [G; U]."""
-        return linear_geglu(x, self.weight)
+        return linear_geglu(x, self.weight) if isinstance(x, Tensor) else geglu(self(x))
 
     def gelu_mul(self, x: Tensor, up: Tensor) -> Tensor:
         """x [T, n], up [T, m] -> gelu_tanh(x W^T) * up."""

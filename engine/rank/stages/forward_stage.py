@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.memory import SEQUENCE_ROWS
 from engine.plan import PlanView
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, SoftTokens
@@ -119,5 +120,8 @@ class ForwardStage:
         return FinalRows(hidden[batch.logit_rows], ends, prompts=ScoredBatch(scored, batch, hidden))
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Final hidden rows of `batch.logit_rows`; sums over ranks are collectives."""
-        return self.model.forward(batch, self._cache, self._attention)
+        """Final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
+        peers = self._inboxes.sequence if self._inboxes is not None and batch.chunks else None
+        if peers is not None:
+            peers = peers.begin(batch.rows) if SEQUENCE_ROWS <= batch.rows <= peers.rows else None
+        return self.model.forward(batch, self._cache, self._attention, peers)

@@ -1,0 +1,140 @@
+"""MLPs of many rows over several GPUs: sums by all-reduces against norms of own rows and copies beside products.
+
+    python -m tests.bench.sequence_parallel --tp 2 --rows 2048 8192
+
+In rounds that delay ranks at random both give final rows as close as their roundings are, and norms of own rows the same ones on
+all ranks. Milliseconds are of one forward, of as many layers as --layers says; `products`: of the products alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, multiprocessing
+
+from engine.rank.models.allreduce_norm import AllReduceNorm, whole
+from engine.rank.models.weight import Weight
+from engine.rank.parallel import Parallel, connect
+from engine.weight_formats import PLAIN
+from kernels.norm import rms_norm
+from kernels.sequence_parallel import SequenceParallel
+
+EPS = 1e-6
+
+
+class Mlps:
+    """Layers of a rank, weights and input random. intermediate: of the whole model."""
+
+    def __init__(
+        self, parallel: Parallel, layers: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.parallel, self.hidden, self.dtype, self.device = parallel, hidden, dtype, device
+        share = intermediate // parallel.size
+        self.generator = torch.Generator(device).manual_seed(7)
+        self.norms = 0.5 + torch.rand((layers, 2, hidden), generator=self.generator, device=device).to(dtype)
+        self.scalar = torch.full((1,), 0.9, device=device, dtype=dtype)
+        own = torch.Generator(device).manual_seed(parallel.rank)
+        self.weights = [
+            (self._weight((2 * share, hidden), own), self._weight((hidden, share), own)) for _ in range(layers)
+        ]
+
+    def _weight(self, shape: tuple[int, int], generator: torch.Generator) -> Weight:
+        weight = Weight(shape, self.dtype, self.device).stored_as(PLAIN)
+        weight.weight.copy_(torch.randn(shape, generator=generator, device=self.device) / shape[1] ** 0.5)
+        return weight
+
+    def input(self, rows: int) -> Tensor:
+        """The residual [rows, hidden], the same on every rank."""
+        generator = self.generator.manual_seed(8)
+        return torch.randn((rows, self.hidden), generator=generator, device=self.device).to(self.dtype)
+
+    def forward(self, h: Tensor, peers: SequenceParallel | None) -> Tensor:
+        """Final rows [rows, hidden]."""
+        allreduce_norm = AllReduceNorm(self.parallel, peers, EPS)
+        x = rms_norm(h, self.norms[0, 1], EPS)
+        for (gate_up, down), (post, next_norm) in zip(self.weights, self.norms, strict=True):
+            h, x = allreduce_norm.add(down(gate_up.geglu(x), allreduce_norm), h, post, next_norm, self.scalar)
+        return whole(x)
+
+    def products(self, h: Tensor) -> Tensor:
+        """The products alone."""
+        for gate_up, down in self.weights:
+            h = down(gate_up.geglu(h))
+        return h
+
+
+def milliseconds(parallel: Parallel, run: Callable[[], Tensor], count: int = 5) -> float:
+    """Of the fastest of `count` runs on this rank, all of which begin together."""
+    best = float("inf")
+    for _ in range(count):
+        parallel.all_reduce(torch.zeros(1 << 20, device="cuda"))
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end))
+    return best
+
+
+@torch.inference_mode()
+def run(rank: int, args: argparse.Namespace, store: str) -> None:
+    """One rank."""
+    device = torch.device("cuda", rank)
+    parallel = connect(rank, args.tp, device, -1, store, 60.0)
+    inboxes = parallel.inboxes(8, args.hidden, torch.bfloat16, max(args.rows))
+    assert inboxes is not None
+    sequence = inboxes.sequence
+    assert sequence is not None
+    layers = Mlps(parallel, args.layers, args.hidden, args.intermediate, torch.bfloat16, device)
+    rng = random.Random(rank)
+    for rows in args.rows:
+        h = layers.input(rows)
+        expected = layers.forward(h, None).float()
+        worst, equal = 0.0, True
+        for _ in range(args.check):
+            if rng.random() < 0.5:
+                torch.cuda._sleep(rng.randrange(1, 4_000_000))
+            x = layers.forward(h, sequence.begin(rows)).clone()
+            every = parallel.all_gather(x).unflatten(-1, (parallel.size, -1))
+            equal = equal and bool((every == x[:, None]).all())
+            worst = max(worst, float((x.float() - expected).norm() / expected.norm()))
+        assert not inboxes.allreduce.failed, "a copy did not come"
+        times = {
+            "all_reduce": milliseconds(parallel, partial(layers.forward, h, None)),
+            "sequence": milliseconds(parallel, partial(layers.forward, h, sequence.begin(rows))),
+            "products": milliseconds(parallel, partial(layers.products, h)),
+        }
+        if rank == 0:
+            print(json.dumps({"rows": rows, "relative": worst, "equal": equal, **times}), flush=True)
+        assert equal, f"rank {rank}: ranks have different rows"
+        assert worst < args.tolerance, f"rank {rank}: {worst}"
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """The command line."""
+    description = (__doc__ or "").split("\n", maxsplit=1)[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.sequence_parallel", description=description)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 8192])
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=5376)
+    parser.add_argument("--intermediate", type=int, default=21504)
+    parser.add_argument("--check", type=int, default=30, help="rounds")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of final rows, relative, to those of all-reduces")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(run, (args, str(Path(folder) / "store")), args.tp)
+
+
+if __name__ == "__main__":
+    main()
