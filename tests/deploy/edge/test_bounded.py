@@ -9,7 +9,7 @@ from deploy.edge.bounded import bounded
 
 pytestmark = pytest.mark.pure
 
-BOUND_S = 0.05
+BOUND_S = 20.0  # a machine that stops for a moment does not reach it
 
 
 async def nothing() -> None:
@@ -71,7 +71,7 @@ def test_what_it_waits_for_ends_as_it_does() -> None:
     with pytest.raises(KeyError):
         asyncio.run(bounded(failing(), BOUND_S))
     with pytest.raises(TimeoutError):
-        asyncio.run(bounded(watched(), BOUND_S))
+        asyncio.run(bounded(watched(), 0.01))
     assert ended == [True]
 
 

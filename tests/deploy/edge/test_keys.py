@@ -75,6 +75,12 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("keys") / "keys"
 
 
+def replaced(file: Path, text: str) -> None:
+    """The file has another text, of which nobody reads a part."""
+    file.with_name("new").write_text(text)
+    file.with_name("new").replace(file)
+
+
 @pytest.fixture(scope="module")
 def shared(edges: Edges, keys_file: Path) -> Edge:
     keys_file.write_text(LINES)
@@ -86,7 +92,7 @@ def shared(edges: Edges, keys_file: Path) -> Edge:
 def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge:
     """With the keys of LINES in force, and a file that is looked at for each request."""
     monkeypatch.setattr(key_ring, "FILE_CHECK_PERIOD_S", 0.0)
-    keys_file.write_text(LINES)
+    replaced(keys_file, LINES)
     until(lambda: status(shared, OLD) == 200, "the keys are read again")
     shared.reset()
     return shared
@@ -206,8 +212,7 @@ def test_keys_are_replaced_without_a_dropped_stream(edge: Edge, keys_file: Path)
     with edge.stream(CHAT, body, headers=bearer(OLD)) as reply:
         parts = reply.iter_text()
         text = next(parts)
-        keys_file.with_name("new").write_text(line("sk-new", "alice"))
-        keys_file.with_name("new").replace(keys_file)
+        replaced(keys_file, line("sk-new", "alice"))
         until(lambda: status(edge, OLD) == 401, "the old key is out of force")
         assert status(edge, "sk-new") == 200
         assert "[DONE]" not in text, "the stream was over before the keys changed"
@@ -223,34 +228,34 @@ def test_a_file_that_is_wrong_changes_nothing(edge: Edge, keys_file: Path, caplo
 
     for wrong in ("nonsense", None):
         caplog.clear()
-        keys_file.unlink() if wrong is None else keys_file.write_text(LINES + wrong)
+        keys_file.unlink() if wrong is None else replaced(keys_file, LINES + wrong)
         until(lambda: bool(status(edge, ALICE) == 200 and caplog.records), "the file is looked at")
         assert {status(edge, ALICE) for _ in range(3)} == {200}
         assert len(caplog.records) == 1
         assert "stay as they were" in caplog.text
-    keys_file.write_text("# nobody\n")
+    replaced(keys_file, "# nobody\n")
     until(lambda: status(edge, ALICE) == 401, "nobody has a key")
 
 
 def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that does not answer: requests wait for it for a moment, and go by the keys in force."""
     monkeypatch.setattr(key_ring, "FILE_CHECK_TIMEOUT_S", 0.2)
-    hung: list[float] = []
+    hung: list[bool] = []
     released = threading.Event()
 
     def read(settings: KeySettings) -> str:
-        hung.append(time.monotonic())
-        released.wait(10)
+        hung.append(True)
+        released.wait(50)
+        hung.append(False)
         return LINES
 
     monkeypatch.setattr(key_ring, "read", read)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: status(edge, ALICE), range(8)))
-    took = time.monotonic() - hung[0]
+    looks = list(hung)
     released.set()
     assert found == [200] * 8
-    assert took < 5, "they waited for the file"
-    assert len(hung) == 1
+    assert looks == [True], "they waited for the file, or looked at it again"
 
 
 def test_a_holder_has_so_many_requests_at_once(edge: Edge) -> None:
@@ -420,7 +425,7 @@ def test_the_time_of_a_wrong_key_tells_nothing(tmp_path: Path) -> None:
 def test_no_body_is_waited_for_without_a_key(edge: Edge) -> None:
     """A wrong key and a body that does not come: 401 at once, and the connection is not waited on."""
     head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-wrong\r\nContent-Length: 5000000\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=3) as sock:
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as sock:
         sock.sendall(head.encode() + b"{")
         reply = b""
         while not reply.endswith(b"}"):

@@ -249,7 +249,7 @@ def test_choices_are_added_up(logged: LoggedEdge) -> None:
 def leave(logged: LoggedEdge) -> None:
     logged.core.answer_endlessly(0.02)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{logged.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=httpx.Timeout(10, read=0.3))
+        httpx.post(f"{logged.edge.url}{CHAT}", json=BODY | {"max_tokens": 99}, timeout=httpx.Timeout(10, read=1.0))
 
 
 def late(logged: LoggedEdge) -> None:

@@ -28,11 +28,10 @@ def outcomes(edge: Edge) -> list[str]:
 
 def test_the_first_token_is_not_held_back(edge: Edge) -> None:
     """It arrives while the next one is still far away."""
-    edge.core.delay_s = 1.0
-    started = time.monotonic()
+    edge.core.delay_s = 10.0
     with edge.stream(CHAT, BODY | {"max_tokens": 2}) as reply:
         first = next(reply.iter_raw())
-        assert time.monotonic() - started < edge.core.delay_s
+        assert edge.core.sent == 1
         assert first.count(b"data: ") == 2  # the role and the first text, in one write
     until(lambda: outcomes(edge) == ["client_gone"], "the end of what the client left")
 
@@ -71,7 +70,7 @@ def test_what_has_piled_up_goes_out_as_one_chunk(edge: Edge) -> None:
 @pytest.fixture(scope="module")
 def short_deadline(edges: Edges) -> Edge:
     """An edge with little patience."""
-    limits = LimitSettings(request_timeout_s=0.5, write_timeout_s=0.4)
+    limits = LimitSettings(request_timeout_s=1.5)
     return edges(limits=limits, max_len=10**6)
 
 
@@ -106,7 +105,7 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", edge.port))
             sock.sendall(head + body)
-            until(lambda: edge.core.abort_reasons == ["slow_reader"], "the abort", 15)
+            until(lambda: edge.core.abort_reasons == ["slow_reader"], "the abort", 60)
             sent = edge.core.sent
             time.sleep(0.2)
             assert edge.core.sent == sent
@@ -120,9 +119,8 @@ def test_a_full_queue_is_429_at_once(edge: Edge, monkeypatch: pytest.MonkeyPatch
     with edge.stream(CHAT, BODY | {"n": 2}) as reply:
         parts = reply.iter_raw()  # held: a forgotten iterator closes its connection
         next(parts)
-        begun = time.monotonic()
         refused = edge.post(CHAT, BODY | {"n": 2})
-        assert time.monotonic() - begun < 2
+        assert len(edge.core.requests) == 2, "it has waited for the engine"
         assert (error_of(refused, 429)["code"], refused.headers["retry-after"]) == ("overloaded", "1")
         assert edge.post(CHAT, BODY | {"max_tokens": 1}).status_code == 200
     until(lambda: edge.service.open == 0, "a free place")
@@ -132,7 +130,7 @@ def test_a_full_queue_is_429_at_once(edge: Edge, monkeypatch: pytest.MonkeyPatch
 def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
     """Eight open streams: eight error events, no [DONE]; then 503 with Retry-After, and health says so."""
     with Edge(nano("31b")) as edge:
-        edge.core.answer_endlessly(0.02)
+        edge.core.answer_endlessly(0.1)
         replies: list[str] = []
 
         def read() -> None:
@@ -144,7 +142,7 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
         until(lambda: len(edge.core.requests) == 8 and edge.core.sent > 30, "eight streams")
         edge.on_loop(lambda: edge.client.fail("rank 2 was killed by SIGKILL"))
         for reader in readers:
-            reader.join(5)
+            reader.join(20)
         assert len(replies) == 8
         for reply in replies:
             assert reply.count('"error"') == 1
@@ -190,7 +188,7 @@ def test_only_a_streams_ends_pass_what_stands_around_the_app(edge: Edge, *, guar
         await Limits(around, LimitSettings(), bounds_writes=guarded)(scope, receive, send)
 
     edge.run(answered())
-    assert len(sent) > 20
+    assert len(sent) > 10
     assert passed == ([sent[0], sent[-1]] if guarded else sent)
     chunks = b"".join(message["body"] for message in sent[1:]).decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
     text = "".join(json.loads(chunk[6:])["choices"][0]["delta"].get("content", "") for chunk in chunks)

@@ -47,7 +47,7 @@ class Collector:
                 self.spans += scope.spans
         self.bodies.append(body)
 
-    def wait(self, spans: int, timeout_s: float = 5.0) -> list[Span]:
+    def wait(self, spans: int, timeout_s: float = 20.0) -> list[Span]:
         """The spans, once there are so many."""
         deadline = time.monotonic() + timeout_s
         while len(self.spans) < spans:
