@@ -123,7 +123,7 @@ def test_a_stopped_rank_ends_every_stream(config: EngineConfig) -> None:
     ends = asyncio.run(watched(Group.boot(config)))
     print(f"{ends[0][0]}: streams ended after {1000 * max(late for _, late in ends):.0f} ms")
     assert all(isinstance(error, EngineDead) and str(error).startswith("rank 1 is not scheduled") for error, _ in ends), ends
-    assert max(late for _, late in ends) < HEARTBEAT_S + 3.0
+    assert max(late for _, late in ends) < HEARTBEAT_S + 10.0
 
 
 def test_a_rank_with_a_token_of_its_own_ends_every_stream(config: EngineConfig) -> None:

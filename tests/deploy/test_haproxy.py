@@ -63,7 +63,7 @@ def haproxy(
     errors: Path | None,
     wrapper: Path | str = WRAPPER,
     head_timeout: str = "10s",
-    server_timeout: str = "300ms",
+    server_timeout: str = "10s",
 ) -> Iterator[str]:
     """HAProxy before the port `behind`, with our files in `folder`; the URL."""
     ingress_errors.write(folder)
@@ -97,8 +97,9 @@ def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
 def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
     """A connection that is closed before the reply is 503, one that stays silent is 504."""
     for closes, status, code in ((True, 503, "engine_restarting"), (False, 504, "deadline_exceeded")):
-        with silent_server(closes=closes) as port, haproxy(tmp_path, port, tmp_path) as url:
-            reply = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        waits = "10s" if closes else "300ms"
+        with silent_server(closes=closes) as port, haproxy(tmp_path, port, tmp_path, server_timeout=waits) as url:
+            reply = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20)
         assert error_of(reply, status)["code"] == code
 
 
@@ -137,9 +138,7 @@ def test_a_connection_without_a_whole_head_ends(tmp_path: Path, said: bytes) -> 
 def test_a_replica_hears_that_a_client_has_gone(tmp_path: Path) -> None:
     """Also of one whose body came after its head, and that leaves before its answer. Planted: Serve's configuration as it is."""
     for wrapper, hears in ((WRAPPER, True), (haproxy_binary() or "", False)):
-        with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(
-            tmp_path, replica.getsockname()[1], None, wrapper, server_timeout="10s"
-        ) as url:
+        with socket.create_server(("127.0.0.1", 0)) as replica, haproxy(tmp_path, replica.getsockname()[1], None, wrapper) as url:
             client = socket.create_connection(address(url), timeout=20)
             client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n")
             made, _ = replica.accept()
@@ -173,7 +172,7 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
     def answered_on(url: str, source: str = "127.0.0.1") -> socket.socket | None:
         """A connection that had an answer, and is open."""
         made = socket.socket()
-        made.settimeout(5)
+        made.settimeout(20)
         made.bind((source, 0))
         with suppress(ConnectionError):
             made.connect(address(url))
@@ -192,12 +191,12 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv("QUARTET_CONNECTIONS_PER_ADDRESS", limit)
         held: list[socket.socket] = []
         with haproxy(tmp_path, free_port(), tmp_path) as url:
-            wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 5)  # the first may meet the probe's connection
+            wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 20)  # the first may meet the probe's connection
             assert [taken(url, held) for _ in range(3)] == [not limit] * 3
             assert taken(url, held, "127.0.0.2")
             for made in held:
                 made.close()
-            wait(lambda url=url, held=held: taken(url, held), 5)
+            wait(lambda url=url, held=held: taken(url, held), 20)
             held[-1].close()
 
 
