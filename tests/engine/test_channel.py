@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -321,20 +322,19 @@ def test_a_record_too_large_is_refused_before_it_is_written() -> None:
     assert len(record[1]) == CAPACITY // 2 - 16
 
 
-@pytest.mark.alone
-def test_waiting_spins_then_sleeps_longer() -> None:
-    """A waiter makes its polls without sleeping, then sleeps short; `reset` starts over."""
-    waiter = Waiter(spin=2000)
-
-    def took(turns: int) -> float:
-        started = time.perf_counter()
-        for _ in range(turns):
-            waiter.wait()
-        return time.perf_counter() - started
-
-    spun = took(2000)
-    slept = took(200)
-    assert slept > 200 * 50e-6
-    assert spun / 2000 < slept / 200 / 5
+def test_waiting_spins_then_sleeps_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiter makes its polls without sleeping, then sleeps short, then longer; `reset` starts over."""
+    waiter, slept = Waiter(spin=2000), list[float]()
+    monkeypatch.setattr("engine.channel.time", SimpleNamespace(sleep=slept.append))
+    for _ in range(2000):
+        waiter.wait()
+    assert slept == []
+    for _ in range(50_000):
+        waiter.wait()
+    assert slept == sorted(slept)
+    assert set(slept) == {50e-6, 0.001, 0.005}
     waiter.reset()
-    assert took(1000) < slept
+    slept.clear()
+    for _ in range(2001):
+        waiter.wait()
+    assert slept == [50e-6]

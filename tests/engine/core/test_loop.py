@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from tests.support.engine.scheduling import request_of, two_groups
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
-STEP_S = 0.05  # half of it is more than a machine takes to wake a thread
+STEP_S = 0.05
 CONFIG = SchedulerConfig(two_groups(), (20, 40), 4, 64, 16)
 
 
@@ -70,19 +71,16 @@ class MachineExecutor:
 
 @dataclass
 class SlowExecutor(MachineExecutor):
-    """A step takes STEP_S."""
+    """Every second poll finds that a step has ended, which took STEP_S by a clock that nothing else moves."""
 
-    due: float = 0.0
-
-    def submit(self, plan: StepPlan) -> None:
-        if not self.machine.queue:
-            self.due = time.monotonic() + STEP_S
-        super().submit(plan)
+    now: float = 0.0
+    polls: int = 0
 
     def poll(self) -> StepResult | None:
-        if time.monotonic() < self.due:
+        self.polls += 1
+        if self.polls % 2 or not self.machine.queue:
             return None
-        self.due = time.monotonic() + STEP_S
+        self.now += STEP_S
         return super().poll()
 
 
@@ -151,17 +149,18 @@ class Timed(Scheduler):
         self.took = [*getattr(self, "took", ()), took_ms]
 
 
-def test_the_loop_times_steps() -> None:
+def test_the_loop_times_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step took its time, though the one behind it was planned before it ended; a pause counts for none."""
     scheduler, executor = Timed(CONFIG), SlowExecutor()
+    monkeypatch.setattr("engine.core.loop.time", SimpleNamespace(monotonic=lambda: executor.now, monotonic_ns=time.monotonic_ns))
     with running(lambda sock: loop_of(scheduler, executor, sock)) as front:
         for number in range(2):
             front.send(request_of(number, [1] * 5, 6))
             front.until_ended(1)
-            time.sleep(12 * STEP_S)
+            executor.now += 12 * STEP_S
+    assert executor.deepest == 2
     assert len(scheduler.took) >= 12
-    assert all(0.9e3 * STEP_S < took < 10e3 * STEP_S for took in scheduler.took), scheduler.took
-    assert sorted(scheduler.took)[6] < 1.5e3 * STEP_S
+    assert scheduler.took == pytest.approx([1e3 * STEP_S] * len(scheduler.took))
 
 
 def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa: ANN001
@@ -270,16 +269,29 @@ def test_long_prompts_come_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert turns() == [lengths]
 
 
-def test_an_idle_core_sleeps(core) -> None:  # noqa: ANN001
-    """With nothing to do, and with requests that only wait for the host, the loop blocks on its socket instead of spinning."""
+def test_an_idle_core_sleeps(core, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+    """With nothing to do, and with requests that only wait for the host, the loop blocks on its socket and does not spin. Planted:
+    one that is never idle."""
     front, _, scheduler = core
-    began = time.process_time()
-    time.sleep(0.3)
+    waits: list[float] = []
+    receive = FrontLink.receive
+    monkeypatch.setattr(FrontLink, "receive", lambda link, timeout_s: waits.append(timeout_s) or receive(link, timeout_s))
+
+    def next_wait() -> float:
+        """For how long the loop would wait for the front's next word when it has answered one."""
+        front.send(Control(action="report"))
+        front.hear()
+        before = len(waits)
+        while len(waits) == before:
+            time.sleep(0.001)
+        return waits[-1]
+
+    assert next_wait() == 1.0
     scheduler.requests.add(request_of(1, [1], 2))
     scheduler.requests.waiting[0].waits.add("mask")
-    time.sleep(0.5)
-    assert time.process_time() - began < 0.2
-    front.send(Control(action="report"))
+    assert next_wait() == 1.0
+    monkeypatch.setattr(Core, "_idle", property(lambda core: False, lambda core, idle: None), raising=False)
+    assert next_wait() == 0
     scheduler.requests.abort(1, AbortReason.client_gone)
 
 
