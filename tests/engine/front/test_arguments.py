@@ -129,9 +129,9 @@ SHAPES: dict[str, Callable[[], list[Segment]]] = {
 
 
 def cost(parts: list[Segment]) -> float:
-    """CPU seconds to read them a token at a time; the least of two."""
+    """CPU seconds to read them a token at a time; the least of three."""
     taken = []
-    for _ in range(2):
+    for _ in range(3):
         parser, began = ArgumentsParser(ValueSchema()), time.process_time()
         for part in parts:
             parser.push(MARK if part == QUOTE else str(part))
@@ -146,8 +146,8 @@ def test_time_is_linear(shape: str) -> None:
     """200 kB of anything cost ten times what 20 kB cost, not a hundred times, and well under a second."""
     parts = SHAPES[shape]()
     short, long = cost(parts[: len(parts) // 10]), cost(parts)
-    assert long < 40 * short + 0.05, (short, long)
-    assert long < 2
+    assert long < 25 * short + 0.05, (short, long)
+    assert long < 4
 
 
 def test_a_parser_that_reads_anew_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,4 +161,4 @@ def test_a_parser_that_reads_anew_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ArgumentsParser, "push", anew)
     monkeypatch.setattr(ArgumentsParser, "take", lambda parser: "")
     parts = SHAPES["a string"]()[:5000]
-    assert cost(parts) > 40 * cost(parts[:500]) + 0.05
+    assert cost(parts) > 25 * cost(parts[:500]) + 0.05

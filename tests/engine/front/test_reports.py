@@ -38,7 +38,7 @@ class StoryRun:
         self.told.clear()
         batch = TokenBatch(outputs=list(outputs), started=list(started), load=load(step, **figures))
         await self.core.send_raw(encode_message(batch))
-        await asyncio.wait_for(self.told.wait(), 2)
+        await asyncio.wait_for(self.told.wait(), 20)
 
     def scheduled(self) -> dict[int, float]:
         """Who was, after how many seconds (to a microsecond)."""

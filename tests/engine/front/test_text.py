@@ -22,7 +22,7 @@ from tests.nano.random_models import build
 
 pytestmark = pytest.mark.pure
 
-SMALL_BUILD = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SMALL_BUILD = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 WEATHER = {
     "type": "function",
     "function": {

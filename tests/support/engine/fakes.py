@@ -61,8 +61,8 @@ class FakeCore:
         return self._pending.pop(0)
 
     async def receive(self) -> FrontMessage:
-        """The next message from the client, within two seconds."""
-        message = await asyncio.wait_for(self.receive_or_end(), 2)
+        """The next message from the client, within some seconds."""
+        message = await asyncio.wait_for(self.receive_or_end(), 20)
         assert message is not None, "the client closed its socket"
         return message
 
