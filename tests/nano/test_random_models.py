@@ -334,7 +334,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
 # ---- the tokenizer and the template
 
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=80)
-PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
