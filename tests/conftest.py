@@ -28,7 +28,8 @@ Nano = Callable[[str], Path]
 def pytest_configure() -> None:
     os.environ.update(OFFLINE)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would our children
-    hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=False, print_blob=True)
+    patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("ci", max_examples=50, derandomize=False, print_blob=True, **patient)
     hypothesis.settings.load_profile("ci")
 
 

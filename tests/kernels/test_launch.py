@@ -61,9 +61,11 @@ def test_no_process_outlives_an_interpreted_file(tmp_path: Path) -> None:
         "    multiprocessing.get_context('fork').Process(target=body).start()\n"
         "    time.sleep(600)\n"
     )
-    with pytest.raises(subprocess.TimeoutExpired):
-        interpreter.run(str(file), timeout=6)
-    deadline = time.monotonic() + 5  # a killed process is gone when it is next run
+    for limit_s in (6, 60):  # the second where the first was too short for it to begin
+        if not child.exists():
+            with pytest.raises(subprocess.TimeoutExpired):
+                interpreter.run(str(file), timeout=limit_s)
+    deadline = time.monotonic() + 20  # a killed process is gone when it is next run
     while alive(int(child.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(file: str, timeout: float = 240, cases: str = "interpreted_*") -> None:
+def run(file: str, timeout: float = 800, cases: str = "interpreted_*") -> None:
     """Runs the cases of `file`, functions of such names; fails with pytest's own output if one fails, is skipped, or if there is
     none. After `timeout` seconds all its processes are killed, which raises TimeoutExpired."""
     with tempfile.NamedTemporaryFile("r") as output:
