@@ -72,7 +72,7 @@ class ResponseObject(BlockFormat):
         self._delta = self._delta_of(block)
         item = self._item(block, "in_progress") | ({} if block.kind == "call" else {"content": []})
         added = self._event("response.output_item.added", output_index=block.index, item=item)
-        return added if block.kind == "call" else added + self._part_event("added", block)
+        return added if block.kind == "call" else added + self._part_event("added", block, "")
 
     def grown(self, block: ReplyBlock, text: str) -> bytes:  # noqa: ARG002 - `_delta` knows it
         """Return the event of more text."""
@@ -87,7 +87,7 @@ class ResponseObject(BlockFormat):
             case "call":
                 done = self._done_event(block, arguments=block.text, name=self._called(block)["name"])
             case _:
-                done = self._done_event(block, text=block.text) + self._part_event("done", block)
+                done = self._done_event(block, text=block.text) + self._part_event("done", block, block.text)
         return done + self._event("response.output_item.done", output_index=block.index, item=self._item(block, status))
 
     def _event(self, kind: str, **fields: object) -> bytes:
@@ -110,8 +110,8 @@ class ResponseObject(BlockFormat):
         item = {"item_id": self._item_id(block), "output_index": block.index}
         return item if block.kind == "call" else item | {"content_index": 0}
 
-    def _part_event(self, what: str, block: ReplyBlock) -> bytes:
-        return self._event(f"response.content_part.{what}", **self._where(block), part=_part(block))
+    def _part_event(self, what: str, block: ReplyBlock, text: str) -> bytes:
+        return self._event(f"response.content_part.{what}", **self._where(block), part=_part(block, text))
 
     def _item_id(self, block: ReplyBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._number}{block.index:02x}"
@@ -120,10 +120,10 @@ class ResponseObject(BlockFormat):
         about = {"id": self._item_id(block), "status": status}
         match block.kind:
             case "text":
-                return about | {"type": "message", "role": "assistant", "content": [_part(block)]}
+                return about | {"type": "message", "role": "assistant", "content": [_part(block, block.text)]}
             case "reasoning":
                 seal = encrypted_content_of(block.text) if self._is_sealed and status != "in_progress" else None
-                return about | {"type": "reasoning", "summary": [], "content": [_part(block)], "encrypted_content": seal}
+                return about | {"type": "reasoning", "summary": [], "content": [_part(block, block.text)], "encrypted_content": seal}
             case "call":
                 return about | {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": block.text}
 
@@ -198,7 +198,7 @@ def _counts(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _part(block: ReplyBlock) -> dict[str, Any]:
+def _part(block: ReplyBlock, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

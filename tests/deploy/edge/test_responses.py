@@ -83,13 +83,14 @@ def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
 
 
 def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
-    """Its final response is that of the whole answer."""
+    """What it shows on the way ends as its final response, which is that of the whole answer."""
     edge.script(f"{THOUGHT}Let me see.{PARIS}<|tool_response>")
     with client(edge) as api:
         whole = api.responses.create(model="nano", input="x", tools=[TOOL])  # type: ignore[list-item]
         with api.responses.stream(model="nano", input="x", tools=[TOOL]) as stream:  # type: ignore[list-item]
-            final = stream.until_done().get_final_response()
-    assert final.output_text == whole.output_text == "Let me see."
+            texts = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+    assert texts[-1] == final.output_text == whole.output_text == "Let me see."
     assert [item.type for item in final.output] == [item.type for item in whole.output]
 
 
