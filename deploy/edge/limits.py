@@ -13,6 +13,7 @@ guard reads no body of whoever the application will refuse.
 """
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -52,6 +53,32 @@ class Upload:
 
 
 @dataclass
+class UnreadBody:
+    """The answer to a request whose body nobody reads. It is sent at once, and ends when no more of the body comes.
+
+    A connection that is closed before loses the answer to a client that looks for it once it has sent all.
+    """
+
+    send: Send
+    is_held: bool = False
+
+    async def answer(self, message: Message) -> None:
+        """Send all of it, without its end."""
+        self.is_held = message["type"] == "http.response.body" and not message.get("more_body")
+        await self.send({**message, "more_body": True} if self.is_held else message)
+
+    async def end(self, receive: Receive, timeout_s: float) -> None:
+        """Let go what comes of the body, for `timeout_s` at most, and end an answer that was sent."""
+        if not self.is_held:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while (await receive()).get("more_body"):
+                    pass
+        await self.send({"type": "http.response.body"})
+
+
+@dataclass
 class Limits:
     """Wraps an ASGI app.
 
@@ -76,33 +103,36 @@ class Limits:
         began = scope.get(BEGAN, time.monotonic())
         self._open += 1
         upload = Upload()
+        unread = UnreadBody(send)
         try:
             try:
-                await self._take_in(scope, receive, upload)
+                written = send if await self._take_in(scope, receive, upload) else unread.answer
             except QuartetError as error:  # the app's own are its own business
-                await Refusal(error, error_shape_of(scope["path"]))(scope, receive, send)
-                return
-            written = send
-            if self.bounds_writes:
-                note_server_send(send)
-                written = self._bounded(send)
-            body = self._uploads.replayed(upload, receive)
-            await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, written)
+                await Refusal(error, error_shape_of(scope["path"]))(scope, receive, unread.answer)
+            else:
+                if self.bounds_writes:
+                    note_server_send(send)
+                    written = self._bounded(written)
+                body = self._uploads.replayed(upload, receive)
+                await self.app({**scope, "headers": _kept(scope["headers"]), BEGAN: began}, body, written)
         finally:
             self._uploads.release(upload)
             self._open -= 1
+        await unread.end(receive, self.limits.body_timeout_s)
 
     def _bounded(self, send: Send) -> Send:
         """TimeoutError where a write takes too long: Serve's own proxy would wait for ever, and pile up what comes."""
         return lambda message: bounded(send(message), self.limits.write_timeout_s)
 
-    async def _take_in(self, scope: Scope, receive: Receive, upload: Upload) -> None:
+    async def _take_in(self, scope: Scope, receive: Receive, upload: Upload) -> bool:
+        """Whether nothing of the body is left to be sent."""
         if self._open > self.limits.requests:
             raise Overloaded("Too many requests at once; please try again shortly.")
         check_head(scope, self.limits)
         known = self.check_key is None or await self.check_key(scope)
         if known and _has_body(scope):
             await self._uploads.read(upload, receive)
+        return known
 
 
 class Uploads:

@@ -10,9 +10,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
-from deploy.edge.limits import Limits, Upload, Uploads, outermost
+from deploy.edge.error_response import JsonResponse
+from deploy.edge.limits import Limits, UnreadBody, Upload, Uploads, outermost
 from engine.errors import Overloaded
-from tests.support.edge.http_edge import Edge, Edges
+from tests.support.edge.http_edge import Edge, Edges, asgi_server
 
 pytestmark = pytest.mark.pure
 
@@ -46,6 +47,42 @@ def test_a_chunked_body_without_end_is_413_as_soon_as_it_is_too_long(small: Edge
     chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
     reply = raw(small, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 3)
     assert reply.startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(("length", "begin", "status"), [
+    ("Content-Length: 50000000", b"", 413),
+    ("Transfer-Encoding: chunked", b"2faf080\r\n", 401),
+])  # fmt: skip
+def test_a_client_that_looks_when_it_has_sent_all_reads_why(
+    monkeypatch: pytest.MonkeyPatch, length: str, begin: bytes, status: int, waits: bool
+) -> None:
+    """Refused by the guard or behind it: a connection that is closed while its client sends loses the answer, as Python's asyncio
+    reads. Planted: an answer that ends at once."""
+    if not waits:
+        monkeypatch.setattr(UnreadBody, "answer", lambda unread, message: unread.send(message))
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await JsonResponse({}, 401)(scope, receive, send)
+
+    async def is_known(scope: Scope) -> bool:
+        return False
+
+    async def ask(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{length}\r\n\r\n".encode() + begin + b"x" * 50_000_000)
+        await writer.drain()
+        writer.write(b"\r\n0\r\n\r\n")
+        reply = await reader.readline()
+        writer.close()
+        return reply
+
+    with asgi_server(Limits(refuse, SMALL, is_known)) as port:
+        if waits:
+            assert asyncio.run(ask(port)).startswith(f"HTTP/1.1 {status}".encode())
+        else:
+            with pytest.raises(OSError, match=r"reset|Broken pipe"):
+                asyncio.run(ask(port))
 
 
 def test_a_body_that_never_ends_is_408(small: Edge) -> None:
