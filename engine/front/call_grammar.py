@@ -5,8 +5,8 @@
     tool_0: "get_weather" object_2
     object_2: "{" "city:" string ("," "days:" integer_3)? "}"          keys in the order in which templates render them
 
-Only declared properties can be written, where there are some; of a tuple all elements that it names. A schema with a keyword that
-the notation cannot keep is refused by name, or its tool can be called with any arguments that are well-formed.
+Only declared properties can be written, where a schema has `properties`; of a tuple all elements that it names. A schema with a
+keyword that the notation cannot keep is refused by name, or its tool can be called with any arguments that are well-formed.
 """
 
 import json
@@ -198,8 +198,8 @@ class CallGrammar:
         return self._rule("array", f'"[" {begun or item} {more} "]"' if begun or least else f'"[" ({item} {more})? "]"')
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        others = schema.get("additionalProperties", True)
         required = frozenset(schema.get("required") or ())
+        others = schema.get("additionalProperties", bool(required) or "properties" not in schema)
         properties = dict.fromkeys(required, others) | dict(schema.get("properties") or {})
         if not properties:
             return self._map(others, depth)

@@ -79,7 +79,7 @@ def _checked(declaration: Mapping[str, Any], where: str) -> tuple[str, Mapping[s
     if not isinstance(function.get("description", ""), str | None):
         raise _wrong(f"{where}.function.description", "must be a string")
     if parameters is None:
-        return name, {}
+        return name, {"properties": {}}  # OpenAI's: it has no arguments
     _check_parameters(parameters, f"{where}.function.parameters")
     return name, parameters
 

@@ -20,6 +20,7 @@ from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import calls_answer, json_answer
 from engine.front.string_schema import SchemaError, expressions
 from engine.front.text import TextProcessor
+from engine.front.tools import Tools
 from tests.conftest import Nano
 from tests.support.engine.schemas import tools_of, wide_members
 from tests.support.engine.tool_lists import parameters
@@ -207,13 +208,21 @@ def test_branches_that_both_hold_are_not_one_of(walker: Walker) -> None:
         json.loads(called(walker, schema, 1, strict=False))
 
 
-@pytest.mark.parametrize("schema", [{}, {"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}])
-def test_a_tool_without_parameters(walker: Walker, schema: dict[str, Any]) -> None:
-    """Its arguments are an object; an empty one where it may have none."""
-    for seed in range(WALKS):
-        found = json.loads(called(walker, schema, seed))
-        assert isinstance(found, dict)
-        assert not found or schema.get("additionalProperties") is not False
+@pytest.mark.parametrize(
+    ("declared", "free"),
+    [
+        ({}, True),
+        ({"type": "object"}, True),
+        ({"properties": {}, "additionalProperties": True}, True),
+        ({"properties": {}}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": False}, False),
+        (None, False),
+    ],
+)
+def test_a_tool_without_parameters(walker: Walker, declared: dict[str, Any] | None, free: bool) -> None:
+    """Its arguments are an empty object; where its schema names none and forbids none, any."""
+    schema = Tools([{"type": "function", "function": {"name": "f", "parameters": declared}}]).parameters("f").schema
+    assert any(json.loads(called(walker, schema, seed)) for seed in range(WALKS)) is free
 
 
 def test_a_hundred_properties(walker: Walker) -> None:
