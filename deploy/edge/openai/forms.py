@@ -23,6 +23,7 @@ from deploy.edge.openai.data_events import DONE, DataEvents
 from deploy.edge.response_format import ServedModel, Usage
 from engine.front.generation import Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
+from engine.front.text import Detokenizer
 from engine.protocol import Logprobs
 
 _FLOOR = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
@@ -52,9 +53,11 @@ def _counts(prompt: int, completion: int) -> dict[str, Any]:
 class _ChoiceSoFar:
     """One choice in the making: logprobs are encoded as they come, so that no end of an answer takes long.
 
-    `lists`: of logprobs, by name, as JSON without brackets; `prompt`: entries of the prompt's tokens; `offset`: characters so far.
+    `shown`: the text of its tokens, `offset` characters so far; `lists`: of logprobs, by name, as JSON without brackets; `prompt`:
+    entries of the prompt's tokens.
     """
 
+    shown: Detokenizer
     reply: Choice = field(default_factory=Choice)
     lists: dict[str, list[bytes]] = field(default_factory=dict)
     prompt: list[bytes] = field(default_factory=list)
@@ -110,7 +113,7 @@ class _Base(DataEvents, abc.ABC):
             self._tail = b'],"usage":%b}\n\n' % encode(_counts(self._prompt_tokens, self._tokens))
         events = b""
         if index not in self._choices:
-            self._choices[index] = _ChoiceSoFar()
+            self._choices[index] = _ChoiceSoFar(Detokenizer(self.model.pieces))
             events = self._event(index, self.FIRST) if self.FIRST else b""
         if delta.parts or delta.logprobs or delta.prompt:
             events += self._chunk(index, delta)
@@ -125,7 +128,7 @@ class _Base(DataEvents, abc.ABC):
 
     def add(self, index: int, delta: Delta) -> None:
         """Add a delta to its choice."""
-        choice = self._choices.setdefault(index, _ChoiceSoFar())
+        choice = self._choices.setdefault(index, _ChoiceSoFar(Detokenizer(self.model.pieces)))
         choice.reply.add(delta)
         for name, values in (self._logprobs(choice, delta) or {}).items():
             choice.lists.setdefault(name, []).append(encode(values)[1:-1])
@@ -235,11 +238,11 @@ class TextFormat(_Base):
         return self._event(index, b'"text":' + encode(text_of(delta)), logprobs)
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
-        """Control tokens count no characters: the text is without them."""
+        """A token's offset is that of the character which it begins or goes on with."""
         tokens, reported = self._reported(delta)
         starts = [choice.offset]
         for token in tokens:
-            starts.append(starts[-1] + (0 if token in self.model.pieces.special else len(self.model.text_of(token))))
+            starts.append(starts[-1] + len(choice.shown.push([token])))
         choice.offset = starts.pop()
         if not reported:
             return None

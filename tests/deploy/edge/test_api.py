@@ -1,6 +1,7 @@
 """The API as OpenAI's own client sees it: shapes, streams, usage, logprobs, stop strings, errors."""
 
 import json
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,19 @@ def test_chat_logprobs_name_each_token_and_its_rivals(edge: Edge) -> None:
 
 
 def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
-    """tokens, token_logprobs, top_logprobs and text_offset run in parallel; the offsets go on through a stream."""
-    edge.script("a small house")
+    """tokens, token_logprobs, top_logprobs and text_offset run in parallel; the offsets go on through a stream. Of a character of
+    several tokens all are where it is, which a sum of what each shows as alone would miss."""
+    said = "a small n\u00e9e \U0001f389 house"
+    edge.script(said)
     body = {"model": "nano", "prompt": "x", "logprobs": 1, "max_tokens": 40}
     whole = edge.post("/v1/completions", body).json()["choices"][0]
     found = whole["logprobs"]
-    assert "".join(found["tokens"]) == whole["text"] == "a small house"
+    assert whole["text"] == said
+    pieces = list(map(edge.text.pieces.bytes_of, chain.from_iterable(edge.core.steps)))
+    assert found["text_offset"] == [len(b"".join(pieces[:at]).decode(errors="ignore")) for at in range(len(pieces))]
+    assert found["text_offset"] != list(accumulate(map(len, found["tokens"][:-1]), initial=0)), "planted"
     for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
-        assert whole["text"][offset:].startswith(token)
+        assert whole["text"][offset:].startswith(token.strip("\ufffd"))
     assert all(len(top) == 1 for top in found["top_logprobs"])
     chunks = [chunk["choices"][0]["logprobs"] for chunk in events(edge, "/v1/completions", body)]
     assert [o for chunk in chunks if chunk for o in chunk["text_offset"]] == found["text_offset"]
