@@ -81,7 +81,7 @@ def _response_format(value: Any, key: str) -> str | None:
         case {"type": "json_object"}:
             return json_answer()
         case {"type": "json_schema"}:
-            raise InvalidRequest(f"{key}.schema: is required")
+            raise InvalidRequest(f"{key}: json_schema needs a schema")
         case {"type": "structural_tag"}:
             return _tag(value, key)
         case {"type": str(kind)}:

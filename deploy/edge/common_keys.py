@@ -73,7 +73,7 @@ def read_stops(raw: Json, key: str) -> tuple[str, ...]:
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:
     """Return a content part of text. InvalidRequest: it is of no kind that is text, or has none."""
     if kind not in kinds:
-        raise invalid(where, f"parts of type {kind!r} are not supported here, only 'text'")
+        raise invalid(where, f"parts of type {kind!r} are not supported here")
     if text is None:
         raise invalid(where, "a text part has a text")
     return Text(text)

@@ -188,7 +188,7 @@ def _tools(raw: Json) -> list[dict[str, Any]]:
 
 def _declaration(tool: ClientTool, index: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise invalid(f"tools[{index}].type", f"{tool.type!r} runs on a server; only 'custom' is supported")
+        raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
     return declared_function(tool.name, tool.description, tool.input_schema, strict=tool.strict)
 
 

@@ -104,12 +104,16 @@ def _message(message: Message, where: str) -> ChatMessage:
         raise invalid(f"{where}.content", "a user's message needs content, not null")
     return ChatMessage(
         message.role,
-        [_part(part, f"{where}.content") for part in message.content] if isinstance(message.content, list) else message.content,
+        _content(message.content, f"{where}.content"),
         thought=message.reasoning or message.reasoning_content,
         calls=tuple(map(_call, message.tool_calls or ())),
         call_id=message.tool_call_id,
         name=message.name,
     )
+
+
+def _content(content: str | list[ContentPart] | None, where: str) -> str | list[Part] | None:
+    return [_part(part, f"{where}[{at}]") for at, part in enumerate(content)] if isinstance(content, list) else content
 
 
 def _part(part: ContentPart, where: str) -> Part:

@@ -51,7 +51,10 @@ _INCLUDES = 64
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
 _ORDER = ("reasoning", "message", "function_call")  # of the items of one message
+_OF_CHATS = ("messages", "response_format", "max_tokens", "max_completion_tokens", "reasoning_effort", "chat_template_kwargs",
+             "structured_outputs", "logit_bias", "cache_salt", "priority")  # fmt: skip
 _ABSENT: AbsentKeys = {
+    **dict.fromkeys(_OF_CHATS, ()),
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),

@@ -206,7 +206,7 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     ("response_format", form(type="object", properties={"a": {"not": {}}}), r'Unimplemented keys: \["not"\]'),
     ("response_format", form(type="array", uniqueItems=True), "uniqueItems"),
     ("response_format", form(description="x" * 70_000), "more than 66560 bytes"),
-    ("response_format", {"type": "json_schema"}, "schema: is required"),
+    ("response_format", {"type": "json_schema"}, "needs a schema"),
     ("response_format", {"type": "yaml"}, "'yaml' is not one of"),
     ("response_format", {"type": "structural_tag", "format": {}}, "only structures with triggers"),
     ("response_format", "json", "object"),

@@ -218,6 +218,8 @@ BAD: dict[str, tuple[Any, ...]] = {
     "background": (True,),
     "truncation": ("auto",),
     "top_logprobs": (2,),
+    "response_format": ({"type": "json_object"},),
+    "max_tokens": (5,),
     "include": (["message.output_text.logprobs"],),
     "tools": (
         [{"type": "mcp", "server_label": "x"}],

@@ -186,7 +186,7 @@ def test_agents_know_the_context_error(edge: Edge, path: str, words: int) -> Non
     for count, status in ((1, 200), (words, 400)):
         said = " ".join(["salt"] * count)
         turns = [user(said)]
-        prompt = {TEXT: {"prompt": said}, "/v1/responses": {"input": said}}.get(path, {"messages": turns})
+        prompt = {TEXT: {"prompt": said}, "/v1/responses": {"input": said, "max_tokens": None}}.get(path, {"messages": turns})
         reply = edge.post(path, {"model": "nano", "max_tokens": 1, **prompt})
         message = str(reply.json().get("error", {}) and reply.json()["error"]["message"])
         assert reply.status_code == status, reply.text
