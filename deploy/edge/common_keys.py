@@ -13,7 +13,7 @@ from engine.protocol import MediaKind
 
 MESSAGES = 4096
 PARTS = 1024
-TOOLS = 128
+TOOLS = 512
 STOPS = 64
 RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls

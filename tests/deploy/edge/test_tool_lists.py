@@ -101,7 +101,7 @@ def parameters(kind: int) -> dict[str, Any]:
     return {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "string"}}}}
 
 
-@pytest.mark.parametrize("count", [60, 128])
+@pytest.mark.parametrize("count", [60, 300])
 def test_many_tools_of_twelve_parameters(edge: Edge, count: int) -> None:
     """More than the rules of arguments have room for: the first tools' arguments are kept, the last one's are any object."""
     edge.reset()
