@@ -153,7 +153,6 @@ class KeyNames:
     """The client's names for what may turn out to be wrong when the job is made."""
 
     prompt: str = "messages"
-    stop: str = "stop"
     min_tokens: str = "min_tokens"
 
 

@@ -3,24 +3,24 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
-from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_text
+from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, first_characters, invalid, not_null
 from engine.front.template import MAX_VALUES
 from engine.protocol import MediaKind
 
 MESSAGES = 4096
 PARTS = 1024
 TOOLS = 512
-STOPS = 64
+STOPS = 16
 RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 # To an image's soft tokens.
 DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
 
-_STOPS = ListReader(str, STOPS)
+_STOPS = ListReader(Annotated[str, Meta(min_length=1, max_length=256)], STOPS)
 
 
 class InputAudio(Struct, frozen=True):
@@ -65,9 +65,10 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
 
 
 def read_stops(raw: Json, key: str) -> tuple[str, ...]:
-    """Stop strings. InvalidRequest: they are none, or too many."""
-    text = read_text(raw, key)
-    return tuple(_STOPS.read(raw, key)) if text is None else (text,)
+    """Stop strings, one alone or a list. InvalidRequest: they are none, empty, too long or too many."""
+    if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"':
+        raw = Raw(b"[%b]" % bytes(raw))
+    return tuple(_STOPS.read(raw, key))
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:

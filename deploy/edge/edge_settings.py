@@ -23,10 +23,6 @@ class LimitSettings(msgspec.Struct, frozen=True):
     """bytes of a request's headers; more get 431"""
     body_timeout_s: Seconds = 30.0
     """a body that is not complete by then gets 408"""
-    stop_strings: Annotated[int, Meta(ge=0, le=64)] = 16
-    """stop strings of a request"""
-    stop_bytes: Annotated[int, Meta(ge=1, le=4096)] = 256
-    """bytes of a stop string"""
     n: Annotated[int, Meta(ge=1, le=64)] = 8
     """choices of a request"""
     min_priority: int = 0

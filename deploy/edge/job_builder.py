@@ -228,15 +228,8 @@ class JobBuilder:
         )
 
     def _check_limits(self, ask: Ask, prompts: int) -> None:
-        limits = self.settings.limits
         sampling = ask.sampling
-        stop = ask.keys.stop
-        _at_most("n", sampling.n, limits.n)
-        _at_most(stop, len(sampling.stops), limits.stop_strings, "strings")
-        for text in sampling.stops:
-            _at_most(stop, len(text.encode("utf-8", "replace")), limits.stop_bytes, "bytes")
-        if "" in sampling.stops:
-            raise invalid(stop, "a stop string must not be empty")
+        _at_most("n", sampling.n, self.settings.limits.n)
         most = min(MAX_CHOICES, self.settings.capacity)
         key = "n" if sampling.n > 1 else ask.keys.prompt
         if prompts * sampling.n > most:

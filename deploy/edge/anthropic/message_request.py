@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall, Sampling, Text
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
     MESSAGES,
@@ -170,7 +170,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
             ),
             stream=bool(self.stream),
             form=form or response_form(self.output_format, "output_format"),
-            keys=KeyNames(stop="stop_sequences"),
         )
 
 

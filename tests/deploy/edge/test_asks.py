@@ -95,7 +95,7 @@ def test_one_conversation_in_three_apis() -> None:
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     wanted = Ask(model="m", prompt=ChatPrompt(messages, tools, ONE, thinks=True), sampling=Sampling(max_tokens=9))
-    names = {MESSAGES: {"stop": "stop_sequences"}, RESPONSES: {"prompt": "input"}}
+    names: dict[str, dict[str, str]] = {MESSAGES: {}, RESPONSES: {"prompt": "input"}}
     for path, keys in names.items():
         body = json.dumps(LEAST[path] | TALK[path]).replace('"input": 0', f'"input": {CALL}')
         assert READ[path](body.encode()).ask == replace(wanted, keys=KeyNames(**keys)), path
