@@ -66,4 +66,3 @@ class TokenApi(HttpEndpoint):
     body: type[Struct]
     read: Callable[[bytes], Any]
     answer: Callable[[Service, Any], Awaitable[Any]]
-    parts: tuple[type[Struct], ...] = ()

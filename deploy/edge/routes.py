@@ -224,7 +224,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 def _documentation() -> tuple[dict[type[Struct], dict[str, Any]], dict[str, Any]]:
     """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
     apis = (*GENERATION_APIS, *TOKEN_APIS)
-    kinds = [*(api.body for api in apis), *(part for api in apis for part in api.parts)]
+    kinds = [*(api.body for api in apis), *(part for api in GENERATION_APIS for part in api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, schemas, strict=True)), components
 

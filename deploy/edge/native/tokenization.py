@@ -12,7 +12,7 @@ from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import RawTools
 from deploy.edge.key_types import ID, ModelName, RawObject, array, shown_as
-from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, Message, read_chat
+from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, read_chat
 from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import invalid, not_null, token_ids
 from deploy.edge.service import Service
@@ -74,7 +74,6 @@ TOKENIZE = TokenApi(
     body=TokenizeRequest,
     read=BodyReader(TokenizeRequest, _ABSENT).read,
     answer=_tokenized,
-    parts=(Message,),
 )
 DETOKENIZE = TokenApi(
     path="/detokenize",
