@@ -2,7 +2,7 @@
 
     response_format                                 {"type": "json_object" | "json_schema" | "structural_tag" | "text"}
     structured_outputs                              {"json" | "json_object" | "regex" | "choice" | "grammar" | ...: ...}
-    guided_json  guided_json_object  guided_regex  guided_choice  guided_grammar
+    guided_json  guided_regex  guided_choice  guided_grammar
     json_schema  regex  ebnf  structural_tag        SGLang's: a schema or tag as JSON in a string, too
 
 Only one of them at a time. What of a form cannot be kept is refused, never left out.
@@ -186,7 +186,6 @@ KEYS: Mapping[str, RulesReader] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "guided_json": _schema,
-    "guided_json_object": _any_object,
     "guided_regex": _FORMS["regex"],
     "guided_choice": _choice,
     "guided_grammar": _FORMS["grammar"],

@@ -54,7 +54,6 @@ RawText = Annotated[Raw, shown_as(STRING)] | UnsetType
 RawTexts = Annotated[Raw, shown_as(STRINGS)] | UnsetType
 RawStops = Annotated[Raw, shown_as(STRING, STRINGS)] | UnsetType
 RawIds = Annotated[Raw, shown_as(IDS)] | UnsetType
-RawBool = Annotated[Raw, shown_as({"type": "boolean"})] | UnsetType
 RawObject = Annotated[Raw, shown_as(OBJECT)] | UnsetType
 RawTextOrObjects = Annotated[Raw, shown_as(STRING, array(OBJECT))] | UnsetType
 RawTextOrObject = Annotated[Raw, shown_as(STRING, OBJECT)] | UnsetType

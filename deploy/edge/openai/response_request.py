@@ -301,9 +301,10 @@ def _content(content: str | list[InputPart] | None, where: str) -> str | list[Pa
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
     """Return the text of a content. InvalidRequest: some of it is no text."""
-    if not isinstance(content, list):
-        return content or ""
-    return "".join(text_part(part.type, part.text, f"{where}[{index}]", _TEXTS).text for index, part in enumerate(content))
+    text = _content(content, where)
+    if not isinstance(text, str):
+        raise invalid(where, "only text is supported here")
+    return text
 
 
 def _required(value: str | None, where: str) -> str:

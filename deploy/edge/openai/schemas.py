@@ -72,7 +72,6 @@ class SamplingKeys(CommonSamplingKeys, frozen=True):
     response_format: kt.RawObject = UNSET
     structured_outputs: kt.RawObject = UNSET
     guided_json: kt.RawTextOrObject = UNSET
-    guided_json_object: kt.RawBool = UNSET
     guided_regex: kt.RawText = UNSET
     guided_choice: kt.RawTexts = UNSET
     guided_grammar: kt.RawText = UNSET

@@ -37,7 +37,6 @@ class TranscriptionRequest(Struct, frozen=True):
     response_format: Literal["json", "text"] = "json"
     temperature: kt.Temperature = 0.0
     stream: bool = False
-    chunking_strategy: Literal["auto"] | None = None
 
     def ask(self) -> Ask:
         """Greedy, as OpenAI's is."""

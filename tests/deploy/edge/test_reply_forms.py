@@ -64,7 +64,6 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, 'so <f>{"a":1}</f>', "so <f>"),
     ({"guided_json": json.dumps(SCHEMA)}, '{"a":5}', "{}"),
     ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "[1,null]", "[1,"),
-    ({"guided_json_object": True}, "{}", "null"),
     ({"guided_regex": "[0-9]{3}"}, "123", "12"),
     ({"guided_choice": ["a b"]}, "a b", "a"),
     ({"guided_grammar": 'root ::= "x" [0-9]+'}, "x12", "x"),
@@ -255,7 +254,7 @@ def test_forms_that_ask_for_nothing(edge: Edge) -> None:
     """text, false, null and an empty structured_outputs are no form."""
     for keys in ({"type": "text"}, None):
         assert asked(edge, chat_body(response_format=keys)) is None
-    assert asked(edge, chat_body(guided_json_object=False, structured_outputs={}, guided_json=None)) is None
+    assert asked(edge, chat_body(structured_outputs={}, guided_json=None)) is None
 
 
 def test_random_schemas_are_let_in(edge: Edge) -> None:
