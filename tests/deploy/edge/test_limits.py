@@ -77,7 +77,7 @@ def test_a_client_that_looks_when_it_has_sent_all_reads_why(
         writer.close()
         return reply
 
-    with asgi_server(Limits(refuse, SMALL, is_known)) as port:
+    with asgi_server(Limits(refuse, LimitSettings(body_bytes=2048), is_known)) as port:
         if waits:
             assert asyncio.run(ask(port)).startswith(f"HTTP/1.1 {status}".encode())
         else:
