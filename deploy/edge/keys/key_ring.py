@@ -8,7 +8,6 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 
 from deploy.edge.edge_settings import KeySettings
@@ -23,12 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Reads the keys; ConfigError where they cannot be. `clock`: seconds, monotonic."""
+    """Reads the keys; ConfigError where they cannot be."""
 
-    def __init__(self, settings: KeySettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: KeySettings) -> None:
         self._settings = settings
-        self._clock = clock
-        self._looked = clock()
+        self._looked = time.monotonic()
         self._look: asyncio.Task[None] | None = None
         self._complaint = ""
         self._text = read(settings)
@@ -41,7 +39,7 @@ class KeyRing:
         before = self._allowances
         self._allowances = {}
         for key in keys:
-            allowance = before.get(key.name) or self._allowances.get(key.name) or Allowance(key.quota, self._clock)
+            allowance = before.get(key.name) or self._allowances.get(key.name) or Allowance(key.quota, time.monotonic)
             allowance.change(key.quota)
             self._allowances[key.name] = allowance
         logger.info("%d API keys of %d holders are in force", len(keys), len(self._allowances))
@@ -50,10 +48,10 @@ class KeyRing:
         """Returns with the keys of a file as they were a second ago, or later."""
         if self._settings.file is None:
             return
-        if self._look is None and self._clock() - self._looked >= FILE_CHECK_PERIOD_S:
-            self._looked = self._clock()
+        if self._look is None and time.monotonic() - self._looked >= FILE_CHECK_PERIOD_S:
+            self._looked = time.monotonic()
             self._look = asyncio.create_task(self._read_again())
-        if self._look is not None and (left := self._looked + FILE_CHECK_TIMEOUT_S - self._clock()) > 0:
+        if self._look is not None and (left := self._looked + FILE_CHECK_TIMEOUT_S - time.monotonic()) > 0:
             await asyncio.wait({self._look}, timeout=left)
 
     async def _read_again(self) -> None:
