@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 
 _BLOCK = 128  # stop ids compared at once
 _COLUMNS = 2048  # of a hidden row copied at once

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
+from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import cast
 
 

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import cdiv
-from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, trigger, wait
 from kernels.sampling_batch import SlotParameters
 
 RECORD = 14

@@ -18,8 +18,7 @@ from torch.nn import functional
 from triton.language import constexpr
 
 from kernels.choose import filtered, scaled, store
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 

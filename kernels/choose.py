@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import polled
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
 from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
 from kernels.sample import cap, choose_kept, gumbel, mask
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch

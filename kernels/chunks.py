@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import cdiv
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import cdiv, enabled, launch, trigger, wait
 from kernels.slots import PlanLayout, plan_sections
 
 _BLOCK = 64  # chunks looked at in a turn

@@ -14,8 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.grid import cdiv
-from kernels.launch import Configured, check_contiguous, configured, enabled, launch, shared_memory
+from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory
 from kernels.norm import rms_norm
 from kernels.prefill import gather
 from kernels.qkv import norm_rope, split_heads, store

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import enabled, launch, trigger, wait
+from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
 
 
 def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = None, pad: int = 0) -> Tensor:

@@ -28,8 +28,7 @@ from torch.nn import functional
 from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, shared_memory, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 
 _GROUP_BLOCK = 4096

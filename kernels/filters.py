@@ -26,8 +26,7 @@ from triton.language import constexpr
 
 from kernels.candidates import float_order, kth_order, scaled_logits
 from kernels.choose import filtered, scaled, store
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.noise import GREEDY, gumbel_noise, noise_key
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 

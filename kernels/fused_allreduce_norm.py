@@ -31,8 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import next_power_of_2
-from kernels.launch import INTERPRET, Configured, configured, enabled, launch, now, trigger, wait
+from kernels.launch import INTERPRET, Configured, configured, enabled, launch, next_power_of_2, now, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
 INBOXES = 5

@@ -21,8 +21,7 @@ from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
 from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
-from kernels.grid import cdiv
-from kernels.launch import INTERPRET, Configured, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
+from kernels.launch import INTERPRET, Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import GemmShape, Tile, choose, split
 

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 

@@ -19,18 +19,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import Configured, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
+from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
 from kernels.splitkv import page_of
 
+_TILE_ROWS = 128
 _VALUES = 256  # columns of V that a CTA sums: registers hold the sums of 128 rows, which read K and V from the L2 cache once
 _SCORES = 1 << 26  # scores held at once (256 MiB): long chunks run in blocks of queries
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Queries of one sequence that a tile holds: times heads of a KV head 128 rows of a matrix product."""
-    return max(1, 128 // (heads // kv_heads))
+    """Queries of one sequence that a tile holds: times heads of a KV head _TILE_ROWS rows of a matrix product."""
+    return max(1, _TILE_ROWS // (heads // kv_heads))
 
 
 def extend_attention(
@@ -40,7 +40,6 @@ def extend_attention(
     tiles: Tensor,
     window: int | None,
     out: Tensor,
-    tokens: int | None = None,
     last_seen: Tensor | None = None,
 ) -> None:
     """q [T, heads, d], normed and roped -> out [T, heads, d]; rows that no tile names are left alone.
@@ -63,7 +62,7 @@ def extend_attention(
         return
     check_contiguous(q, pool, table, tiles, out)
     kv_heads, page, d = pool.shape[2:]
-    kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, tokens, q.element_size(), shared_memory(q))
+    kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, q.element_size(), shared_memory(q))
     launch(kernel, (tiles.shape[0], kv_heads * cdiv(d, _VALUES), parts), q, pool, table, tiles, out, table.shape[1], last_seen)
 
 
@@ -125,26 +124,24 @@ def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
 
 @cache
 def _configured(
-    heads: int, kv_heads: int, d: int, page: int, window: int | None, tokens: int | None, itemsize: int, shared: int
+    heads: int, kv_heads: int, d: int, page: int, window: int | None, itemsize: int, shared: int
 ) -> tuple[Configured, int]:
-    """The kernel for tiles of up to `tokens` queries, and in how many parts it takes them."""
-    group, tokens = heads // kv_heads, tokens or tile_tokens(heads, kv_heads)
-    values = min(d, _VALUES)
-    rows, keys = _cut(tokens * group, d, values, itemsize, shared)
-    held = max(1, rows // group)
+    """The kernel, and how many CTAs share the queries of a tile."""
+    group, values = heads // kv_heads, min(d, _VALUES)
+    rows, keys = _cut(d, values, itemsize, shared)
+    tokens = max(1, rows // group)
     kernel = configured(
         _extend, HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page,
-        TOKENS=held, ROWS=max(rows, next_power_of_2(group)), KEYS=keys, warps=8 if rows >= 64 else 4, stages=2,
+        TOKENS=tokens, ROWS=max(rows, triton.next_power_of_2(group)), KEYS=keys, warps=8 if rows >= 64 else 4, stages=2,
     )  # fmt: skip
-    return kernel, cdiv(tokens, held)
+    return kernel, cdiv(tile_tokens(heads, kv_heads), tokens)
 
 
-def _cut(rows: int, d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
-    """Rows of a CTA and keys a turn, for tiles of `rows` rows: what shared memory holds; fp32, for tests, takes the least."""
+def _cut(d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Rows of a CTA and keys a turn: what shared memory holds; fp32, for tests, takes the least."""
     if itemsize == 4:
         return 16, 16
-    rows = min(max(16, next_power_of_2(rows)), 128)
-    keys = 64 if d <= 256 else 32
+    rows, keys = _TILE_ROWS, 64 if d <= 256 else 32
     turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
     while keys > 16 and keys * turn > shared * 3 // 4:
         keys //= 2

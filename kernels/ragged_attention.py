@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.grid import cdiv
-from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
+from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
 
 

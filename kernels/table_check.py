@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.grid import next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.slots import first_entry
 
 RECORD, RECORDS = 8, 64

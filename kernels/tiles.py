@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
+from kernels.launch import cdiv
+
 Kind = Literal["gemv", "gemm"]
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MOST_CTAS, _LEAST_TURNS = 200, 4  # of a product whose inner dimension is shared out; turns of a CTA
@@ -111,7 +113,7 @@ def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED) -> Tile | No
 
 def split(tile: Tile, shape: GemmShape) -> Tile:
     """`tile` with the inner dimension shared out, where its outputs leave many of an H200's 132 processors idle."""
-    ctas, splits = -(-shape.m // tile.bn), 1
+    ctas, splits = cdiv(shape.m, tile.bn), 1
     while tile.kind == "gemm" and 2 * splits * ctas <= _MOST_CTAS and shape.n % (2 * splits * tile.bk * _LEAST_TURNS) == 0:
         splits *= 2
     return replace(tile, splits=splits)

@@ -21,8 +21,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.decode import DecodeScratch, decode_reference, row_blocks
-from kernels.grid import cdiv, next_power_of_2
-from kernels.launch import check_contiguous, enabled, launch, processors, shared_memory, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
 from kernels.slots import first_page
 from kernels.splitkv import load_run, page_of

@@ -125,7 +125,7 @@ SPANS = [
 ]
 
 
-def spanned(window: int, tokens: int | None) -> float:
+def spanned(window: int) -> float:
     """The largest difference between attention over chunks with SPANS and dense attention; the same with each span seen causally,
     one position shorter, or one longer, must be a hundred times larger, and so must be windows that end elsewhere."""
     it = paged([start + size + 1 for start, size, _ in SPANS], 2, 16, None)  # the last key is no chunk's
@@ -134,10 +134,10 @@ def spanned(window: int, tokens: int | None) -> float:
         chunks.append((slot, rows, start, size))
         rows += size
     q = torch.randn(rows, 4, 16, generator=torch.Generator().manual_seed(1)) / 4
-    tiles = tiles_of(chunks, tokens or 16)
+    tiles = tiles_of(chunks, 16)
     seen = torch.cat([last_seen(spans, torch.arange(start, start + size)) for start, size, spans in SPANS])
     out = torch.empty_like(q)
-    extend_attention(q, it.pool, it.table, tiles, window, out, tokens, seen)
+    extend_attention(q, it.pool, it.table, tiles, window, out, seen)
 
     def error(by: int, longer: int | None) -> float:
         found = []
@@ -154,12 +154,12 @@ def spanned(window: int, tokens: int | None) -> float:
 @pytest.mark.parametrize("window", [WINDOW, WINDOW - 3])
 def test_positions_of_an_image_see_each_other(window: int) -> None:
     """Within the window, whole spans, also one longer than it; a causal span, or one off by one, is seen."""
-    assert spanned(window, None) < TOLERANCE
+    assert spanned(window) < TOLERANCE
 
 
 def interpreted_images() -> None:
     """As for the reference, in tiles that spans reach over."""
-    assert spanned(WINDOW - 3, 16) < TOLERANCE
+    assert spanned(WINDOW - 3) < TOLERANCE
 
 
 def test_a_tile_fills_the_rows_of_a_product() -> None:
@@ -219,7 +219,7 @@ def interpreted_extend(heads: int, kv_heads: int, d: int, window: int | None) ->
             answer[row : row + size] = dense(q[row : row + size], it.k[slot], it.v[slot], start, by)
     out = torch.full_like(q, 7.0)
     with record() as nodes:
-        extend_attention(q, it.pool, it.table, tiles_of(chunks, 16), window, out, 16)
+        extend_attention(q, it.pool, it.table, tiles_of(chunks, 16), window, out)
     assert [node.kernel for node in nodes].count("_tiles") == len(nodes) - 1
     assert (out - want).abs().max() < TOLERANCE
     if window is not None:
@@ -236,14 +236,14 @@ def interpreted_columns_of_v() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
-def interpreted_verify(size: int) -> None:
-    """A few rows a sequence behind long prefixes, as when drafts are verified."""
+def interpreted_short_chunks(size: int) -> None:
+    """A few rows a sequence behind long prefixes."""
     lengths = [150, 33, 8]
     it = paged(lengths, 1, 16, None)
     chunks = [(slot, slot * size, length - size, size) for slot, length in enumerate(lengths)]
     q = torch.randn(3 * size, 4, 16) / 4
     out = torch.zeros_like(q)
-    extend_attention(q, it.pool, it.table, tiles_of(chunks, size), WINDOW, out, size)
+    extend_attention(q, it.pool, it.table, tiles_of(chunks, size), WINDOW, out)
     for slot, row, start, _ in chunks:
         rows = slice(row, row + size)
         assert (out[rows] - dense(q[rows], it.k[slot], it.v[slot], start, WINDOW)).abs().max() < TOLERANCE

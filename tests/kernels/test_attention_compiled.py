@@ -33,18 +33,16 @@ def decode(layer: Layer, rows: int, target: tuple[int, int]) -> Node:
 
 
 def chunk_nodes(layer: Layer, target: tuple[int, int]) -> list[Node]:
-    """What comes before attention, and attention, for prefill chunks, for rows that verify drafts and, in sliding layers, for
-    chunks with images."""
+    """What comes before attention, and attention, for prefill chunks and, in sliding layers, for chunks with images."""
     pool, table, tokens = meta(9, 2, layer.kv_heads, PAGE, layer.d), ints(3, WIDTH), 100
     q = meta(tokens, layer.heads, layer.d)
     with record(target) as nodes:
         qkv = meta(tokens, (layer.heads + layer.kv_projections * layer.kv_heads) * layer.d)
         cos_sin = meta(tokens, 2 * layer.pairs, dtype=torch.float32)
         qkv_post(qkv, pool, table, ints(tokens), ints(tokens), cos_sin, meta(layer.d), meta(layer.d), 1e-6, q)
-        for size in (None, 4):
-            extend_attention(q, pool, table, ints(5, 4), layer.window, meta(tokens, layer.heads, layer.d), size)
+        extend_attention(q, pool, table, ints(5, 4), layer.window, meta(tokens, layer.heads, layer.d))
         if layer.window is not None:
-            extend_attention(q, pool, table, ints(5, 4), layer.window, meta(tokens, layer.heads, layer.d), None, ints(tokens))
+            extend_attention(q, pool, table, ints(5, 4), layer.window, meta(tokens, layer.heads, layer.d), ints(tokens))
     return nodes
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels import launch as launcher
-from kernels.launch import enabled, late_compilations, launch, ready, shared_memory, trigger, wait
+from kernels.launch import cdiv, enabled, late_compilations, launch, next_power_of_2, ready, shared_memory, trigger, wait
 from tests.support import interpreter
 from tests.support.engine.groups import alive
 from tests.support.launches import Node, compilations, record, without_overlap
@@ -32,6 +32,14 @@ def _add(x: tl.tensor, out: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr, PDL: t
 @triton.jit
 def _plain(x: tl.tensor, BLOCK: tl.constexpr) -> None:
     tl.store(x + tl.arange(0, BLOCK), 0.0)
+
+
+def test_sizes_of_grids_are_tritons() -> None:
+    """They give what Triton's functions of these names give, but for the power of 2 from 0 on, where Triton's is 0."""
+    numbers = [*range(1, 300), *(2**bits + by for bits in range(9, 31) for by in (-1, 0, 1))]
+    assert all(next_power_of_2(n) == triton.next_power_of_2(n) for n in numbers)
+    assert next_power_of_2(0) == 1
+    assert all(cdiv(n, by) == triton.cdiv(n, by) for n in (0, *numbers[::3]) for by in (1, 2, 3, 32, 1024, 5376))
 
 
 def test_under_the_interpreter() -> None:
