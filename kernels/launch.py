@@ -116,37 +116,27 @@ def shared_memory(x: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Configured:
-    """A kernel with its options and constexprs, `PDL` excepted: all that a variant is compiled for but the kinds of its arguments.
-
-    overlaps: it may start before its predecessor has ended, where the GPU can."""
+    """A kernel with its options and constexprs: all that a variant is compiled for but the kinds of its arguments and `PDL`, which
+    follows from the GPU if the kernel declares it."""
 
     kernel: Any
     warps: int
     stages: int
-    registers: int | None
-    overlaps: bool
+    declares_pdl: bool
     constexprs: dict[str, Any]
 
-    @property
-    def __name__(self) -> str:
-        """The kernel's."""
-        name: str = self.kernel.__name__
-        return name
-
-    def constexprs_now(self) -> dict[str, Any]:
-        """With `PDL` as it is for a launch here and now, where the kernel declares it."""
-        return {**self.constexprs, "PDL": self.overlaps and _has_pdl()} if "PDL" in self.kernel.arg_names else self.constexprs
+    def with_pdl(self) -> dict[str, Any]:
+        """The constexprs of a launch here and now."""
+        return {**self.constexprs, "PDL": _has_pdl()} if self.declares_pdl else self.constexprs
 
 
 Recorder = Callable[[Configured, tuple[int, ...], tuple[Any, ...]], None]
 
 
 @lru_cache(maxsize=None, typed=True)  # the launcher keeps variants of each anyway
-def configured(
-    kernel: Any, *, warps: int = 4, stages: int = 3, registers: int | None = None, pdl: bool = True, **constexprs: Any
-) -> Configured:
-    """The one object for these. `registers`: at most so many a thread. `pdl`: it may start before its predecessor has ended."""
-    return Configured(kernel, warps, stages, registers, pdl and "PDL" in kernel.arg_names, constexprs)
+def configured(kernel: Any, *, warps: int = 4, stages: int = 3, **constexprs: Any) -> Configured:
+    """Returns the one object for these."""
+    return Configured(kernel, warps, stages, "PDL" in kernel.arg_names, constexprs)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any) -> None:
@@ -159,14 +149,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any)
         if _launcher.target is not None:
             return None
     if INTERPRET.value:
-        kernel.kernel[grid](*args, **kernel.constexprs_now())
+        kernel.kernel[grid](*args, **kernel.with_pdl())
         return None
-    device, early = torch.cuda.current_device(), kernel.overlaps and _has_pdl()
+    device, early = torch.cuda.current_device(), kernel.declares_pdl and _has_pdl()
     key = launch_key(kernel, device, early, args)
     if (known := _launcher.known.get(key)) is not None and not hooked():
         return known.start(grid, args)
-    options = compiler_options(kernel.warps, kernel.stages, kernel.registers, early)
-    constexprs = kernel.constexprs_now()
+    options = compiler_options(kernel.warps, kernel.stages, early)
+    constexprs = kernel.with_pdl()
     compiled = kernel.kernel[grid](*args, **options, **constexprs)
     _count(compiled)
     if key is not None and (known := variant(kernel.kernel, compiled, device, args, constexprs)) is not None:
@@ -174,10 +164,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any)
     return None
 
 
-def compiler_options(warps: int, stages: int, registers: int | None, early: bool) -> dict[str, Any]:
+def compiler_options(warps: int, stages: int, early: bool) -> dict[str, Any]:
     """A launch's options in Triton's words. Multiplications and additions are fused whatever Triton's default is: from 3.9 on it
     warns that its own will change."""
-    return {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": early, "enable_fp_fusion": True}
+    return {"num_warps": warps, "num_stages": stages, "launch_pdl": early, "enable_fp_fusion": True}
 
 
 def processors(device: torch.device) -> int:

@@ -134,7 +134,7 @@ def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inb
         M=m, K=k, GATED=gated, UP=up, ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
         SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty,
         **({"SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {}),
-        warps=tile.warps, stages=tile.stages, registers=tile.registers,
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 

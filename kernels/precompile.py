@@ -29,7 +29,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-_OPTIONS = ("warps", "stages", "registers")
+_OPTIONS = ("warps", "stages")
 _DIVISIBLE = [["tt.divisibility", 16]]
 _CONSTANTS_HAVE_ATTRIBUTES = not triton.__version__.startswith("3.6.")  # an empty list each, as part of the cache's key
 
@@ -104,13 +104,13 @@ def _attributes(launch: ListedLaunch, name: str) -> list[list[Any]] | None:
 
 def _listed(configured: Configured, grid: tuple[int, ...], args: tuple[Any, ...]) -> ListedLaunch:
     kernel = configured.kernel
-    options = {"warps": configured.warps, "stages": configured.stages, "registers": configured.registers}
+    options = {"warps": configured.warps, "stages": configured.stages}
     named = dict(zip(kernel.arg_names, args, strict=False))
     specialised = {name for name, arg in named.items() if _specialised(kernel, name, arg)}
     constants = {name: arg for name, arg in named.items() if arg is None or (name in specialised and arg == 1)}
     types = {name: _type(arg) for name, arg in named.items() if name not in constants}
     aligned = (name for name in types if _aligned(kernel, name, named[name]) or (name in specialised and named[name] % 16 == 0))
-    return ListedLaunch(kernel.__name__, grid, {**configured.constexprs_now(), **options}, kernel, types, tuple(aligned), constants)
+    return ListedLaunch(kernel.__name__, grid, {**configured.with_pdl(), **options}, kernel, types, tuple(aligned), constants)
 
 
 def _specialised(kernel: Any, name: str, arg: Any) -> bool:

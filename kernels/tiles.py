@@ -27,8 +27,8 @@ class Tile:
 
     `early`: weight tiles asked for before the kernel waits for its predecessors, into registers (gemv) or L2 (gemm).
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
-    `registers`: at most so many a thread, so that more CTAs stay on an SM. `start`: the next kernel may start with this one; it
-    pays where that is a product too and has weights to ask for (31B TP=4 on H200: 4.42 against 4.50 ms a step, gate_up alone).
+    `start`: the next kernel may start with this one; it pays where that is a product too and has weights to ask for (31B TP=4 on
+    H200: 4.42 against 4.50 ms a step, gate_up alone).
     `splits`: CTAs that share the inner dimension of the same outputs, each with sums of its own.
     """
 
@@ -40,14 +40,13 @@ class Tile:
     warps: int = 4
     stages: int = 1
     swap: bool = False
-    registers: int | None = None
     start: bool = False
     splits: int = 1
 
-    def shared_bytes(self, gated: bool, itemsize: int = 2) -> int:
-        """What gemm's pipeline holds of x and weight; 0 for the others, which need only their sums' few bytes."""
+    def shared_bytes(self, gated: bool) -> int:
+        """What gemm's pipeline holds of x and weight, in two bytes a number; 0 for gemv, which needs only its sums' few bytes."""
         width = self.bn * (2 if gated else 1)
-        return self.stages * (self.rows + width) * self.bk * itemsize if self.kind == "gemm" else 0
+        return self.stages * (self.rows + width) * self.bk * 2 if self.kind == "gemm" else 0
 
 
 class GemmShape(NamedTuple):

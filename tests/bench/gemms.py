@@ -22,8 +22,8 @@ from tests.support.engine.products import Product
 CHECKED = 4096  # outputs that are compared with fp32; all of them would take longer than the timing
 
 
-def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4, registers: int | None = None) -> Tile:
-    return Tile("gemv", rows, bn, bk, early, warps, registers=registers)
+def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4) -> Tile:
+    return Tile("gemv", rows, bn, bk, early, warps)
 
 
 def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
@@ -99,7 +99,6 @@ def describe(tile: Tile | None) -> str:
     parts = [f"{tile.kind} {tile.rows}x{tile.bn}x{tile.bk} early {tile.early} warps {tile.warps}"]
     parts += [f"stages {tile.stages}"] if tile.kind == "gemm" else []
     parts += ["swap"] if tile.swap else []
-    parts += [f"registers {tile.registers}"] if tile.registers else []
     return " ".join([*parts, "start"] if tile.start else parts)
 
 
@@ -144,7 +143,6 @@ def _gemvs(rows: int) -> list[Tile]:
     if rows == 1:
         return [
             *(gemv(1, 4, 1024, early) for early in (4, 3, 2, 1)),
-            gemv(1, 4, 1024, 4, registers=96),
             *(gemv(1, 2, 1024, early) for early in (4, 6)),
             *(gemv(1, 8, 1024, early, warps=8) for early in (2, 4)),
             *(gemv(1, 8, 512, early) for early in (2, 4)),

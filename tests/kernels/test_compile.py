@@ -417,7 +417,7 @@ def test_planted_faults_are_seen() -> None:
 
 
 def test_a_spill_is_seen() -> None:
-    """A kernel that holds more than the registers it is given shows a stack."""
-    case = GemmCase("starved", GemmShape(4096, HIDDEN), 1, gemv(1, 4, 1024, early=4, registers=40))
+    """A kernel that holds more than a thread's registers shows a stack."""
+    case = GemmCase("starved", GemmShape(4096, HIDDEN), 1, gemv(1, 16, 1024, early=4, warps=1))
     (node,) = case.nodes(HOPPER)
     assert compile_node(node, HOPPER).stack > 0

@@ -90,8 +90,8 @@ def interpreted_a_launch_runs_and_is_recorded() -> None:
     launch(_plain, (1,), x, BLOCK=8)
     assert out.tolist() == [float(i + 1) for i in range(10)]
     assert nodes == [
-        Node("_add", (3,), {"BLOCK": 4, "PDL": False, "warps": 1, "stages": 3, "registers": None}),
-        Node("_plain", (1,), {"BLOCK": 8, "warps": 4, "stages": 3, "registers": None}),
+        Node("_add", (3,), {"BLOCK": 4, "PDL": False, "warps": 1, "stages": 3}),
+        Node("_plain", (1,), {"BLOCK": 8, "warps": 4, "stages": 3}),
     ]
     assert compilations() == 0
 
@@ -105,7 +105,7 @@ def test_a_target_lists_launches_and_starts_none() -> None:
             assert enabled(x)
             assert not enabled(torch.zeros(1))
             launch(_add, (3,), x, x, 2**40, BLOCK=4)
-        assert nodes == [Node("_add", (3,), {"BLOCK": 4, "PDL": pdl, "warps": 4, "stages": 3, "registers": None})]
+        assert nodes == [Node("_add", (3,), {"BLOCK": 4, "PDL": pdl, "warps": 4, "stages": 3})]
         assert nodes[0].types == {"x": "*bf16", "out": "*bf16", "n": "i64"}
         assert nodes[0].function is _add
     assert compilations() == 0
@@ -160,16 +160,16 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launcher._device_capability.cache_clear()
 
 
-@pytest.mark.parametrize(("capability", "asked", "given"), [((9, 0), True, True), ((8, 9), True, False), ((10, 0), False, False)])
+@pytest.mark.parametrize(("capability", "given"), [((9, 0), True), ((8, 9), False)])
 def test_pdl_where_gpu_and_kernel_can(
-    capability: tuple[int, int], asked: bool, given: bool, fresh: None, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], given: bool, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attribute and the constexpr agree; a kernel that never waits is launched without the attribute."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     waits, never = _Kernel("x", "PDL"), _Kernel("x")
-    launch(waits, (1,), 0, pdl=asked)
-    launch(never, (1,), 0, pdl=asked)
-    options = {"num_warps": 4, "num_stages": 3, "maxnreg": None, "enable_fp_fusion": True}
+    launch(waits, (1,), 0)
+    launch(never, (1,), 0)
+    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
     assert waits.calls == [options | {"launch_pdl": given, "PDL": given}]
     assert never.calls == [options | {"launch_pdl": False}]
 

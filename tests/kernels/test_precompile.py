@@ -60,7 +60,7 @@ def hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]
 
 def listed(*arguments: Any) -> Node:
     with record(TARGET) as nodes:
-        launch(_everything, (1,), *arguments, warps=2, stages=2, registers=64, BLOCK=64)
+        launch(_everything, (1,), *arguments, warps=2, stages=2, BLOCK=64)
     return nodes[0]
 
 

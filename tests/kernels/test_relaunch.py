@@ -23,7 +23,7 @@ from tests.support.launches import Node, compilations
 
 pytestmark = pytest.mark.cpu
 
-OPTIONS = ("warps", "stages", "registers")
+OPTIONS = ("warps", "stages")
 DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
 INTEGERS = (0, 1, -1, 2, 15, 16, 17, -16, 32, 2**31 - 16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40, 2**63, 2**64 - 16)
 STEPS: dict[str, Callable[[], object]] = {
@@ -44,13 +44,12 @@ class Call:
     constexprs: dict[str, Any]
 
     def by_launch(self) -> None:
-        pdl = self.constexprs.get("PDL", True)
-        launch(self.kernel, self.grid, *self.args, pdl=pdl, **{k: v for k, v in self.constexprs.items() if k != "PDL"})
+        launch(self.kernel, self.grid, *self.args, **{k: v for k, v in self.constexprs.items() if k != "PDL"})
 
     def by_triton(self) -> None:
         constexprs = dict(self.constexprs)
-        warps, stages, registers = (constexprs.pop(name) for name in OPTIONS)
-        options = compiler_options(warps, stages, registers, constexprs.get("PDL", False))
+        warps, stages = (constexprs.pop(name) for name in OPTIONS)
+        options = compiler_options(warps, stages, constexprs.get("PDL", False))
         self.kernel[self.grid](*self.args, **options, **constexprs)
 
     def variations(self) -> Iterator["Call"]:
@@ -137,7 +136,7 @@ def without_args(parts: tuple[Configured, int, bool, tuple[Any, ...]], blurred: 
 
 
 def without_constexprs(kernel: Configured, device: int, early: bool, args: tuple[Any, ...]) -> Any:
-    alike = configured(kernel.kernel, warps=kernel.warps, stages=kernel.stages, registers=kernel.registers)
+    alike = configured(kernel.kernel, warps=kernel.warps, stages=kernel.stages)
     return launch_key(alike, device, early, args)
 
 
@@ -193,15 +192,15 @@ def contradictions(key_of: Callable[..., Any], rounds: int = 9000) -> list[tuple
     pool = [x.view(dtype) for x in tensors for dtype in DTYPES if x.storage_offset() % dtype.itemsize == 0]
     values = [[*pool, torch.nn.Parameter(pool[1]), *INTEGERS * 3, None, True, False, 0.0, 1.0, 16.0] for _ in range(4)]
     values += [[1, 2, 16, True, None, "x", torch.float32.itemsize], ["a", "b", 1, 2, tl.float32, tl.bfloat16]]
-    choices = [(4, 3, None, True), (8, 3, None, True), (4, 2, None, True), (4, 3, 96, True), (4, 3, None, False)]
+    choices = [(4, 3, True), (8, 3, True), (4, 2, True), (4, 3, False)]
     binder, found, equal = _any.create_binder()[-1], [], 0
 
     def known(call: list[Any], options: tuple[Any, ...]) -> tuple[Any, Any]:
         named = dict(zip(("SIZE", "KIND"), call[4:], strict=True))
-        names = dict(zip(("num_warps", "num_stages", "maxnreg", "launch_pdl"), options, strict=True))
+        names = dict(zip(("num_warps", "num_stages", "launch_pdl"), options, strict=True))
         _, specialised, rest = binder(*call[:4], **named, **names)
-        kernel = configured(_any, warps=options[0], stages=options[1], registers=options[2], **named)
-        return key_of(kernel, DEVICE, options[3], tuple(call[:4])), (tuple(specialised), str(rest))
+        kernel = configured(_any, warps=options[0], stages=options[1], **named)
+        return key_of(kernel, DEVICE, options[2], tuple(call[:4])), (tuple(specialised), str(rest))
 
     for _ in range(rounds):
         one = [draw.choice(kinds) for kinds in values]
