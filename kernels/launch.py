@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.relaunch import Variant, hooked, launch_key, variant
+from kernels.relaunch import Variant, launch_key, profiled, variant
 
 # True under the interpreter: no inline PTX there, bf16 operands are raised to fp32 before arithmetic and before `tl.dot`.
 INTERPRET = constexpr(triton.knobs.runtime.interpret)
@@ -71,10 +71,10 @@ _SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
 
 @dataclass
 class _Launcher:
-    """What this process has launched; compiled variants by id, which Triton keeps alive, and by the launches they serve."""
+    """What this process has launched: Triton's compiled kernels by id, and what starts one again by its launch's key."""
 
-    variants: dict[int, Any]
-    known: dict[Hashable, Variant] = field(default_factory=dict)
+    compiled: dict[int, Any] = field(default_factory=dict)
+    variants: dict[Hashable, Variant] = field(default_factory=dict)
     ready: bool = False
     late: int = 0
     plain: bool = False
@@ -83,12 +83,12 @@ class _Launcher:
     processors: int = 132
 
 
-_launcher = _Launcher({})
+_launcher = _Launcher()
 
 
 def enabled(x: Tensor) -> bool:
-    """Whether Triton kernels take `x`: it is on a GPU, the interpreter is on, or launches are only listed and it is on meta; and
-    not inside `plain_torch`."""
+    """Whether Triton kernels take `x`, outside `plain_torch`: it is on a GPU, the interpreter is on, or launches are only listed
+    and it is on meta."""
     return not _launcher.plain and (x.is_cuda or INTERPRET.value or (x.is_meta and _launcher.target is not None))
 
 
@@ -147,21 +147,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any)
     if _launcher.recorder is not None:
         _launcher.recorder(kernel, grid, args)
         if _launcher.target is not None:
-            return None
+            return
     if INTERPRET.value:
         kernel.kernel[grid](*args, **kernel.with_pdl())
-        return None
+        return
     device, early = torch.cuda.current_device(), kernel.declares_pdl and _has_pdl()
     key = launch_key(kernel, device, early, args)
-    if (known := _launcher.known.get(key)) is not None and not hooked():
-        return known.start(grid, args)
-    options = compiler_options(kernel.warps, kernel.stages, early)
+    if (known := _launcher.variants.get(key)) is not None and not profiled():
+        known.start(grid, args)
+        return
     constexprs = kernel.with_pdl()
-    compiled = kernel.kernel[grid](*args, **options, **constexprs)
-    _count(compiled)
+    compiled = kernel.kernel[grid](*args, **compiler_options(kernel.warps, kernel.stages, early), **constexprs)
+    if id(compiled) not in _launcher.compiled:
+        _launcher.compiled[id(compiled)] = compiled
+        _launcher.late += _launcher.ready
     if key is not None and (known := variant(kernel.kernel, compiled, device, args, constexprs)) is not None:
-        _launcher.known[key] = known
-    return None
+        _launcher.variants[key] = known
 
 
 def compiler_options(warps: int, stages: int, early: bool) -> dict[str, Any]:
@@ -179,11 +180,9 @@ def processors(device: torch.device) -> int:
 
 @contextmanager
 def recorded(recorder: Recorder, target: tuple[int, int] | None = None, processors: int = 132) -> Iterator[None]:
-    """Inside the `with` `recorder` is told of each launch: kernel, grid, arguments. With a `target` (compute capability) none is
-    started, and wrappers called on tensors of the meta device choose kernels, tiles and grids as they would on such a GPU of so
-    many streaming multiprocessors, by default an H200's.
-
-    A recorder inside a recorder is an error."""
+    """Inside the `with` each launch calls `recorder` with its kernel, grid and arguments. With a `target` (compute capability)
+    none is started, and ops called on tensors of the meta device choose kernels, tiles and grids as they would on such a GPU of so
+    many streaming multiprocessors, by default an H200's. AssertionError inside another recorder's `with`."""
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:
@@ -200,12 +199,6 @@ def ready() -> None:
 def late_compilations() -> int:
     """Variants first needed after `ready`: each stalled a step by up to seconds. 0 in a warmed process."""
     return _launcher.late
-
-
-def _count(compiled: Any) -> None:
-    if id(compiled) not in _launcher.variants:
-        _launcher.variants[id(compiled)] = compiled
-        _launcher.late += _launcher.ready
 
 
 def _has_pdl() -> bool:

@@ -1,6 +1,6 @@
-"""Compiling kernels before their first launch, on a machine without a GPU or in other processes than the one that launches them.
+"""Compile kernels before their first launch, on a machine without a GPU or in other processes than the one that launches them.
 
-`listed(target)` lists the launches of what runs inside it and starts none: wrappers called on tensors of the meta device choose
+`listed(target)` lists the launches of what runs inside it and starts none: ops called on tensors of the meta device choose
 kernels, tiles and grids as they would on a GPU of that compute capability. `precompile` compiles a listed launch into Triton's
 cache on disk under the key that the launch will look up: a process that launches it loads it in milliseconds.
 """

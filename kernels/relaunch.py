@@ -1,4 +1,4 @@
-"""Starting a kernel again as Triton has started it before, without the Python of Triton's launch.
+"""Start a kernel again as Triton has started it before, without the Python of Triton's launch.
 
 For each `kernel[grid](...)` Triton binds the arguments, writes the options out as text to look the compiled kernel up, asks its
 knobs, and calls two chains of hooks, empty as they are. That is most of what the host spends on a step that is launched kernel by
@@ -22,9 +22,9 @@ import torch
 import triton
 from triton.runtime import driver
 
-# In these `run` and specialisation are as here; any other version launches everything itself, and so does one for AMD, whose
+# In these versions `run` and specialisation are as here; any other launches everything itself, and so does one for AMD, whose
 # kernels are compiled apart by the size of a tensor too.
-_READ = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")) and torch.version.hip is None
+_KNOWN_TRITON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")) and torch.version.hip is None
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({bool, float, type(None)})
 
@@ -48,7 +48,7 @@ def launch_key(configured: Hashable, device: int, early: bool, args: tuple[Any, 
     """What tells this launch from those that need another variant; None: only Triton can tell.
 
     configured: one object for each kernel with options and constexprs;  early: with programmatic dependent launch."""
-    if not _READ:
+    if not _KNOWN_TRITON:
         return None
     kinds: list[Any] = [configured, device, early]
     for arg in args:
@@ -78,7 +78,7 @@ def variant(kernel: Any, compiled: Any, device: int, args: tuple[Any, ...], cons
     return Variant(compiled, tuple(constexprs[name] for name in names[first:]), device)
 
 
-def hooked() -> bool:
+def profiled() -> bool:
     """Whether a profiler listens to Triton's launches."""
     enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))

@@ -154,7 +154,7 @@ class _Kernel:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launcher, "_launcher", launcher._Launcher({}))
+    monkeypatch.setattr(launcher, "_launcher", launcher._Launcher())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield
     launcher._device_capability.cache_clear()

@@ -266,7 +266,7 @@ def test_what_has_no_key_is_tritons(starts: list[Start], monkeypatch: pytest.Mon
         launch(_any, (1,), x, x, 3, width=5, SIZE=1, KIND=1)
         launch(_any, (1,), x, x, 3, 5, 1, KIND=1)
         launch_any(x, 2**31)
-    monkeypatch.setattr(relaunch, "_READ", False)
+    monkeypatch.setattr(relaunch, "_KNOWN_TRITON", False)
     for _ in range(2):
         launch_any(x)
     assert all(start.hooked for start in starts)

@@ -78,7 +78,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Start]]:
         patch.setattr(triton.compiler, "compile", unbuilt)
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE)
         patch.setattr(launcher, "_device_capability", lambda device: (9, 0))
-        patch.setattr(launcher, "_launcher", launcher._Launcher({}))
+        patch.setattr(launcher, "_launcher", launcher._Launcher())
         try:
             yield starts
         finally:

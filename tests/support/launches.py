@@ -14,12 +14,12 @@ __all__ = ["Node", "compilations", "precompile", "record", "variants", "without_
 
 def variants() -> list[Any]:
     """The compiled variants that this process has launched, in order: Triton's objects with `.name`, `.n_regs` and `.metadata`."""
-    return list(launch._launcher.variants.values())
+    return list(launch._launcher.compiled.values())
 
 
 def compilations() -> int:
     """Kernel variants that this process has compiled, or loaded from Triton's cache on disk, for its launches so far."""
-    return len(launch._launcher.variants)
+    return len(launch._launcher.compiled)
 
 
 def without_overlap() -> AbstractContextManager[object]:
