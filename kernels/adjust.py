@@ -26,8 +26,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
-from kernels.noise import soft_capped
-from kernels.sample import cap
+from kernels.sample import cap, soft_capped
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments
 
 IN_PROMPT, MOST_COUNTED = 0x8000, 0x7FFF  # of an entry of counts

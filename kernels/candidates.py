@@ -19,27 +19,27 @@ from triton.language import constexpr
 
 from kernels.choose import filtered, scaled, store
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
-from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
+from kernels.sample import GREEDY, SMALL, gumbel_noise, noise_key, over_temperature
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
-_BLOCK = constexpr(64)  # ids whose largest value is noted
-_BLOCKS = constexpr(64)  # of a CTA
+BLOCK_IDS = constexpr(64)  # of a block, whose largest value is noted
+CTA_BLOCKS = constexpr(64)
 
 
 def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits fp32 [R, n], as `kernels.choose.local_best` leaves them -> fp32 [R, blocks]: the largest s of every _BLOCK ids. Rows
-    without a small top_k are left out."""
+    """logits fp32 [R, n], as `kernels.choose.local_best` leaves them -> fp32 [R, blocks]: the largest s of every BLOCK_IDS ids.
+    Rows without a small top_k are left out."""
     (rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
-    blocks = cdiv(n, _BLOCK.value)
+    blocks = cdiv(n, BLOCK_IDS.value)
     peaks = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     if not enabled(logits):
         small = _small(batch).nonzero().flatten()
-        values = functional.pad(scaled(logits[small], batch, small), (0, -n % _BLOCK.value), value=-torch.inf)
-        peaks[small] = values.unflatten(1, (-1, _BLOCK.value)).amax(-1)
+        values = functional.pad(scaled(logits[small], batch, small), (0, -n % BLOCK_IDS.value), value=-torch.inf)
+        peaks[small] = values.unflatten(1, (-1, BLOCK_IDS.value)).amax(-1)
         return peaks
     launch(
-        _peaks, (rows, cdiv(blocks, _BLOCKS.value)),
+        _peaks, (rows, cdiv(blocks, CTA_BLOCKS.value)),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, NB=blocks, N=n,
         CAP=batch.softcap is not None, warps=8,
     )  # fmt: skip
@@ -113,12 +113,10 @@ def _is_small(integers, floats, slot):
 
 @triton.jit
 def scaled_logits(offset, live, capped, row, temperature, cap, CAP: constexpr):
-    """s of the logits at these places, -inf where there is none."""
+    """s of a row's logits at `offset`, -inf where one is not live or forbidden."""
     x = tl.load(offset, live, float("-inf"))
-    soft = soft_capped(x, cap) / temperature if CAP else x / temperature
-    if capped is not None:
-        soft = tl.where(tl.load(capped + row) != 0, x / temperature, soft)
-    return tl.where(x == float("-inf"), x, soft)
+    scaled = over_temperature(x, capped, row, temperature, cap, CAP)
+    return tl.where(x == float("-inf"), x, scaled)
 
 
 @triton.jit
@@ -150,11 +148,11 @@ def _among_best(orders, count):
 def _peaks(logits, slots, integers, floats, capped, cap, peaks, NB: constexpr, N: constexpr, CAP: constexpr, PDL: constexpr):
     """Some blocks of a row."""
     trigger(PDL)
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * CTA_BLOCKS + tl.arange(0, CTA_BLOCKS)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
     if _is_small(integers, floats, slot):
-        entry = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        entry = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
         x = scaled_logits(logits + row * N + entry, entry < N, capped, row, tl.load(floats + slot * 3), cap, CAP)
         tl.store(peaks + row * NB + block, tl.max(x, 1), block < NB)
 
@@ -176,9 +174,9 @@ def _candidates(
         list_ = listed + row * SMALL
         tl.store(list_ + tl.cumsum(member.to(tl.int32), 0) - 1, block, member)
         tl.debug_barrier()
-        lane = tl.arange(0, SMALL * _BLOCK)
-        live = lane // _BLOCK < FEW
-        entry = tl.load(list_ + lane // _BLOCK, live, 0) * _BLOCK + lane % _BLOCK
+        lane = tl.arange(0, SMALL * BLOCK_IDS)
+        live = lane // BLOCK_IDS < FEW
+        entry = tl.load(list_ + lane // BLOCK_IDS, live, 0) * BLOCK_IDS + lane % BLOCK_IDS
         live = live & (entry < N)
         x = scaled_logits(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
         kept = _among_best(tl.where(live, float_order(x), -2147483648), COUNT)

@@ -18,8 +18,7 @@ from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import polled
 from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
-from kernels.noise import GREEDY, SMALL, gumbel_noise, noise_key, soft_capped
-from kernels.sample import cap, choose_kept, gumbel, mask
+from kernels.sample import GREEDY, SMALL, cap, choose_kept, gumbel, gumbel_noise, mask, noise_key, over_temperature
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 from kernels.slots import put
 
@@ -206,10 +205,7 @@ def _local_best(
         bad = tl.maximum(bad, tl.max((x != x).to(tl.int32), 0))
         value = x
         if drawn:
-            scaled = soft_capped(x, cap) / temperature if CAP else x / temperature
-            if capped is not None:
-                scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
-            noisy = scaled + gumbel_noise(key, first + entry)
+            noisy = over_temperature(x, capped, row, temperature, cap, CAP) + gumbel_noise(key, first + entry)
             value = tl.where(x == float("-inf"), x, noisy)
         value = tl.where(value != value, float("-inf"), value)
         high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)

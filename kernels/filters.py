@@ -9,7 +9,7 @@ kept stands above c in that order, and what stands above c is the next set. Whet
 above it: how many, and their mass. With top_k and top_p both, the mass of the best k is searched for, bit by bit of their lowest
 value. Sets shrink to the few best quickly: of usual rows the first or second c is the token.
 
-Only blocks that can matter are read: `scaled_rows` notes of every _BLOCK ids the largest s and the mass, and a row's list holds
+Only blocks that can matter are read: `scaled_rows` notes of every BLOCK_IDS ids the largest s and the mass, and a row's list holds
 the blocks whose largest s is among the best. It holds all blocks if a row needs more.
 
 A rank does this for its share of the rows: row i * ranks + rank of the batch is its i-th. `write_tokens` takes all ranks' tokens.
@@ -24,14 +24,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.candidates import float_order, kth_order, scaled_logits
+from kernels.candidates import BLOCK_IDS, CTA_BLOCKS, float_order, kth_order, scaled_logits
 from kernels.choose import filtered, scaled, store
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
-from kernels.noise import GREEDY, gumbel_noise, noise_key
+from kernels.sample import GREEDY, gumbel_noise, noise_key
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 
-_BLOCK = constexpr(64)  # ids whose largest value is noted
-_BLOCKS = constexpr(64)  # of a CTA
 _TILE = constexpr(128)  # blocks read at once; at least so many are listed
 
 
@@ -45,7 +43,7 @@ class Share:
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: of each _BLOCK ids the largest value, and the sum of
+    """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: of each BLOCK_IDS ids the largest value, and the sum of
     exp(value - peak)."""
 
     values: Tensor
@@ -60,7 +58,7 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     """
     (ranks, rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
-    blocks = cdiv(vocabulary, _BLOCK.value)
+    blocks = cdiv(vocabulary, BLOCK_IDS.value)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
     if not enabled(logits):
@@ -68,7 +66,7 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
         values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, of_batch)
         return ScaledRows(values, peaks, masses)
     launch(
-        _scale, (rows, cdiv(blocks, _BLOCKS.value)),
+        _scale, (rows, cdiv(blocks, CTA_BLOCKS.value)),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, values, peaks, masses, len(batch.slots),
         share.rank, rows, batch.softcap or 1.0, N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None,
         warps=8,
@@ -144,13 +142,13 @@ def _scale(
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank
-    NB: constexpr = (V + _BLOCK - 1) // _BLOCK
-    block = tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
+    NB: constexpr = (V + BLOCK_IDS - 1) // BLOCK_IDS
+    block = tl.program_id(1) * CTA_BLOCKS + tl.arange(0, CTA_BLOCKS)
     wait(PDL)
     if row < T:
         slot = tl.load(slots + row).to(tl.int64)
         if _filters(integers, floats, slot):
-            ids = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+            ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
             offset = logits + (ids // N * share + own) * N + ids % N
             x = scaled_logits(offset, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
             tl.store(values + own * V + ids, x, ids < V)
@@ -162,10 +160,10 @@ def _scale(
 
 @triton.jit
 def _listed(line, listed, start, count, V: constexpr):
-    """(ids, values) [_TILE, _BLOCK] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
+    """(ids, values) [_TILE, BLOCK_IDS] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
     entry = start + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
-    ids = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
     return ids, tl.load(line + ids, (entry < count)[:, None] & (ids < V), float("-inf"))
 
 

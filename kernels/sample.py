@@ -12,11 +12,19 @@
 
 v = (h + 1/2) / 2^32 with h a hash of (seed, position, token id): there is no state and no order of rows. The hash is int64
 arithmetic without overflow, so every device computes the same bits.
+
+In torch, and the parts that the sampling kernels share.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
+from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K
+
+GREEDY, SMALL = constexpr(GREEDY_BELOW), constexpr(SMALL_TOP_K)
 _LOW = 0xFFFFFFFF
 _HIGHEST = 1.0 - 2.0**-24  # largest fp32 below one: keeps the noise finite
 
@@ -36,10 +44,11 @@ def mask(logits: Tensor, ids: Tensor, first: int) -> Tensor:
 
 def hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """seeds and positions int64 [R], ids int64 [R, n] or [n] -> int64 [R, n], each in [0, 2^32)."""
-    key = _mix(seeds & _LOW)
-    key = _mix(key ^ ((seeds >> 32) & _LOW) ^ 0x5BD1E995)
-    key = _mix(key ^ (positions & _LOW) ^ 0x27D4EB2F)
-    return _mix(_mix((ids + key[:, None]) & _LOW) ^ _mix(key ^ 0x165667B1)[:, None])
+    mix = _mix.fn
+    key = mix(seeds & _LOW)
+    key = mix(key ^ ((seeds >> 32) & _LOW) ^ 0x5BD1E995)
+    key = mix(key ^ (positions & _LOW) ^ 0x27D4EB2F)
+    return mix(mix((ids + key[:, None]) & _LOW) ^ mix(key ^ 0x165667B1)[:, None])
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -72,8 +81,45 @@ def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return kept
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of [0, 2^32) that spreads every bit; its factors lie below 2^31, so no product leaves int64."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _LOW
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & _LOW
+# ---- parts of kernels
+
+
+@triton.jit
+def _mix(x):
+    """A bijection of [0, 2^32) that spreads every bit, of uint32 or int64, which no product leaves: its factors lie below 2^31."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
+
+
+@triton.jit
+def noise_key(seed, position):
+    """int64, what `hash32` mixes ids with."""
+    key = _mix(seed & 0xFFFFFFFF)
+    key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF) ^ 0x5BD1E995)
+    return _mix(key ^ (position & 0xFFFFFFFF) ^ 0x27D4EB2F)
+
+
+@triton.jit
+def gumbel_noise(key, ids):
+    """`gumbel` of a `noise_key`, hashed in 32 bits: int64 takes longer. -log1p(-v) by its series where 1 - v would round the small
+    v away: they decide the argmax."""
+    hashed = _mix(_mix(ids.to(tl.uint32) + key.to(tl.uint32)) ^ _mix(key ^ 0x165667B1).to(tl.uint32))
+    v = tl.minimum((hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
+    return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def soft_capped(x, cap):
+    """cap * tanh(x / cap)."""
+    return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
+
+
+@triton.jit
+def over_temperature(x, capped, row, temperature, cap, CAP: constexpr):
+    """Logits x of a row, soft-capped unless `capped` says that they are, over its temperature."""
+    scaled = soft_capped(x, cap) / temperature if CAP else x / temperature
+    if capped is not None:
+        scaled = tl.where(tl.load(capped + row) != 0, x / temperature, scaled)
+    return scaled
