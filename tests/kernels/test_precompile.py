@@ -67,7 +67,7 @@ def listed(*arguments: Any) -> Node:
 def start(*arguments: Any) -> None:
     """What a launch does up to the GPU: Triton's own path from arguments to a compiled kernel."""
     described = [argument.dtype if isinstance(argument, torch.Tensor) else argument for argument in arguments]
-    _everything.warmup(*described, grid=(1,), BLOCK=64, PDL=True, **compiler_options(2, 2, 64, True))
+    _everything.warmup(*described, grid=(1,), BLOCK=64, PDL=True, **compiler_options(2, 2, True))
 
 
 def test_a_launch_finds_what_was_compiled_ahead(hits: list[bool]) -> None:
