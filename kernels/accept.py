@@ -1,7 +1,7 @@
-"""Which of a row's drafts stand, and where its sequence drafts on: what lies between a step's sampling and a drafter's first pass.
+"""Accept drafts, and make a drafter's next inputs: what lies between a step's sampling and a drafter's first pass.
 
     sampled   s_0 s_1 .. s_W      s_i is the target's token behind the row's input and drafts d_1 .. d_i
-    stand     s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less where an earlier one of them is a stop id, or where
+    accepted  s_0 .. s_a          a: the first i with s_i != d_{i+1}, or W; less where an earlier one of them is a stop id, or where
                                   one has no token
 
 Equality with the target's own sample is exact at every temperature: the noise of a token is keyed by seed, position and id alone.
@@ -25,7 +25,7 @@ _COLUMNS = 2048  # of a hidden row copied at once
 class DraftInputs(NamedTuple):
     """Of a drafter's n rows, one a sequence, padding behind them.
 
-    ids        int32 [n]: the last token that stands, whose K and V are not there yet
+    ids        int32 [n]: the last accepted token, whose K and V are not there yet
     slots      int32 [n]
     positions  int32 [1 + drafts, n]: of the last K and V, then of the inputs that each draft comes behind; -1: padding
     hidden     [n, m], the row that gave the last token; of padding whatever was there
@@ -54,7 +54,8 @@ class Verified(NamedTuple):
 
 
 def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: DraftInputs) -> Tensor:
-    """int32 [m], of as many sequences as `out` has rows: how many of each one's sampled tokens stand, 1 to width; 0: padding.
+    """Returns int32 [m], for as many sequences as `out` has rows: how many of each one's sampled tokens are accepted, 1 to width;
+    0: padding.
 
     stop int32 [slots, ids], -1: none. lengths int32 [slots] grow by one less than that. padding: slot of `out`'s rows behind the
     last sequence. Fills `out`.
@@ -66,13 +67,13 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
     if not enabled(rows.chosen):
         slots, positions = rows.slots[::width], rows.positions[::width]
         sampled, flags = (x.view(sequences, width) for x in rows.chosen.unbind(1))
-        stands = torch.ones((sequences, width), dtype=torch.int32, device=sampled.device)
+        matches = torch.ones((sequences, width), dtype=torch.int32, device=sampled.device)
         if width > 1:
             ids, drafted = rows.ids.view(sequences, width)[:, 1:], rows.positions.view(sequences, width)[:, 1:] >= 0
             ends = (sampled[:, :-1, None] == stop[slots.long()][:, None]).any(-1)
-            stands[:, 1:] = (sampled[:, :-1] == ids) & drafted & ~ends & (flags[:, 1:] == 0) & (flags[:, :1] == 0)
+            matches[:, 1:] = (sampled[:, :-1] == ids) & drafted & ~ends & (flags[:, 1:] == 0) & (flags[:, :1] == 0)
         accepted = torch.zeros_like(out.ids)
-        accepted[:sequences] = stands.cumprod(1).sum(1, dtype=torch.int32) * (positions >= 0)
+        accepted[:sequences] = matches.cumprod(1).sum(1, dtype=torch.int32) * (positions >= 0)
         ahead = (accepted[:sequences] - 1).clamp(min=0)
         lengths[slots.long()] += ahead
         last = torch.arange(sequences, device=ahead.device) * width + ahead

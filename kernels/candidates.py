@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.choose import filtered, scaled, store
+from kernels.choose import filtered, scaled, store_tokens
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.sample import GREEDY, SMALL, gumbel_noise, noise_key, over_temperature
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
@@ -34,7 +34,7 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
     blocks = cdiv(n, BLOCK_IDS.value)
     peaks = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     if not enabled(logits):
-        small = _small(batch).nonzero().flatten()
+        small = _with_small_top_k(batch).nonzero().flatten()
         values = functional.pad(scaled(logits[small], batch, small), (0, -n % BLOCK_IDS.value), value=-torch.inf)
         peaks[small] = values.unflatten(1, (-1, BLOCK_IDS.value)).amax(-1)
         return peaks
@@ -69,10 +69,10 @@ def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> Non
     check_contiguous(best)
     rows, count, _ = best.shape
     if not enabled(best):
-        small = (_small(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
+        small = (_with_small_top_k(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
         values, ids = best[small].unbind(-1)
         chosen[small, 0] = filtered(values, ids.long(), batch, small)
-        store(batch, chosen[:, 0])
+        store_tokens(batch, chosen[:, 0])
         return
     launch(
         _choose_candidates, (rows,),
@@ -84,8 +84,8 @@ def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> Non
 # ---- references
 
 
-def _small(batch: SamplingBatch) -> Tensor:
-    """bool [R]: which rows have a small top_k."""
+def _with_small_top_k(batch: SamplingBatch) -> Tensor:
+    """bool [R]."""
     slots = batch.slots.long()
     top_k = batch.parameters.integers[slots, 1]
     return (top_k > 0) & (top_k <= SMALL_TOP_K) & (batch.parameters.floats[slots, 0] >= GREEDY_BELOW)
@@ -94,7 +94,7 @@ def _small(batch: SamplingBatch) -> Tensor:
 def _candidates_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:
     best = torch.zeros((len(logits), SMALL_TOP_K, 2), device=logits.device)
     best[:, :, 0] = -torch.inf
-    rows, count = _small(batch).nonzero().flatten(), min(SMALL_TOP_K, logits.shape[1])
+    rows, count = _with_small_top_k(batch).nonzero().flatten(), min(SMALL_TOP_K, logits.shape[1])
     values = scaled(logits[rows], batch, rows)
     ids = values.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(dim=-1).values
     best[rows, :count] = torch.stack([values.gather(1, ids), (first + ids).float()], dim=-1)
@@ -105,8 +105,7 @@ def _candidates_reference(logits: Tensor, batch: SamplingBatch, first: int) -> T
 
 
 @triton.jit
-def _is_small(integers, floats, slot):
-    """Whether a slot's rows have a small top_k."""
+def _has_small_top_k(integers, floats, slot):
     top_k = tl.load(integers + slot * 3 + 1)
     return (top_k > 0) & (top_k <= SMALL) & (tl.load(floats + slot * 3) >= GREEDY)
 
@@ -137,8 +136,8 @@ def kth_order(orders, count):
 
 
 @triton.jit
-def _among_best(orders, count):
-    """Whether each is among the `count` highest; equal ones: the first."""
+def _in_top_k(orders, count):
+    """Which are the `count` highest; of equal ones the first."""
     key = kth_order(orders, count)
     over, equal = (orders > key).to(tl.int32), (orders == key).to(tl.int32)
     return (over > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(over, 0)))
@@ -151,7 +150,7 @@ def _peaks(logits, slots, integers, floats, capped, cap, peaks, NB: constexpr, N
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * CTA_BLOCKS + tl.arange(0, CTA_BLOCKS)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    if _is_small(integers, floats, slot):
+    if _has_small_top_k(integers, floats, slot):
         entry = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
         x = scaled_logits(logits + row * N + entry, entry < N, capped, row, tl.load(floats + slot * 3), cap, CAP)
         tl.store(peaks + row * NB + block, tl.max(x, 1), block < NB)
@@ -167,10 +166,10 @@ def _candidates(
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    if _is_small(integers, floats, slot):
+    if _has_small_top_k(integers, floats, slot):
         block = tl.arange(0, WIDTH)
         orders = tl.where(block < NB, float_order(tl.load(peaks + row * NB + block, block < NB, float("-inf"))), -2147483648)
-        member = _among_best(orders, FEW)
+        member = _in_top_k(orders, FEW)
         list_ = listed + row * SMALL
         tl.store(list_ + tl.cumsum(member.to(tl.int32), 0) - 1, block, member)
         tl.debug_barrier()
@@ -179,7 +178,7 @@ def _candidates(
         entry = tl.load(list_ + lane // BLOCK_IDS, live, 0) * BLOCK_IDS + lane % BLOCK_IDS
         live = live & (entry < N)
         x = scaled_logits(logits + row * N + entry, live, capped, row, tl.load(floats + slot * 3), cap, CAP)
-        kept = _among_best(tl.where(live, float_order(x), -2147483648), COUNT)
+        kept = _in_top_k(tl.where(live, float_order(x), -2147483648), COUNT)
         out = best + row * SMALL * 2
         index = tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(out + index * 2, x, kept)
@@ -199,7 +198,7 @@ def _choose_candidates(
     row = tl.program_id(0).to(tl.int64)
     wait(PDL)
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int64)
-    if _is_small(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (position >= 0):
+    if _has_small_top_k(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (position >= 0):
         lane = tl.arange(0, WIDTH)
         live = lane < COUNT
         x = tl.load(best + (row * COUNT + lane) * 2, live, float("-inf"))
@@ -207,7 +206,7 @@ def _choose_candidates(
         top_k = tl.load(integers + slot * 3 + 1).to(tl.int32)
         top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
         peak = tl.max(x, 0)
-        left = _among_best(tl.where(live, float_order(x), -2147483648), top_k) & (x > float("-inf"))
+        left = _in_top_k(tl.where(live, float_order(x), -2147483648), top_k) & (x > float("-inf"))
         mass = tl.where(left, tl.exp(x - peak), 0.0)
         total = tl.sum(mass, 0)
         left = left & (x >= tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf")))

@@ -100,7 +100,7 @@ def choose_best(
         none = ~bad & top.isneginf()
         results[:, 0] = ids.masked_fill(values != top[:, None], torch.inf).amin(-1).masked_fill(bad | none, 0).int()
         results[:, 1] = torch.where(bad, ROW_HAS_NAN, 0) + torch.where(none, ROW_NO_TOKEN, 0)
-        store(batch, results[:, 0])
+        store_tokens(batch, results[:, 0])
         return
     (rows, parts, _), size = best.shape, 1 if inbox is None else inbox.size
     shared = (None, None, None, 0, 0) if inbox is None else (
@@ -116,7 +116,7 @@ def choose_best(
 
 
 def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """fp32 [n, m], the logits of the batch's rows int64 [n] -> capped, unless they are, over their temperature; -inf stays."""
+    """Logits fp32 [n, m] of the batch's rows int64 [n] -> capped, unless they are, over their temperature; -inf stays."""
     soft = cap(logits, batch.softcap)
     if batch.capped is not None:
         soft = torch.where(batch.capped[rows, None] != 0, logits, soft)
@@ -125,7 +125,7 @@ def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
 
 
 def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """int32 [n]: the tokens of the batch's rows int64 [n], from what their filters keep of `values`, scaled logits of `ids`, as
+    """Returns int32 [n]: tokens of the batch's rows int64 [n], from what their filters keep of `values`, scaled logits of `ids`, as
     `choose_kept` takes them."""
     slots = batch.slots[rows].long()
     seeds, top_k, _ = batch.parameters.integers[slots].unbind(1)
@@ -152,8 +152,8 @@ def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> T
     return torch.stack([top, (first + index).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
 
 
-def store(batch: SamplingBatch, chosen: Tensor) -> None:
-    """The rows' tokens int32 [R], behind their inputs; padding rows have none."""
+def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:
+    """Write the rows' tokens int32 [R] behind their inputs; padding rows have none."""
     rows = (batch.positions >= 0).nonzero().flatten()
     put(batch.tokens, batch.slots[rows].long(), batch.positions[rows].long() + 1, chosen[rows])
 
@@ -162,8 +162,8 @@ def store(batch: SamplingBatch, chosen: Tensor) -> None:
 
 
 @triton.jit
-def _nans(offset, live):
-    """1 if there is a NaN at one of these places, else 0: what is overwritten may be the only one of a row."""
+def _has_nan(offset, live):
+    """1 if one of the live logits is NaN, else 0: what is overwritten may be the only one of a row."""
     x = tl.load(offset, live, 0.0)
     return tl.max((x != x).to(tl.int32), 0)
 
@@ -187,15 +187,15 @@ def _local_best(
     lane = tl.arange(0, SUPPRESS)
     ids = tl.load(suppress + lane, lane < suppressed, -1) - first
     here = (lane < suppressed) & (ids >= start) & (ids < end)
-    bad = _nans(line + ids, here)
+    bad = _has_nan(line + ids, here)
     tl.store(line + ids, float("-inf"), here)
     if position < may_stop:
         for offset in range(0, STOP, _BLOCK):
             entry = offset + tl.arange(0, _BLOCK)
             stops = tl.load(stop + slot * STOP + entry, entry < STOP, -1)
-            among = (stops >= 0) & (stops - first >= start) & (stops - first < end)
-            bad = tl.maximum(bad, _nans(line + stops - first, among))
-            tl.store(line + stops - first, float("-inf"), among)
+            inside = (stops >= 0) & (stops - first >= start) & (stops - first < end)
+            bad = tl.maximum(bad, _has_nan(line + stops - first, inside))
+            tl.store(line + stops - first, float("-inf"), inside)
     tl.debug_barrier()
     key = noise_key(seed, position)
     top, top_id = float("-inf"), start

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory
 from kernels.norm import rms_norm
 from kernels.prefill import gather
-from kernels.qkv import norm_rope, split_heads, store
+from kernels.qkv import norm_rope, split_heads, store_kv
 from kernels.slots import first_page
 from kernels.splitkv import ROWS, decode_kernel
 from kernels.tiles import LARGE_SHARED
@@ -197,7 +197,7 @@ def paged_decode_step(
     if k is not None and v is not None:
         assert k_norm is not None, "a layer that appends K needs its norm"
         own = page_ids.gather(1, (positions // page - first)[:, None].long()).squeeze(1)
-        store(pool, own, positions % page, norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps))
+        store_kv(pool, own, positions % page, norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps))
     q = norm_rope(q, q_norm, cos, sin, eps)
     attended = torch.empty_like(q)
     bounds = (positions + 1).tolist()

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.candidates import BLOCK_IDS, CTA_BLOCKS, float_order, kth_order, scaled_logits
-from kernels.choose import filtered, scaled, store
+from kernels.choose import filtered, scaled, store_tokens
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.sample import GREEDY, gumbel_noise, noise_key
 from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
@@ -109,14 +109,14 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
         )  # fmt: skip
     else:
         chosen[:, 0] = drawn[: len(chosen)]
-        store(batch, chosen[:, 0])
+        store_tokens(batch, chosen[:, 0])
 
 
 # ---- reference
 
 
 def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows filter, and which of the batch's they are; int64 each."""
+    """This rank's rows that filter, by their index in its share and in the batch: int64 each."""
     rows = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
     slots = batch.slots[rows].long()
     temperature, top_p, min_p = batch.parameters.floats[slots].unbind(1)
@@ -128,7 +128,7 @@ def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _filters(integers, floats, slot):
+def _is_filtered(integers, floats, slot):
     """Whether a slot's rows are drawn from less than everything."""
     cuts = (tl.load(integers + slot * 3 + 1) > 0) | (tl.load(floats + slot * 3 + 1) < 1.0) | (tl.load(floats + slot * 3 + 2) > 0.0)
     return cuts & (tl.load(floats + slot * 3) >= GREEDY)
@@ -147,7 +147,7 @@ def _scale(
     wait(PDL)
     if row < T:
         slot = tl.load(slots + row).to(tl.int64)
-        if _filters(integers, floats, slot):
+        if _is_filtered(integers, floats, slot):
             ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
             offset = logits + (ids // N * share + own) * N + ids % N
             x = scaled_logits(offset, ids < V, capped, row, tl.load(floats + slot * 3), cap, CAP)
@@ -159,8 +159,8 @@ def _scale(
 
 
 @triton.jit
-def _listed(line, listed, start, count, V: constexpr):
-    """(ids, values) [_TILE, BLOCK_IDS] of the blocks that a list of `count` names from `at` on; -inf where there is none."""
+def _load_blocks(line, listed, start, count, V: constexpr):
+    """(ids, values) [_TILE, BLOCK_IDS] of the blocks that a list of `count` names from `start` on; -inf where there is none."""
     entry = start + tl.arange(0, _TILE)
     block = tl.load(listed + entry, entry < count, 0)
     ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
@@ -168,8 +168,8 @@ def _listed(line, listed, start, count, V: constexpr):
 
 
 @triton.jit
-def _value(order):
-    """What `float_order` made it of."""
+def _float_of(order):
+    """The fp32 of a `float_order`."""
     return float_order(order).to(tl.float32, bitcast=True)
 
 
@@ -178,7 +178,7 @@ def _mass_from(line, listed, count, key, peak, V: constexpr):
     """Sum of exp(s - peak) over the listed s whose order is at least `key`, and how many they are."""
     mass, members = 0.0, 0
     for offset in range(0, count, _TILE):
-        _, x = _listed(line, listed, offset, count, V)
+        _, x = _load_blocks(line, listed, offset, count, V)
         over = float_order(x) >= key
         mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
         members += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
@@ -193,7 +193,7 @@ def _kth_key(line, listed, count, k, V: constexpr):
         trial = key ^ (tl.full([], 1, tl.int32) << (31 - bit))
         above = 0
         for offset in range(0, count, _TILE):
-            _, x = _listed(line, listed, offset, count, V)
+            _, x = _load_blocks(line, listed, offset, count, V)
             above += tl.sum(tl.sum((float_order(x) >= trial).to(tl.int32), 1), 0)
         key = tl.where(above >= k, trial, key)
     return key
@@ -213,7 +213,7 @@ def _filter(
     if row < T:
         token = tl.load(chosen + row * 2)
         slot = tl.load(slots + row).to(tl.int64)
-        if _filters(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (tl.load(positions + row) >= 0):
+        if _is_filtered(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (tl.load(positions + row) >= 0):
             line, list_ = values + own * V, listed + own * NB
             top_k = tl.minimum(tl.load(integers + slot * 3 + 1), V)
             top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
@@ -241,14 +241,14 @@ def _filter(
             if (top_k > 0) & (top_p < 1.0):
                 lowest = _kth_key(line, list_, count, top_k, V)
                 kept_mass, members = _mass_from(line, list_, count, lowest, peak, V)
-                kept_mass -= (members - top_k) * tl.exp(_value(lowest) - peak)  # of its equals only the first are kept
+                kept_mass -= (members - top_k) * tl.exp(_float_of(lowest) - peak)  # of its equals only the first are kept
             noise = noise_key(tl.load(integers + slot * 3), tl.load(positions + row).to(tl.int64) + 1)
             searching = 1
             while searching > 0:
                 value = tl.load(line + token)
                 before, above = 0.0, 0
                 for offset in range(0, count, _TILE):
-                    ids, x = _listed(line, list_, offset, count, V)
+                    ids, x = _load_blocks(line, list_, offset, count, V)
                     over = (x > value) | ((x == value) & (ids < token))
                     before += tl.sum(tl.sum(tl.where(over, tl.exp(x - peak), 0.0), 1), 0)
                     above += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
@@ -258,7 +258,7 @@ def _filter(
                 if searching > 0:
                     best, successor = float("-inf"), token
                     for offset in range(0, count, _TILE):
-                        ids, x = _listed(line, list_, offset, count, V)
+                        ids, x = _load_blocks(line, list_, offset, count, V)
                         over = (x > value) | ((x == value) & (ids < token))
                         noisy = tl.where(over, x + gumbel_noise(noise, ids), float("-inf"))
                         high = tl.max(tl.max(noisy, 1), 0)

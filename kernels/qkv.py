@@ -33,7 +33,7 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -
     return _rope_reference(rms_norm(x, weight, eps, torch.float32), cos, sin).to(x.dtype)
 
 
-def store(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
     """k and v [T, kv_heads, d] go to `offsets` int [T] of `pages` int [T], as int64: a pool exceeds 2^31 elements at real sizes."""
     pages, offsets = pages.long(), offsets.long()
     pool[pages, 0, :, offsets] = k
@@ -78,7 +78,7 @@ def qkv_post(
         if not live.all():
             slots, positions, k, v = slots[live], positions[live], k[live], v[live]
         page = pool.shape[3]
-        store(pool, table[slots, positions // page], positions % page, k, v)
+        store_kv(pool, table[slots, positions // page], positions % page, k, v)
         return
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads

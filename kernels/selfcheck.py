@@ -332,7 +332,7 @@ def _small_top_k(draw: RandomInputs, adjusted: bool) -> Outputs:
 
 
 def _accept(draw: RandomInputs) -> Outputs:
-    """No draft stands, all do, a stop id ends the row, and padding."""
+    """No draft is accepted, all are, a stop id ends the row, and padding."""
     chosen = torch.stack([draw.ints(7, 8, 9).repeat(4), draw.filled(0, 12)], dim=1)
     ids, slots = draw.ints(0, 6, 8, 0, 7, 8, 0, 7, 8, 0, 7, 8), draw.ints(0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0)
     positions, lengths = draw.ints(5, 6, 7, 6, 7, 8, 7, 8, 9, -1, -1, -1), draw.ints(6, 7, 8, 0)
@@ -405,7 +405,7 @@ CHECKS = (
         )
         for adjusted in (False, True)
     ),
-    Check("kernels.accept", "drafts that stand", _accept),
+    Check("kernels.accept", "accepted drafts", _accept),
     Check("kernels.clusters", "a drafter's head by cluster", _clusters),
     Check("kernels.table_check", "the check of page tables", _table_check),
     Check("kernels.route", "the router", _router),

@@ -24,10 +24,11 @@ from kernels.slots import first_entry
 
 RECORD, RECORDS = 8, 64
 TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY = 1, 2, 3
+_RECORD, _ROW_ENTRY = constexpr(RECORD), constexpr(ROW_ENTRY)
 
 
 def new_violations(device: torch.device) -> Tensor:
-    """Zeroed; never reset: the first step with a violation is the last."""
+    """Returns zeros; never reset: the first step with a violation is the last."""
     return torch.zeros(RECORD * (RECORDS + 1), dtype=torch.int32, device=device)
 
 
@@ -109,15 +110,15 @@ def _check_rows(
             address = actual + row.to(tl.int64) * width + offset
             value = tl.load(address, offset < width, 0)
             correct = tl.load(expected + slot.to(tl.int64) * columns + entry, needed & (entry < columns), 0)
-            if KIND == 2:
+            if KIND == _ROW_ENTRY:
                 bad = needed & ((value != correct) | (correct == 0))
             else:
                 bad = (offset < width) & (value != correct)
             ones = tl.full(entry.shape, 1, tl.int32)
             index = tl.atomic_add(violations + entry * 0, ones, mask=bad)
             kept = bad & (index < LIMIT)
-            record = violations + 8 * (index + 1)
+            record = violations + _RECORD * (index + 1)
             fields = (ones * KIND, ones * group, ones * slot, entry, value, correct, ones * row, ones * position)
-            for i in tl.static_range(8):
+            for i in tl.static_range(_RECORD):
                 tl.store(record + i, fields[i], kept)
             tl.store(address, correct, bad & ((value < 0) | (value >= pages)))

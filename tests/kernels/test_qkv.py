@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.norm import rms_norm
-from kernels.qkv import inverse_frequencies, norm_rope, qkv_post, store
+from kernels.qkv import inverse_frequencies, norm_rope, qkv_post, store_kv
 from tests.support import interpreter
 from tests.support.attention import normed, turned
 from tests.support.dtypes import both_dtypes
@@ -70,7 +70,7 @@ def test_store(dtype: torch.dtype) -> None:
     table = torch.tensor([[5, 2, 0], [7, 8, 0]], dtype=torch.int32)
     slots, positions = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([30, 31, 32, 63, 5])
     k, v = torch.randn(5, 3, 16).to(dtype), torch.randn(5, 3, 16).to(dtype)
-    store(pool, table[slots, positions // 32], positions % 32, k, v)
+    store_kv(pool, table[slots, positions // 32], positions % 32, k, v)
     for row, (page, offset) in enumerate([(5, 30), (5, 31), (2, 0), (8, 31), (7, 5)]):
         assert torch.equal(pool[page, 0, :, offset], k[row])
         assert torch.equal(pool[page, 1, :, offset], v[row])
