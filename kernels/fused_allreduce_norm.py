@@ -15,8 +15,8 @@ ranks can tell apart unless all parts are zero). Whoever has read a part puts -0
     call k     write part k to the peers | wait for all parts k | read them, put -0.0 back | h, x
     call k+1   is begun after k on every rank, so nobody writes k+1 before its own k has been read whole
 
-so that an inbox could serve every other call. Five are used in turn, the first two for a forward's first two calls: a forward may
-have any number of calls above two, and two forwards in a row never meet in one inbox.
+so that one buffer would serve every other call. An inbox has five, two of them for a forward's first two calls, the others by turns
+for the rest: a forward may have any number of calls above two, and two forwards in a row never meet in one buffer.
 
 **Sharded**, for many rows: rank i sums and norms the rows r with r mod n = i, keeps their residual, and writes x to everybody.
 """
@@ -34,12 +34,12 @@ from triton.language import constexpr
 from kernels.launch import INTERPRET, Configured, configured, enabled, launch, next_power_of_2, now, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
-INBOXES = 5
+BUFFERS = 5
 WAIT_S = 10.0  # for a peer's part, until `AllReduceInbox.wait_at_most` says otherwise
 EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-_WHOLE = (True, True)  # stages: send this rank's part, receive all parts
-_SHARDED = (True, True, True)  # send parts to their rows' owners, norm own rows and send x, take in x
+_ONE_SHOT = (True, True)  # stages: send this rank's part, receive all parts
+_SHARDED = (True, True, True)  # stages: send parts to their rows' owners, norm own rows and send x, receive x
 _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inbox is read and emptied by words of 32 bits
 
 
@@ -53,15 +53,15 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True)
 class InboxPart:
-    """A part that its product has written to the inboxes of call `turn` itself."""
+    """A part that its product has written to `buffer` of the inboxes itself."""
 
-    turn: int
+    buffer: int
 
 
 class AllReduceInbox:
-    """One rank's end of the ranks' inboxes, for rows of `width` elements at most and `rows` rows at most.
+    """One rank's inbox, for rows of `width` elements at most and `rows` rows at most.
 
-    memory    this rank's inboxes, `bytes(...)` bytes that all ranks can write; `pointers` int64 [size]: every rank's, own too
+    memory    `bytes(...)` bytes that all ranks can write; pointers  int64 [size]: every rank's, own too
     errors    int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
     sharded   rows from which on fused norms are sharded
     sent      rows up to which products write their parts themselves (`kernels.linear.linear_send`)
@@ -100,19 +100,19 @@ class AllReduceInbox:
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's inboxes: a part of each rank, and the rows that a sharded fused norm sends."""
-        return INBOXES * (size + 1) * rows * width * dtype.itemsize
+        """Bytes of one rank's inbox: in each buffer a part of each rank, and the rows that a sharded fused norm sends."""
+        return BUFFERS * (size + 1) * rows * width * dtype.itemsize
 
     def begin(self) -> "AllReduceInbox":
         """A forward begins: its calls are numbered from here."""
         self._calls = 0
         return self
 
-    def call(self) -> int:
-        """The next call's inbox, of INBOXES."""
-        turn = 3 + self._calls if self._calls < 2 else (self._calls - 2) % 3
+    def next_buffer(self) -> int:
+        """Returns the next call's buffer, of BUFFERS."""
+        buffer = 3 + self._calls if self._calls < 2 else (self._calls - 2) % 3
         self._calls += 1
-        return turn
+        return buffer
 
 
 def fused_allreduce_norm(
@@ -140,7 +140,7 @@ def fused_allreduce_norm(
         assert peers is not None, "only an inbox can hold a part"
         h = torch.empty_like(residual)
         x = None if norms.next_norm is None else torch.empty_like(residual)
-        _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.turn, (False, True))
+        _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.buffer, (False, True))
         return h, x
     rows, width = part.shape[-2:]
     n = width // 2 if norms.halves else width
@@ -154,8 +154,8 @@ def fused_allreduce_norm(
         h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.next_norm is None else torch.empty_like(h)
     sharded = peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.halves is None
-    turn = 0 if peers is None else peers.call()
-    _launch(part, residual, norms, eps, scalar, scale, peers, h, x, turn, _SHARDED if sharded else _WHOLE)
+    buffer = 0 if peers is None else peers.next_buffer()
+    _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, _SHARDED if sharded else _ONE_SHOT)
     return h, x
 
 
@@ -182,8 +182,8 @@ def _launch(
     peers: AllReduceInbox | None,
     h: Tensor,
     x: Tensor | None,
-    turn: int,
-    stages: tuple[bool, ...] = _WHOLE,
+    buffer: int,
+    stages: tuple[bool, ...] = _ONE_SHOT,
 ) -> None:
     """`stages` of the kernel that are run: not all where the product has sent the part; one by one by the interpreter, which runs
     ranks one after the other."""
@@ -193,7 +193,7 @@ def _launch(
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
     launch(
         _configured(n, h.dtype, *over, stages, part.shape[0] if part.ndim == 3 else 1), (rows,),
-        part, residual, norms.post, *halves, norms.next_norm, scalar, h, x, *group, turn, eps, scale,
+        part, residual, norms.post, *halves, norms.next_norm, scalar, h, x, *group, buffer, eps, scale,
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def _launch(
 def _configured(n: int, dtype: torch.dtype, size: int, rows: int, width: int, stages: tuple[bool, ...], parts: int) -> Configured:
     own: dict[str, int]
     if len(stages) == len(_SHARDED):
-        kernel, own = _allreduce_norm_sharded, {"NORM": stages[1], "TAKE": stages[2]}
+        kernel, own = _allreduce_norm_sharded, {"NORM": stages[1], "RECEIVE": stages[2]}
     else:
         kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": parts}
     return configured(
@@ -227,7 +227,7 @@ def _normed(x, weight, N: constexpr, eps, dtype: constexpr):
 
 
 @triton.jit
-def _post(total, post, residual, scalar, scale, N: constexpr, eps, dtype: constexpr):
+def _hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: constexpr):
     """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
         h = (total * scale).to(dtype).to(tl.float32)
@@ -250,22 +250,22 @@ def inboxes_of(pointers, dtype: constexpr, SIZE: constexpr):
 @triton.jit
 def send(bits, inboxes, offset, lane, live, SIZE: constexpr, EMPTY: constexpr):
     """Write bits to elements `offset + lane` of every rank's inbox; apart, so that the lanes' offsets stay 32 bits wide."""
-    sent = filled(bits, EMPTY)
+    sent = without_negative_zero(bits, EMPTY)
     for peer in tl.static_range(SIZE):
         tl.store(inboxes[peer] + offset + lane, sent, live)
 
 
 @triton.jit
-def _empties(bits, EMPTY: constexpr):
+def _negative_zeros(bits, EMPTY: constexpr):
     """EMPTY's bits where a value is -0.0, else none. EMPTY is the sign bit of each value that `bits` hold: one, or two of 16 bits,
     each of which is -0.0 if its sign is set and the rest, all ones added, carries nothing into it."""
     return bits & EMPTY & ~((bits & ~EMPTY) + ~EMPTY)
 
 
 @triton.jit
-def filled(bits, EMPTY: constexpr):
+def without_negative_zero(bits, EMPTY: constexpr):
     """`bits` with +0.0 for -0.0."""
-    return bits & ~_empties(bits, EMPTY)
+    return bits & ~_negative_zeros(bits, EMPTY)
 
 
 @triton.jit
@@ -294,9 +294,9 @@ def _parts(inbox, offset, lane, live, STRIDE: constexpr, COUNT: constexpr):
 @triton.jit
 def _missing(parts, COUNT: constexpr, EMPTY: constexpr):
     """Whether something of them has not come."""
-    absent = _empties(parts[0], EMPTY)
+    absent = _negative_zeros(parts[0], EMPTY)
     for rank in tl.static_range(1, COUNT):
-        absent |= _empties(parts[rank], EMPTY)
+        absent |= _negative_zeros(parts[rank], EMPTY)
     return tl.max((absent != 0).to(tl.int32), 0)
 
 
@@ -332,9 +332,9 @@ def _sum(parts, COUNT: constexpr, dtype: constexpr):
     return total.to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rank", "turn"])
+@triton.jit(do_not_specialize=["rank", "buffer"])
 def _allreduce_norm(
-    part, residual, post, post_a, post_b, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, turn, eps, scale,
+    part, residual, post, post_a, post_b, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, buffer, eps, scale,
     N: constexpr, SIZE: constexpr, ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, SEND: constexpr, RECEIVE: constexpr,
     PARTS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -362,7 +362,7 @@ def _allreduce_norm(
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     if SIZE > 1:
         inbox = inbox.to(tl.pointer_type(tl.int32))
-        offset = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
+        offset = (row + buffer * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
         if SEND:
             mine = part.to(tl.pointer_type(tl.int32)) + row * (branches * N // VALUES)
             for branch in tl.static_range(branches):
@@ -388,17 +388,17 @@ def _allreduce_norm(
                 other = tl.load(part + row * (branches * N) + N + lane, live, 0.0).to(tl.float32)
             one = _normed(total, tl.load(post_a + lane, live, 0.0), N, eps, dtype)
             total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
-        h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
+        h = _hidden(total, post_weight, before, factor, scale, N, eps, dtype)
         tl.store(h_out + row * N + lane, h.to(dtype), live)
         if next_norm is not None:
             tl.store(x_out + row * N + lane, _normed(h, next_weight, N, eps, dtype).to(dtype), live)
 
 
-@triton.jit(do_not_specialize=["rank", "turn"])
+@triton.jit(do_not_specialize=["rank", "buffer"])
 def _allreduce_norm_sharded(
-    part, residual, post, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, turn, eps, scale,
+    part, residual, post, next_norm, scalar, h_out, x_out, pointers, inbox, errors, rank, buffer, eps, scale,
     N: constexpr, SIZE: constexpr, ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, SEND: constexpr, NORM: constexpr,
-    TAKE: constexpr, BLOCK: constexpr, PDL: constexpr,
+    RECEIVE: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     dtype: constexpr = part.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -422,21 +422,21 @@ def _allreduce_norm_sharded(
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     inbox = inbox.to(tl.pointer_type(tl.int32))
-    parts_at = (row + turn * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
+    parts_at = (row + buffer * ((SIZE + 1) * ROWS)) * (WIDTH // VALUES)
     x_at = parts_at + SIZE * STRIDE
     if SEND:
         words = tl.load(part.to(tl.pointer_type(tl.int32)) + row * (N // VALUES) + word, live_word, 0)
-        tl.store(owners_inbox + parts_at + rank * STRIDE + word, filled(words, EMPTY), live_word)
+        tl.store(owners_inbox + parts_at + rank * STRIDE + word, without_negative_zero(words, EMPTY), live_word)
     if NORM:  # noqa: SIM102 (NORM is known when the kernel is compiled)
         if owner == rank:
             before = None
             if post is not None:
                 before = tl.load(residual + row * N + lane, live, 0.0)
             total = _sum(_receive(inbox, parts_at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
-            h = _post(total, post_weight, before, factor, scale, N, eps, dtype)
+            h = _hidden(total, post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)
             x = _normed(h, next_weight, N, eps, dtype).to(dtype)
             send(x.to(bits_type, bitcast=True), inboxes, x_at * VALUES, lane, live, SIZE, -(1 << (dtype.primitive_bitwidth - 1)))
-    if TAKE:
-        taken = _receive(inbox, x_at, word, live_word, errors, STRIDE, 1, EMPTY)
-        tl.store(x_out.to(tl.pointer_type(tl.int32)) + row * (N // VALUES) + word, taken[0], live_word)
+    if RECEIVE:
+        received = _receive(inbox, x_at, word, live_word, errors, STRIDE, 1, EMPTY)
+        tl.store(x_out.to(tl.pointer_type(tl.int32)) + row * (N // VALUES) + word, received[0], live_word)

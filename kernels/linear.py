@@ -43,7 +43,7 @@ def linear_send(x: Tensor, weight: Tensor, peers: AllReduceInbox) -> InboxPart |
     if tile is None:
         return None
     assert weight.shape[0] <= peers.width, (weight.shape, peers.width)
-    sent = InboxPart(peers.call())
+    sent = InboxPart(peers.next_buffer())
     _run(tile, x, weight, peers.inbox, gated=False, sent=(peers, sent))
     return sent
 
@@ -112,18 +112,16 @@ def _run(
     tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *,
     gated: bool, sent: tuple[AllReduceInbox, InboxPart] | None = None, up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Starts `tile`'s kernel. `sent`: it writes to the inboxes of that call, and `out` is this rank's own. `up`: what the product's
+    """Starts `tile`'s kernel. sent: it writes to that buffer of the inboxes, and `out` is this rank's own. up: what the product's
     GELU is multiplied by."""
     m, k = weight.shape
     m //= 1 + gated
-    pointers, rank, turn, target = None, 0, 0, (0, 0, m, 0)
+    pointers, rank, buffer, target = None, 0, 0, (0, 0, m, 0)
     if sent is not None:
-        peers, turn = sent[0], sent[1].turn
-        pointers = peers.pointers
-        rank = peers.rank
-        target = (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
+        peers, buffer = sent[0], sent[1].buffer
+        pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
     kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
-    launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, x.shape[0], pointers, rank, turn)
+    launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, x.shape[0], pointers, rank, buffer)
     return out
 
 
@@ -141,7 +139,7 @@ def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inb
 @triton.jit
 def _store(
     total, out, row, column, live,
-    dtype: constexpr, inboxes, rank, turn,
+    dtype: constexpr, inboxes, rank, buffer,
     SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
 ):  # fmt: skip
     """`total` to its rows of `out`, or, rounded to `dtype`, to this rank's part in every rank's inbox."""
@@ -149,7 +147,7 @@ def _store(
         tl.store(out + row.to(tl.int64) * WIDTH + column, cast(total, out.dtype.element_ty), live)
     else:
         bits = cast(total, dtype).to(out.dtype.element_ty, bitcast=True)
-        offset = (row + turn * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
+        offset = (row + buffer * ((SIZE + 1) * INBOX_ROWS) + rank * INBOX_ROWS) * WIDTH
         send(bits, inboxes, offset, column, live, SIZE, EMPTY)
 
 
@@ -177,9 +175,9 @@ def _add_products(sums, tiles, x, T, TURN: constexpr, K: constexpr, BK: constexp
     return added
 
 
-@triton.jit(do_not_specialize=["T", "rank", "turn"])
+@triton.jit(do_not_specialize=["T", "rank", "buffer"])
 def _gemv(
-    x, weight, up, out, T, pointers, rank, turn,
+    x, weight, up, out, T, pointers, rank, buffer,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
     START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -211,19 +209,19 @@ def _gemv(
         out_row = tl.zeros([BN], tl.int32) + row
         if UP > 0:
             total = gelu(total) * tl.load(up + row * UP + column, live, 0.0).to(tl.float32)
-        _store(total, out, out_row, column, live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY)
+        _store(total, out, out_row, column, live, x.dtype.element_ty, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
 @triton.jit
-def _fetch(base, TURN: constexpr, K: constexpr, BK: constexpr):
+def _prefetch(base, TURN: constexpr, K: constexpr, BK: constexpr):
     """Asks for tile TURN of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
     k = tl.minimum(TURN * BK + 64 * tl.arange(0, BK // 64), K - 1)[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + k], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["T", "rank", "turn"])
+@triton.jit(do_not_specialize=["T", "rank", "buffer"])
 def _gemm(
-    x, weight, up, out, T, pointers, rank, turn,
+    x, weight, up, out, T, pointers, rank, buffer,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, SWAP: constexpr, SPLITS: constexpr,
     GATED: constexpr, UP: constexpr, START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
     PDL: constexpr,
@@ -240,9 +238,9 @@ def _gemm(
     base += first
     if not INTERPRET:
         for i in tl.static_range(EARLY):
-            _fetch(base, i, PART, BK)
+            _prefetch(base, i, PART, BK)
             if GATED:
-                _fetch(base + M * K, i, PART, BK)
+                _prefetch(base + M * K, i, PART, BK)
     wait(PDL)
     row = tl.arange(0, ROWS)
     xs, live = x + first + row[:, None] * K, row[:, None] < T
@@ -273,5 +271,5 @@ def _gemm(
     if SPLITS > 1:
         out += tl.program_id(1).to(tl.int64) * T * M
     _store(
-        total, out, row[:, None], column[None, :], live, x.dtype.element_ty, inboxes, rank, turn, SIZE, INBOX_ROWS, WIDTH, EMPTY
+        total, out, row[:, None], column[None, :], live, x.dtype.element_ty, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY
     )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.fused_allreduce_norm import (
+    BUFFERS,
     EMPTY,
-    INBOXES,
     AllReduceInbox,
     Norms,
     _launch,
@@ -80,10 +80,10 @@ SHARDED = ((True, False, False), (False, True, False), (False, False, True))  # 
 def in_stages(it: Case, peers: list[AllReduceInbox], stages: Sequence[tuple[bool, ...]]) -> list[tuple[Tensor, Tensor]]:
     """Each rank's h and x; the interpreter runs one after the other in each stage. What is not written stays NaN."""
     found = [(torch.full_like(it.residual, torch.nan), torch.full_like(it.residual, torch.nan)) for _ in peers]
-    turns = [rank.call() for rank in peers]
+    buffers = [rank.next_buffer() for rank in peers]
     for stage in stages:
-        for part, rank, out, turn in zip(it.parts, peers, found, turns, strict=True):
-            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, turn, stage)
+        for part, rank, out, buffer in zip(it.parts, peers, found, buffers, strict=True):
+            _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *out, buffer, stage)
     return found
 
 
@@ -105,7 +105,7 @@ def interpreted_ranks_agree_and_leave_empty_inboxes(branches: int) -> None:
     """More calls in a row than there are inboxes give the reference's h and x, the same bits on all ranks, and inboxes that are
     empty again; a part left out is 100 tolerances off, and the next call right."""
     peers = group(branches * N)
-    for seed in range(INBOXES + 1):
+    for seed in range(BUFFERS + 1):
         it = case(seed, branches, rows=3)
         if seed == 1:
             lost = replace(it, parts=[*it.parts[:3], torch.zeros_like(it.parts[3])])
@@ -168,11 +168,11 @@ def interpreted_one_rank() -> None:
     assert fused_allreduce_norm(it.whole, it.residual, Norms(it.norms.post, None), EPS)[1] is None
 
 
-def receive(it: Case, peers: AllReduceInbox, turn: int) -> tuple[float, Tensor]:
+def receive(it: Case, peers: AllReduceInbox, buffer: int) -> tuple[float, Tensor]:
     """Seconds that a fused norm of what others have sent takes, and its h."""
     out = torch.empty_like(it.residual), torch.empty_like(it.residual)
     began = time.monotonic()
-    _launch(it.parts[0], it.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, turn, (False, True))
+    _launch(it.parts[0], it.residual, it.norms, EPS, it.scalar, 1.0, peers, *out, buffer, (False, True))
     return time.monotonic() - began, out[0]
 
 
@@ -180,27 +180,27 @@ def interpreted_a_failed_group_does_not_wait_again() -> None:
     """A fused norm whose peers send nothing waits for its time and sets the error flag; the next give up when they first look."""
     it, peers = case(rows=1), group(N)[0]
     peers.wait_at_most(2.0)
-    assert receive(it, peers, peers.call())[0] > 2.0
+    assert receive(it, peers, peers.next_buffer())[0] > 2.0
     assert peers.failed
-    assert min(receive(it, peers, peers.call())[0] for _ in range(3)) < 2.0
+    assert min(receive(it, peers, peers.next_buffer())[0] for _ in range(3)) < 2.0
     peers.errors[0] = 0
-    assert receive(it, peers, peers.call())[0] > 2.0
+    assert receive(it, peers, peers.next_buffer())[0] > 2.0
 
 
 @pytest.mark.parametrize("wait_s", [60.0, 0.1])
 def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
     """Parts that come half a second late are joined as if they had come at once; where so long a wait is not allowed, it ends."""
     it, peers = case(rows=1), group(N)
-    turns = [rank.call() for rank in peers]
+    buffers = [rank.next_buffer() for rank in peers]
     for part, rank in zip(it.parts, peers, strict=True):
-        _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *it.want, turns[0], (True, False))
+        _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *it.want, buffers[0], (True, False))
     sent = peers[0].inbox.clone()
     peers[0].inbox.fill_(EMPTY[torch.float32])
     peers[0].wait_at_most(wait_s)
     fault = wait_s < 0.5
     late = threading.Timer(10.0 if fault else 0.5, peers[0].inbox.copy_, [sent])
     late.start()
-    _, h = receive(it, peers[0], turns[0])
+    _, h = receive(it, peers[0], buffers[0])
     late.cancel()
     assert peers[0].failed is fault
     assert (off(h, it.want[0]) < TOLERANCE) is not fault
@@ -241,9 +241,9 @@ def test_no_two_warps_poll_a_word(dtype: torch.dtype, sharded: int) -> None:
 def test_an_inbox_rests_for_two_calls(calls: int) -> None:
     """Whatever number of calls a forward has, no inbox serves two of any three calls in a row, across forwards too."""
     peers = group(N)[0]
-    turns = [peers.begin().call() if call == 0 else peers.call() for _ in range(4) for call in range(calls)]
-    assert max(turns) < INBOXES
-    assert all(len({*turns[at : at + 3]}) == 3 for at in range(len(turns) - 2))
+    buffers = [peers.begin().next_buffer() if call == 0 else peers.next_buffer() for _ in range(4) for call in range(calls)]
+    assert max(buffers) < BUFFERS
+    assert all(len({*buffers[at : at + 3]}) == 3 for at in range(len(buffers) - 2))
 
 
 @both_dtypes
