@@ -42,16 +42,16 @@ def add_product(x, weight, total, SWAP: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, top, total):
-    """One step of an online softmax in base 2: the new maximum, the weights, what older sums are multiplied by, the new total."""
-    higher = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
-    keep = tl.exp2(top - higher)
-    return higher, weights, keep, total * keep + tl.sum(weights, 1)
+def softmax_step(scores, row_max, row_sum):
+    """One step of an online softmax in base 2: the new row_max, the weights, by what older sums are rescaled, the new row_sum."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    return new_max, weights, rescale, row_sum * rescale + tl.sum(weights, 1)
 
 
 @triton.jit
-def hold(x):
+def first_use(x):
     """x, not used before this point: loads until then are in flight together, and none waits for another's way to shared memory."""
     if INTERPRET:
         return x

@@ -52,7 +52,7 @@ def extend_attention(
     last_seen int32 [T]: the last position that each row sees, its own or one behind it in the same chunk; None: its own
     """
     if not enabled(q):
-        for slot, row, position, count in _whole(tiles.tolist()):
+        for slot, row, position, count in _joined_tiles(tiles.tolist()):
             rows = slice(row, row + count)
             if position < 0:
                 out[rows] = 0
@@ -110,7 +110,7 @@ def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, windo
     return (scores.softmax(-1) @ v[:, None]).permute(2, 0, 1, 3).reshape(n, heads, d).to(q.dtype)
 
 
-def _whole(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
+def _joined_tiles(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
     """Tiles that continue one another, put together again."""
     chunks: list[list[int]] = []
     for slot, row, position, count in sorted((tile for tile in tiles if tile[3]), key=lambda tile: tile[1]):
@@ -191,20 +191,21 @@ def _extend(
 
     ids = table + slot.to(tl.int64) * width
     side = pool + head * PAGE * D
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, VALUES], tl.float32)
-    state, seen = (top, total, sums), (columns, positions, newest, oldest, end)
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUES], tl.float32)
+    state, seen = (row_max, row_sum, acc), (columns, positions, newest, oldest, end)
     state = _walk(queries, side, ids, width, first, left, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
     state = _walk(queries, side, ids, width, left, right, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, False)
     state = _walk(queries, side, ids, width, right, end, *seen, *state, KV_HEADS, D, WINDOW, PAGE, KEYS, True)
-    top, total, sums = state
-    tl.store(out + (offset + columns[None, :]), cast(sums / tl.where(total > 0, total, 1.0)[:, None], out.dtype.element_ty), live)
+    row_max, row_sum, acc = state
+    out_at = out + (offset + columns[None, :])
+    tl.store(out_at, cast(acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None], out.dtype.element_ty), live)
 
 
 @triton.jit
 def _walk(
-    q, side, ids, width, first, last, columns, positions, newest, oldest, end, top, total, sums,
+    q, side, ids, width, first, last, columns, positions, newest, oldest, end, row_max, row_sum, acc,
     KV_HEADS: constexpr, D: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, MASKED: constexpr,
 ):  # fmt: skip
     """Keys first .. last - 1, `first` a multiple of KEYS: the running maximum, sum of weights and sums of values after them.
@@ -234,6 +235,6 @@ def _walk(
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, -float("inf"))
-        top, weights, keep, total = softmax_step(scores, top, total)
-        sums = sums * keep[:, None] + dot(cast(weights, v.dtype), v)
-    return top, total, sums
+        row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
+        acc = acc * rescale[:, None] + dot(cast(weights, v.dtype), v)
+    return row_max, row_sum, acc

@@ -71,10 +71,10 @@ def _attend(
     queries = tl.load(q + offset + dims[None, :], live, 0.0)
     if REST:
         rest_queries = tl.load(q + offset + rest[None, :], live & (rest < D)[None, :], 0.0)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, WHOLE], tl.float32)
-    rest_sums = tl.zeros([ROWS, REST or 16], tl.float32)
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WHOLE], tl.float32)
+    rest_acc = tl.zeros([ROWS, REST or 16], tl.float32)
     for first in tl.range(begin, end, KEYS):
         key = first + tl.arange(0, KEYS)
         seen = key < end
@@ -84,13 +84,13 @@ def _attend(
             rest_keys = tl.load(k + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
             scores += dot(rest_queries, tl.trans(rest_keys))
         scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
-        top, weights, keep, total = softmax_step(scores, top, total)
+        row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
         values = tl.load(v + key_at + dims[None, :], seen[:, None], 0.0)
         weights = cast(weights, values.dtype)
-        sums = sums * keep[:, None] + dot(weights, values)
+        acc = acc * rescale[:, None] + dot(weights, values)
         if REST:
             rest_values = tl.load(v + key_at + rest[None, :], seen[:, None] & (rest < D)[None, :], 0.0)
-            rest_sums = rest_sums * keep[:, None] + dot(weights, rest_values)
-    tl.store(out + offset + dims[None, :], cast(sums / total[:, None], out.dtype.element_ty), live)
+            rest_acc = rest_acc * rescale[:, None] + dot(weights, rest_values)
+    tl.store(out + offset + dims[None, :], cast(acc / row_sum[:, None], out.dtype.element_ty), live)
     if REST:
-        tl.store(out + offset + rest[None, :], cast(rest_sums / total[:, None], out.dtype.element_ty), live & (rest < D)[None, :])
+        tl.store(out + offset + rest[None, :], cast(rest_acc / row_sum[:, None], out.dtype.element_ty), live & (rest < D)[None, :])

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from kernels.launch import trigger, wait
-from kernels.numerics import LOG2E, cast, dot, hold
+from kernels.numerics import LOG2E, cast, dot, first_use
 from kernels.qkv import load_halves, norm_and_rope, rope_angles
 
 ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
@@ -79,9 +79,9 @@ def decode_kernel(
 
     q_low, q_high, _ = norm_and_rope(*q_raw, *q_weight, cos, sin, eps, D)
     q_low, q_high = cast(q_low, pool.dtype.element_ty), cast(q_high, pool.dtype.element_ty)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    totals = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
-    sums = tl.zeros([ROWS, DV], tl.float32)
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sums = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
+    acc = tl.zeros([ROWS, DV], tl.float32)
     if KV_PROJECTIONS > 0:  # noqa: SIM102 - a constexpr around a branch
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
             low_new, high_new, scale = norm_and_rope(*kv_raw, *k_weight, cos, sin, eps, D)
@@ -94,15 +94,16 @@ def decode_kernel(
                 tl.store(heads_k + at + HALF + low, key_high)
             tl.store(heads_v + at + columns, value)
             products = q_low.to(tl.float32) * key_low.to(tl.float32)[None, :]
-            top = tl.sum(products + q_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1) * LOG2E
-            totals += tl.where(tl.arange(0, KEYS) == 0, 1.0, 0.0)[None, :]
-            sums += value.to(tl.float32)[None, :]
+            row_max = tl.sum(products + q_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1) * LOG2E
+            row_sums += tl.where(tl.arange(0, KEYS) == 0, 1.0, 0.0)[None, :]
+            acc += value.to(tl.float32)[None, :]
 
     begin = split
     if EARLY:
         page = page_of(ids, (split + SPLITS) * KEYS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
-        top, totals, sums = _attend(q_low, q_high, hold(k_low), hold(k_high), hold(v), seen, top, totals, sums)
+        loaded = first_use(k_low), first_use(k_high), first_use(v)
+        row_max, row_sums, acc = _attend(q_low, q_high, *loaded, seen, row_max, row_sums, acc)
         begin += SPLITS
     for run in tl.range(begin, runs, SPLITS):
         k_low = load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
@@ -110,20 +111,20 @@ def decode_kernel(
         v = load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
         page = page_of(ids, (run + SPLITS) * KEYS, width, KEYS, PAGE)  # one turn ahead
         seen = _seen(run, first, oldest, end, KEYS)
-        top, totals, sums = _attend(q_low, q_high, k_low, k_high, v, seen, top, totals, sums)
+        row_max, row_sums, acc = _attend(q_low, q_high, k_low, k_high, v, seen, row_max, row_sums, acc)
 
-    total = tl.sum(totals, 1)
-    norm = tl.where(total > 0, total, 1.0)
-    sums = sums / norm[:, None]
+    row_sum = tl.sum(row_sums, 1)
+    norm = tl.where(row_sum > 0, row_sum, 1.0)
+    acc = acc / norm[:, None]
     done = tl.minimum(runs, SPLITS)
     if done == 1:
-        tl.store(out_at + rows * D + columns[None, :], cast(sums, out.dtype.element_ty), is_q)
+        tl.store(out_at + rows * D + columns[None, :], cast(acc, out.dtype.element_ty), is_q)
         return
     if SPLITS > 1:
         lse_at = lse + (row * SPLITS * VALUES + part) * HEADS + head * GROUP
         parts_at = parts + row * SPLITS * HEADS * D + head * GROUP * D
-        tl.store(lse_at + split * VALUES * HEADS + group, tl.where(total > 0, top + tl.log2(norm), -1e30), group < GROUP)
-        tl.store(parts_at + split * HEADS * D + rows * D + columns[None, :], sums, is_q)
+        tl.store(lse_at + split * VALUES * HEADS + group, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), group < GROUP)
+        tl.store(parts_at + split * HEADS * D + rows * D + columns[None, :], acc, is_q)
         tl.debug_barrier()  # every thread's part is written before the ticket is taken
         ticket = tickets + (row * KV_HEADS + head) * VALUES + part
         if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
@@ -160,8 +161,8 @@ def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE:
 
 
 @triton.jit
-def _attend(q_low, q_high, k_low, k_high, v, seen, top, totals, sums):
-    """One turn of the online softmax, in base 2: the running maximum, sums of weights and weighted sums of values.
+def _attend(q_low, q_high, k_low, k_high, v, seen, row_max, row_sums, acc):
+    """One turn of the online softmax, in base 2, as `softmax_step`, with a sum of weights for each column of the keys.
 
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A product takes 16 dims at least.
     """
@@ -170,10 +171,10 @@ def _attend(q_low, q_high, k_low, k_high, v, seen, top, totals, sums):
     else:
         scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     scores = tl.where(seen[None, :], scores, -float("inf"))
-    higher = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
-    keep = tl.exp2(top - higher)[:, None]
-    return higher, totals * keep + weights, sums * keep + dot(cast(weights, v.dtype), v)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)[:, None]
+    return new_max, row_sums * rescale + weights, acc * rescale + dot(cast(weights, v.dtype), v)
 
 
 @triton.jit

@@ -162,9 +162,9 @@ def verify_kernel(
         return
     line = (query * HEADS + head * GROUP + lane % GROUP) * D
     queries = tl.load(q + row * Q_LEN * HEADS * D + line[:, None] + tl.arange(0, D)[None, :], live[:, None], 0.0)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DV], tl.float32)
+    row_max = tl.full([ROWS], -1e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV], tl.float32)
     page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     for run in tl.range(split, runs, splits):
         k = load_run(heads_k, page, run, first, oldest, last + 1, tl.arange(0, D), D, 2 * KEPT, KEYS, PAGE)
@@ -175,19 +175,19 @@ def verify_kernel(
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, dot(queries, tl.trans(k)) * LOG2E, -float("inf"))
-        top, weights, keep, total = softmax_step(scores, top, total)
-        sums = sums * keep[:, None] + dot(cast(weights, v.dtype), v)
+        row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
+        acc = acc * rescale[:, None] + dot(cast(weights, v.dtype), v)
 
-    norm = tl.where(total > 0, total, 1.0)
-    sums = sums / norm[:, None]
+    norm = tl.where(row_sum > 0, row_sum, 1.0)
+    acc = acc / norm[:, None]
     if splits == 1:
         at = out + row * Q_LEN * HEADS * D + line[:, None] + columns[None, :]
-        tl.store(at, cast(sums, out.dtype.element_ty), live[:, None])
+        tl.store(at, cast(acc, out.dtype.element_ty), live[:, None])
     else:
         own = (row * splits + split) * Q_LEN * HEADS
-        tl.store(parts + own * D + line[:, None] + columns[None, :], sums, live[:, None])
+        tl.store(parts + own * D + line[:, None] + columns[None, :], acc, live[:, None])
         if part == 0:
-            tl.store(lse + own + line // D, tl.where(total > 0, top + tl.log2(norm), -1e30), live)
+            tl.store(lse + own + line // D, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), live)
 
 
 @triton.jit
