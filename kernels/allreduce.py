@@ -53,7 +53,7 @@ class MappedCollectives:
         self._flags = memory[: size * _LINE].cast("Q")
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=size * _LINE, count=2 * size * SLOT_BYTES)
         self._slots = slots.view(2, size, SLOT_BYTES)
-        self._fence = threading.Lock()
+        self._lock = threading.Lock()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, same shape and dtype; may write into `x`."""
@@ -90,10 +90,10 @@ class MappedCollectives:
         self._round += 1
         half = self._slots[self._round % 2].view(piece.dtype)[:, : piece.numel()]
         half[self.rank] = piece
-        self._order()
+        self._memory_barrier()
         self._flags[self.rank * _LINE // 8] = self._round
         self._wait()
-        self._order()
+        self._memory_barrier()
         return half
 
     def _wait(self) -> None:
@@ -111,11 +111,11 @@ class MappedCollectives:
                     raise TimeoutError(f"rank {rank} did not come to exchange {self._round} within {self.timeout_s} s")
                 time.sleep(_SLEEP_S)
 
-    def _order(self) -> None:
+    def _memory_barrier(self) -> None:
         """Keep the data's loads and stores on their side of the flag's, also on processors that reorder them (Arm)."""
         for _ in range(2):
-            self._fence.acquire()
-            self._fence.release()
+            self._lock.acquire()
+            self._lock.release()
 
 
 def symmetric_memory(group: torch.distributed.ProcessGroup, size: int, device: torch.device) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Head norm and rotary embedding of vision towers: the first half of a head is turned by x, the second by y.
+"""Head norm and rotary embedding of vision towers: the first half of a head is rotated by x, the second by y.
 
     head_norm(x)             rms_norm(x) over each head, without weight
     norm_axial_rope(x; w)    x' = rms_norm(x; w) over each head, then in each half, d/2 long, the pairs (i, i + d/4), i < d/4:
@@ -58,14 +58,14 @@ def _reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) 
 
 
 @cache
-def _configured(heads: int, d: int, eps: float, turned: bool) -> Configured:
-    return configured(_norm_axial_rope, HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, TURNED=turned, warps=4)
+def _configured(heads: int, d: int, eps: float, rotated: bool) -> Configured:
+    return configured(_norm_axial_rope, HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, ROTATED=rotated, warps=4)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _norm_axial_rope(
     x, weight, cos, sin, out, count,
-    HEADS: constexpr, D: constexpr, BLOCK: constexpr, ROWS: constexpr, EPS: constexpr, TURNED: constexpr, PDL: constexpr,
+    HEADS: constexpr, D: constexpr, BLOCK: constexpr, ROWS: constexpr, EPS: constexpr, ROTATED: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A program: ROWS heads, one after the other over all rows."""
     trigger(PDL)
@@ -77,7 +77,7 @@ def _norm_axial_rope(
     own = tl.load(x + offset + dim[None, :], live, 0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(own * own, 1) / D + EPS)[:, None]
     own = own * scale
-    if TURNED:
+    if ROTATED:
         left = dim // QUARTER % 2 == 0
         other = tl.where(left, dim + QUARTER, dim - QUARTER)  # the other one of its pair
         angle = dim // (2 * QUARTER) * QUARTER + dim % QUARTER

@@ -3,8 +3,8 @@
     y_t = sum_k w_tk * down_e( gelu_tanh(g) * u ),   [g; u] = gate_up_e x_t,   e = e_tk      gate is the first half of gate_up
 
 Products are summed in fp32, the gated activations rounded to x's dtype; the weighted sum over experts is fp32, in the order of k,
-with one cast. Where experts are cut along their width, y is a rank's part. It stands behind another branch's part, which is copied,
-so that one fused norm takes both.
+with one cast. Where experts are cut along their width, y is a rank's part. It stands behind the dense branch's, which is copied, so
+that one fused norm takes both.
 
 An *assignment* is one of a token's top_k choices. Nothing asks the host which experts were chosen:
 
@@ -35,22 +35,22 @@ _GROUP_BLOCK = 4096
 _TURN = 64  # of the inner dimension, in `_grouped`
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, beside: Tensor) -> Tensor:
-    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; beside [T, n] ->
-    [T, 2 n]: beside, y."""
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: Tensor) -> Tensor:
+    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense [T, n] ->
+    [T, 2 n]: dense, y."""
     if not enabled(x):
-        return torch.cat([beside, _experts_reference(x, weights, chosen, gate_up, down)], dim=-1)
-    check_contiguous(x, weights, chosen, gate_up, down, beside)
+        return torch.cat([dense, _experts_reference(x, weights, chosen, gate_up, down)], dim=-1)
+    check_contiguous(x, weights, chosen, gate_up, down, dense)
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
     up_tile, down_tile = _tiles(rows * top_k, count, x.element_size(), shared_memory(x))
-    tiles, order, position, one = chosen, None, None, rows == 1
-    if not one:
+    tiles, order, position, single = chosen, None, None, rows == 1
+    if not single:
         tiles, order, position = _sorted(chosen, count, up_tile.rows)
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
-    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, one=one)
-    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, one=one)
+    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, single=single)
+    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, single=single)
     block = min(1024, next_power_of_2(n))
-    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, beside, out, N=n, TOP=top_k, BLOCK=block, warps=4)
+    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, dense, out, N=n, TOP=top_k, BLOCK=block, warps=4)
     return out
 
 
@@ -96,7 +96,7 @@ def _tiles(assignments: int, count: int, itemsize: int, shared: int) -> tuple[_T
 
 
 def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: tiles [n, 3] of `rows` assignments at most: expert, first, end; the assignments' order, and each one's place in it."""
+    """int32: tiles [n, 3] of `rows` assignments at most: expert, first, end; the assignments' order, and each one's index in it."""
     assignments = chosen.numel()
     order, position = torch.empty((2, assignments), dtype=torch.int32, device=chosen.device)
     tiles = torch.empty((min(assignments, assignments // rows + count), 3), dtype=torch.int32, device=chosen.device)
@@ -113,14 +113,15 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _launch_grouped(
-    tile: _Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *, gated: bool, one: bool
-) -> None:
+    tile: _Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *,
+    gated: bool, single: bool,
+) -> None:  # fmt: skip
     """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
-    `one` token, its experts."""
+    a `single` token, its experts."""
     m = out.shape[1]
     launch(
-        _grouped, (cdiv(m, tile.columns), len(out) if one else len(tiles)), x, weight, order, tiles, out,
-        M=m, K=x.shape[1], TOP=top_k, GATED=gated, ONE=one, SWAP=tile.swap, BM=tile.rows, BN=tile.columns, BK=_TURN,
+        _grouped, (cdiv(m, tile.columns), len(out) if single else len(tiles)), x, weight, order, tiles, out,
+        M=m, K=x.shape[1], TOP=top_k, GATED=gated, SINGLE=single, SWAP=tile.swap, BM=tile.rows, BN=tile.columns, BK=_TURN,
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -178,7 +179,7 @@ def _group(
 @triton.jit
 def _grouped(
     x, weight, order, tiles, out,
-    M: constexpr, K: constexpr, TOP: constexpr, GATED: constexpr, ONE: constexpr, SWAP: constexpr, BM: constexpr, BN: constexpr,
+    M: constexpr, K: constexpr, TOP: constexpr, GATED: constexpr, SINGLE: constexpr, SWAP: constexpr, BM: constexpr, BN: constexpr,
     BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of a row tile."""
@@ -188,7 +189,7 @@ def _grouped(
     at_tile = tl.program_id(1)
     lane = tl.arange(0, BK)[None, :]
     wait(PDL)
-    if ONE:
+    if SINGLE:
         expert, first, end = tl.load(tiles + at_tile).to(tl.int64), at_tile, at_tile + 1
     else:
         tile = tiles + 3 * at_tile
@@ -227,8 +228,8 @@ def _grouped(
 
 
 @triton.jit
-def _combine(parts, position, weights, beside, out, N: constexpr, TOP: constexpr, BLOCK: constexpr, PDL: constexpr):
-    """One token's weighted sum over its experts, and the other branch's part before it."""
+def _combine(parts, position, weights, dense, out, N: constexpr, TOP: constexpr, BLOCK: constexpr, PDL: constexpr):
+    """One token's weighted sum over its experts, and the dense branch's part before it."""
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -241,5 +242,5 @@ def _combine(parts, position, weights, beside, out, N: constexpr, TOP: constexpr
         else:
             offset = tl.load(position + row * TOP + k).to(tl.int64) * N
         total += tl.load(parts + offset + column, live, 0.0).to(tl.float32) * tl.load(weights + row * TOP + k)
-    tl.store(out + row * (2 * N) + column, tl.load(beside + row * N + column, live), live)
+    tl.store(out + row * (2 * N) + column, tl.load(dense + row * N + column, live), live)
     tl.store(out + row * (2 * N) + N + column, cast(total, out.dtype.element_ty), live)

@@ -52,11 +52,11 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
         )  # fmt: skip
         return logits, x
     width = 2 if rows <= _ROWS else 4  # experts of a CTA
-    shares, each = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
+    shares, group_rows = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
     launch(
-        _logits, (shares + each, cdiv(rows, each)),
+        _logits, (shares + group_rows, cdiv(rows, group_rows)),
         h, parts, norm, logits, x, rows, eps,
-        N=n, EXPERTS=experts, SHARES=shares, ROWS=each, WIDTH=width, BLOCK=next_power_of_2(n), warps=8,
+        N=n, EXPERTS=experts, SHARES=shares, ROWS=group_rows, WIDTH=width, BLOCK=next_power_of_2(n), warps=8,
     )  # fmt: skip
     return logits, x
 
