@@ -29,62 +29,48 @@ from kernels.tiles import GemmShape, Tile, choose, split
 def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in `dtype`, by default x's, or in `out`. fp32 keeps the products unrounded: bf16 logits
     would tie in one row of fourteen."""
-    out = _output(x, weight, weight.shape[0], dtype) if out is None else out
-    tile = _tile(x, _shape(weight))
-    if tile is None:
-        return _linear_reference(x, weight, out)
-    return _run(tile, x, weight, out, gated=False)
+    tile, out = _tile(x, weight), x.new_empty(len(x), len(weight), dtype=dtype) if out is None else out
+    return _linear_reference(x, weight, out) if tile is None else _run(tile, x, weight, out)
 
 
 def linear_send(x: Tensor, weight: Tensor, peers: AllReduceInbox) -> InboxPart | None:
     """x [T, n], weight [m, n]: this rank's part of a sum over ranks, written to every rank's inbox by the product's own kernel, for
     the next fused norm. None, and nothing done, for more rows than pay, or where the library computes the product."""
-    tile = _tile(x, _shape(weight)) if x.shape[0] <= peers.sent_rows else None
+    tile = _tile(x, weight) if len(x) <= peers.sent_rows else None
     if tile is None:
         return None
-    assert weight.shape[0] <= peers.width, (weight.shape, peers.width)
+    assert len(weight) <= peers.width, (weight.shape, peers.width)
     sent = InboxPart(peers.next_buffer())
-    _run(tile, x, weight, peers.inbox, gated=False, sent=(peers, sent))
+    _run(tile, x, weight, peers.inbox, sent=(peers, sent))
     return sent
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
     each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
-    shape = _shape(weight)
-    tile = _tile(x, shape)
-    if tile is None or (tile := split(tile, shape)).splits == 1:
+    tile = _tile(x, weight)
+    if tile is None or (tile := split(tile, GemmShape(*weight.shape))).splits == 1:
         return linear(x, weight)
-    return _run(tile, x, weight, x.new_empty(tile.splits, x.shape[0], shape.m, dtype=torch.float32), gated=False)
+    return _run(tile, x, weight, x.new_empty(tile.splits, len(x), len(weight), dtype=torch.float32))
 
 
 def linear_geglu(x: Tensor, gate_up: Tensor) -> Tensor:
     """x [T, n], gate_up [2 m, n], gate rows first -> [T, m] in x's dtype.
 
     Up to 128 rows on a GPU both products stay fp32 until the one cast; elsewhere they are rounded to x's dtype before the gate."""
-    out = _output(x, gate_up, gate_up.shape[0] // 2)
-    tile = _tile(x, _shape(gate_up, gated=True))
+    tile = _tile(x, gate_up, gated=True)
     if tile is None:
         return geglu(linear(x, gate_up))
-    return _run(tile, x, gate_up, out, gated=True)
+    return _run(tile, x, gate_up, x.new_empty(len(x), len(gate_up) // 2), gated=True)
 
 
 def linear_gelu_mul(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
     """x [T, n], weight [m, n], up [T, m], whose rows may lie apart -> [T, m] in x's dtype, rounded as in `linear_geglu`."""
-    out = _output(x, weight, weight.shape[0])
-    tile = _tile(x, _shape(weight))
+    tile = _tile(x, weight)
     if tile is None:
         return geglu(linear(x, weight), up)
     assert up.stride(1) == 1, up.stride()
-    return _run(tile, x, weight, out, gated=False, up=up)
-
-
-def _output(x: Tensor, weight: Tensor, m: int, dtype: torch.dtype | None = None) -> Tensor:
-    """[T, m]; shapes, dtypes and contiguity are as the kernels take them for granted."""
-    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
-    assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
-    check_contiguous(x, weight)
-    return x.new_empty(len(x), m, dtype=dtype)
+    return _run(tile, x, weight, x.new_empty(len(x), len(weight)), up=up)
 
 
 def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -95,22 +81,21 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
 
 
-def _shape(weight: Tensor, *, gated: bool = False) -> GemmShape:
-    m, n = weight.shape
-    return GemmShape(m // (1 + gated), n, gated)
-
-
-def _tile(x: Tensor, shape: GemmShape) -> Tile | None:
-    """None: the library computes this product."""
-    rows = x.shape[0]
+def _tile(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile | None:
+    """The product's tile; None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the kernels
+    take them for granted."""
+    (rows, n), (m, _) = x.shape, weight.shape
+    assert n == weight.shape[1], (x.shape, weight.shape)
+    assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+    check_contiguous(x, weight)
     if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
-    return choose(rows, shape, shared_memory(x))
+    return choose(rows, GemmShape(m // (1 + gated), n, gated), shared_memory(x))
 
 
 def _run(
     tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *,
-    gated: bool, sent: tuple[AllReduceInbox, InboxPart] | None = None, up: Tensor | None = None,
+    gated: bool = False, sent: tuple[AllReduceInbox, InboxPart] | None = None, up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Starts `tile`'s kernel. sent: it writes to that buffer of the inboxes, and `out` is this rank's own. up: what the product's
     GELU is multiplied by."""
