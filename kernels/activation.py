@@ -24,24 +24,17 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     if not enabled(gate):
         return _reference(*(gate.chunk(2, dim=-1) if up is None else (gate, up)))
     check_contiguous(gate)
+    assert up is None or up.stride(1) == 1, up.stride()
     rows, width = gate.shape
-    if up is None:
-        return _launch(gate, gate, gate.new_empty(rows, width // 2), (width, width // 2))
-    assert up.stride(1) == 1, up.stride()
-    return _launch(gate, up, torch.empty_like(gate), (up.stride(0), 0))
-
-
-def _launch(gate: Tensor, up: Tensor, out: Tensor, up_at: tuple[int, int]) -> Tensor:
-    """up_at: elements from row to row, and before the first row."""
-    rows, n = out.shape
-    block = min(1024, next_power_of_2(n))
-    launch(_configured(n, block, gate.shape[1], up_at), (rows, cdiv(n, block)), gate, up, out)
+    n, up_stride, up_first = (width // 2, width, width // 2) if up is None else (width, up.stride(0), 0)
+    out, block = gate.new_empty(rows, n), min(1024, next_power_of_2(n))
+    launch(_configured(n, block, width, up_stride, up_first), (rows, cdiv(n, block)), gate, gate if up is None else up, out)
     return out
 
 
 @cache
-def _configured(n: int, block: int, gate_at: int, up_at: tuple[int, int]) -> Configured:
-    return configured(_gelu_mul, N=n, BLOCK=block, GATE=gate_at, UP=up_at[0], UP_FIRST=up_at[1], warps=4)
+def _configured(n: int, block: int, gate_stride: int, up_stride: int, up_first: int) -> Configured:
+    return configured(_gelu_mul, N=n, BLOCK=block, GATE=gate_stride, UP=up_stride, UP_FIRST=up_first, warps=4)
 
 
 @triton.jit

@@ -81,32 +81,32 @@ def _inputs_reference(
     results: ResultInputs, width: int,
 ) -> None:  # fmt: skip
     decodes, planned, *_ = plan_sections(plan, layout)
-    listed, given, row = [], [], 0
+    entries, outputs, row = [], [], 0
     for slot, start, end, first_logit, *_ in planned.tolist():
-        listed.append((slot, row, start, end - start))
+        entries.append((slot, row, start, end - start))
         row += end - start
         if first_logit < end:
-            given += [(row - 1, slot, -1 if lane else end - 1) for lane in range(width)]
-    listed.append((padding, row, row - prompts, prompts - row))
-    for slot, first, position, count in listed:
+            outputs += [(row - 1, slot, -1 if lane else end - 1) for lane in range(width)]
+    entries.append((padding, row, row - prompts, prompts - row))
+    for slot, first, position, count in entries:
         covered = torch.arange(position, position + count, dtype=torch.int32, device=plan.device)
         rows.slots[first : first + count], rows.positions[first : first + count] = slot, covered.clamp(min=-1)
         rows.ids[first : first + count] = torch.where(covered >= 0, tokens[slot, covered.clamp(min=0).long()], 0)
     behind = range(prompts, prompts + len(decodes) * width)
-    given += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
-    given += [(0, padding, -1)] * (len(results.rows) - len(given))
-    chunks.zero_()[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
-    for out, values in zip(results, zip(*given, strict=True), strict=False):
+    outputs += zip(behind, *(x[behind.start : behind.stop].tolist() for x in (rows.slots, rows.positions)), strict=True)
+    outputs += [(0, padding, -1)] * (len(results.rows) - len(outputs))
+    chunks.zero_()[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
+    for out, values in zip(results, zip(*outputs, strict=True), strict=False):
         out.copy_(torch.tensor(values))
 
 
 # ---- kernels
 
 
-@triton.jit(do_not_specialize=["tokens_width", "padding", "prompts", "listed", "given"])
+@triton.jit(do_not_specialize=["tokens_width", "padding", "prompts", "list_length", "result_count"])
 def _chunk_inputs(
-    plan, tokens, tokens_width, padding, ids, positions, slots, prompts, chunks, listed, result_rows, result_slots,
-    result_positions, given,
+    plan, tokens, tokens_width, padding, ids, positions, slots, prompts, chunks, list_length, result_rows, result_slots,
+    result_positions, result_count,
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, CHUNK: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
@@ -148,20 +148,20 @@ def _chunk_inputs(
     tl.store(positions + row, position, row < prompts)
     tl.store(ids + row, token, row < prompts)
     if first:
-        for offset in range(count, listed, BLOCK):
+        for offset in range(count, list_length, BLOCK):
             pad = offset + lane == count
             entry = chunks + 4 * (offset + lane)
-            tl.store(entry, tl.where(pad, padding, 0), offset + lane < listed)
-            tl.store(entry + 1, tl.where(pad, total, 0), offset + lane < listed)
-            tl.store(entry + 2, tl.where(pad, total - prompts, 0), offset + lane < listed)
-            tl.store(entry + 3, tl.where(pad, prompts - total, 0), offset + lane < listed)
-        for offset in range(sampled * WIDTH, given, BLOCK):
+            tl.store(entry, tl.where(pad, padding, 0), offset + lane < list_length)
+            tl.store(entry + 1, tl.where(pad, total, 0), offset + lane < list_length)
+            tl.store(entry + 2, tl.where(pad, total - prompts, 0), offset + lane < list_length)
+            tl.store(entry + 3, tl.where(pad, prompts - total, 0), offset + lane < list_length)
+        for offset in range(sampled * WIDTH, result_count, BLOCK):
             index = offset + lane
             source = prompts + index - sampled * WIDTH
             live = index < (sampled + decodes) * WIDTH
-            tl.store(result_rows + index, tl.where(live, source, 0).to(tl.int64), index < given)
-            tl.store(result_slots + index, tl.load(slots + source, live & (index < given), padding), index < given)
-            tl.store(result_positions + index, tl.load(positions + source, live & (index < given), -1), index < given)
+            tl.store(result_rows + index, tl.where(live, source, 0).to(tl.int64), index < result_count)
+            tl.store(result_slots + index, tl.load(slots + source, live & (index < result_count), padding), index < result_count)
+            tl.store(result_positions + index, tl.load(positions + source, live & (index < result_count), -1), index < result_count)
 
 
 @triton.jit(do_not_specialize=["count", "tiles_count", "tokens"])

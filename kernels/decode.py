@@ -61,7 +61,7 @@ class DecodeScratch:
 
 _MOST_VALUES = 8
 _MOST_SPLITS = 33
-_START = 6
+_OVERHEAD_TURNS = 6
 
 
 def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
@@ -69,7 +69,7 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
 
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
     most 33 and none without a page; where one split would all but fill them, four, so that the last wave is short. At 512 it holds
-    one, and waves take a turn a page, `_START` turns for a CTA's begin and end, and half a turn for each split one CTA adds up,
+    one, and waves take a turn a page, `_OVERHEAD_TURNS` for a CTA's begin and end, and half a turn for each split one CTA adds up,
     where V's columns are not shared out. The splits that are never far from the fewest turns are taken, whether rows are as long as
     they may be or as short as a thousand tokens.
     """
@@ -80,7 +80,7 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
 
     def turns(splits: int, held: int) -> float:
         adding = splits / 2 if 2 * heads * splits > processors else 0.0
-        return cdiv(heads * min(splits, held), processors) * (cdiv(held, splits) + _START) + adding
+        return cdiv(heads * min(splits, held), processors) * (cdiv(held, splits) + _OVERHEAD_TURNS) + adding
 
     options = range(1, most + 1)
     lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]

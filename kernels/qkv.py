@@ -146,7 +146,7 @@ def _post(
         tl.store(offset, cast(low, pool.dtype.element_ty))
         tl.store(offset + HALF, cast(high, pool.dtype.element_ty))
         low, high = load_halves(k_at + (KV_PROJECTIONS - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
-        scale = _root(low, high, eps, D)
+        scale = _norm_scale(low, high, eps, D)
         tl.store(offset + KV_HEADS * PAGE * D, cast(low * scale, pool.dtype.element_ty))
         tl.store(offset + KV_HEADS * PAGE * D + HALF, cast(high * scale, pool.dtype.element_ty))
 
@@ -167,11 +167,11 @@ def rope_angles(cos_sin, half, live, PAIRS: constexpr):
 @triton.jit
 def norm_and_rope(low, high, weight_low, weight_high, cos, sin, eps, D: constexpr):
     """Both halves of heads [rows, HALF], normed, weighted and rotated; and what the norm multiplied by, [rows, 1]."""
-    scale = _root(low, high, eps, D)
+    scale = _norm_scale(low, high, eps, D)
     low, high = low * scale * weight_low, high * scale * weight_high
     return low * cos - high * sin, high * cos + low * sin, scale
 
 
 @triton.jit
-def _root(low, high, eps, D: constexpr):
+def _norm_scale(low, high, eps, D: constexpr):
     return tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]

@@ -1,10 +1,10 @@
-"""Apply a plan to device tables and make a step's inputs from them: what lies at fixed addresses is all that a step reads.
+"""Apply a plan to device tables, and make a step's inputs from them: a step reads fixed addresses alone.
 
     apply_plan      releases, then appends, to the page tables; lengths of chunked slots
     decode_inputs   slot, position and token of each decode row; lengths advance
     gather_pages    the page ids that each sequence reads, in one row of their own
     rotary_table    cos and sin of each row's position
-    put             flat writes of (row, column) pairs
+    put             values at (row, column) pairs of a table
 
 A plan is int32, laid out as the caller says (`PlanLayout`). A step's rows beyond the plan's decode rows are padding: slot
 `padding`, position -1, token 0.
@@ -128,7 +128,7 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
 
 
 def put(table: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    """table [m, n], rows and columns int64 [k], values [k] of any integer dtype; pairs are distinct."""
+    """Write values [k] of any integer dtype into table [m, n] at rows and columns int64 [k], whose pairs are distinct."""
     table.view(-1)[rows * table.shape[1] + columns] = values.to(table.dtype)  # `view` raises where the table is not contiguous
 
 

@@ -67,15 +67,15 @@ class GemmShape(NamedTuple):
 # Of 4 to 64 rows measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit. Two rows
 # by `gemv` took longer than four by this tile, which does no less for two.
 _SHALLOW = Tile("gemm", 16, 64, 128, 1, stages=4, swap=True)
-_FEW = dict.fromkeys((2, 4, 8, 16), Tile("gemm", 16, 64, 128, 1, stages=8, swap=True))
-_MORE: dict[int, Tile | None] = {
+_TO_16_ROWS = dict.fromkeys((2, 4, 8, 16), Tile("gemm", 16, 64, 128, 1, stages=8, swap=True))
+_FROM_32_ROWS: dict[int, Tile | None] = {
     32: Tile("gemm", 32, 64, 128, 1, stages=6, swap=True),
     64: Tile("gemm", 64, 64, 128, 1, stages=6),
     128: None,
 }
 TABLE: dict[GemmShape, dict[int, Tile | None]] = {
     **{
-        GemmShape(m, n): {1: Tile("gemv", 1, 4, 1024, early), **_FEW, **_MORE}
+        GemmShape(m, n): {1: Tile("gemv", 1, 4, 1024, early), **_TO_16_ROWS, **_FROM_32_ROWS}
         for m, n, early in ((4096, 5376, 4), (4608, 5376, 4), (5376, 2048, 2), (5376, 4096, 2), (5376, 5376, 4))
     },
     GemmShape(65536, 5376): {
