@@ -164,23 +164,14 @@ def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE:
 def _attend(q_low, q_high, k_low, k_high, v, seen, row_max, row_sums, acc):
     """One turn of the online softmax, in base 2, as `softmax_step`, with a sum of weights for each column of the keys.
 
-    Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A product takes 16 dims at least.
+    Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
     """
-    if q_low.shape[1] < 16:
-        scores = dot(_joined(q_low, q_high), tl.trans(_joined(k_low, k_high))) * LOG2E
-    else:
-        scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
+    scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     scores = tl.where(seen[None, :], scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)[:, None]
     return new_max, row_sums * rescale + weights, acc * rescale + dot(cast(weights, v.dtype), v)
-
-
-@triton.jit
-def _joined(low, high):
-    """Both halves [n, d/2] -> [n, d], in any order that is the same for every tensor."""
-    return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
 
 
 @triton.jit

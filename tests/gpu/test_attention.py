@@ -26,7 +26,7 @@ SHAPES = {
     "e2b sliding": Shape(8, 1, 256, 128, window=512),
     "e2b sliding shared": Shape(8, 1, 256, 128, kv_projections=0, window=512),
     "e4b full": Shape(8, 2, 512, 64),
-    "small heads": Shape(6, 2, 16, 4, window=40),
+    "small heads": Shape(6, 2, 32, 4, window=40),
     "page 16": Shape(8, 4, 256, 128, window=1024, page=16),
     "page 64": Shape(8, 1, 512, 64, kv_projections=1, page=64),
 }

@@ -119,5 +119,5 @@ def test_keys_are_fetched_ahead() -> None:
 def test_variants_are_compiled_in_other_processes() -> None:
     """Each once, whatever was asked for twice."""
     tile = DecodeTile(16, 1, 4, 2, early=False)
-    variant = (Shape(2, 1, 16, 8), 2, tile, torch.bfloat16, 8)
+    variant = (Shape(2, 1, 32, 8), 2, tile, torch.bfloat16, 8)
     assert precompile_decode([variant, variant], 3, HOPPER) == 1
