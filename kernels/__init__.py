@@ -1,1 +1,16 @@
-"""One op per file: its formula, a plain-torch reference, and a checked wrapper that the engine calls."""
+"""Triton kernels of Gemma's layers and of a serving step.
+
+One op per file: its formula, a plain-torch reference, and a checked wrapper that the engine calls, which computes in torch where no
+kernel takes its tensors. Read `launch` first, then `activation` and `linear`.
+
+    launching   launch (every kernel starts there), relaunch (again, without Triton's Python), precompile (before the first launch)
+    shared      numerics (casts, products, online softmax), norm (RMSNorm in torch), tiles (a product's tile by shape and rows)
+    layers      embed, ple, linear, activation, route, experts, fused_allreduce_norm (what ends each half of a layer)
+    attention   qkv, decode and its kernel splitkv, verify (rows with drafts), prefill, block_tables (for FlashInfer)
+    towers      axial_rope, ragged_attention
+    step        admissions (new sequences), slots (plans, decode rows), chunks (prefill rows)
+    sampling    sample (formula and noise), sampling_batch (inputs), adjust, choose, candidates (small top_k), filters
+    drafts      accept, clusters (a drafter's head)
+    ranks       allreduce (sums on a CPU and in symmetric memory); inboxes are of fused_allreduce_norm and choose
+    checks      selfcheck (each kernel against torch), inbox_check (over ranks), table_check (page tables of a step)
+"""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+import kernels
 from deploy.cli.main import main
 from kernels import launch as launcher
 from kernels import linear, selfcheck
@@ -38,6 +39,12 @@ def modules_with_kernels() -> set[str]:
     """Modules that start a Triton kernel of their own."""
     sources = {path.stem: path.read_text() for path in (ROOT / "kernels").glob("*.py") if path.stem != "launch"}
     return {f"kernels.{name}" for name, text in sources.items() if "    launch(" in text}
+
+
+def test_the_package_says_what_each_module_is_for() -> None:
+    """Its docstring names every module of the package."""
+    named = set(re.findall(r"\w+", kernels.__doc__ or ""))
+    assert {path.stem for path in (ROOT / "kernels").glob("*.py")} - named == {"__init__"}
 
 
 def test_every_kernel_is_checked() -> None:
