@@ -74,7 +74,7 @@ class AllReduceInbox:
         self.rows = rows
         self.width = width
         self.dtype = dtype
-        self.sharded = sharded
+        self.sharded_rows = sharded
         self.sent_rows = sent
         self.pointers = pointers
         self.inbox = memory.view(_BITS[dtype])
@@ -153,7 +153,7 @@ def fused_allreduce_norm(
     if h is None:
         h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.next_norm is None else torch.empty_like(h)
-    sharded = peers is not None and not keep_full_residual and rows >= peers.sharded and x is not None and norms.halves is None
+    sharded = peers is not None and not keep_full_residual and rows >= peers.sharded_rows and x is not None and norms.halves is None
     buffer = 0 if peers is None else peers.next_buffer()
     _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, _SHARDED if sharded else _ONE_SHOT)
     return h, x

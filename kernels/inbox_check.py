@@ -27,12 +27,12 @@ def inbox_checks(peers: AllReduceInbox, inbox: ArgmaxInbox, n: int) -> Iterator[
     """Checks over inboxes that are in use by nobody: of rows of `n` elements, few ones and, where the inboxes hold so many, as many
     as are shared out."""
     peers.begin()
-    few = min(_ROWS, peers.rows, peers.sharded - 1)
+    few = min(_ROWS, peers.rows, peers.sharded_rows - 1)
     yield Check(_NORM, "a fused norm over ranks", _allreduce_norms, (peers, few, n, 1))
     if peers.width >= 2 * n:
         yield Check(_NORM, "a fused norm of two parts over ranks", _allreduce_norms, (peers, few, n, 2))
-    if peers.rows >= peers.sharded:
-        rows = min(peers.sharded + 1, peers.rows)
+    if peers.rows >= peers.sharded_rows:
+        rows = min(peers.sharded_rows + 1, peers.rows)
         yield Check(_NORM, "a fused norm of rows that ranks share", _allreduce_norms, (peers, rows, n, 1))
     for rows in sorted({1, few}):
         yield Check("kernels.linear", f"a product of {rows} rows that is sent to the ranks", _sent_product, (peers, rows, n))
@@ -51,7 +51,7 @@ def _allreduce_norms(draw: RandomInputs, group: AllReduceInbox, rows: int, n: in
     """A layer's fused norm and, of one part, a forward's first. Of rows that are shared out, h is this rank's own alone."""
     parts = draw.floats(group.size, rows, branches * n)
     parts[..., 5::31] = -0.0  # what an inbox takes for nothing
-    own = slice(group.rank, None, group.size) if rows >= group.sharded else slice(None)
+    own = slice(group.rank, None, group.size) if rows >= group.sharded_rows else slice(None)
     part, peers = (parts[group.rank].contiguous(), group) if enabled(parts) else (_sum(parts.unbind()), None)
     norms = Norms(draw.floats(n), draw.floats(n), (draw.floats(n), draw.floats(n)) if branches == 2 else None)
     h, x = fused_allreduce_norm(part, draw.floats(rows, n), norms, _EPS, draw.floats(1), peers=peers)

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.relaunch import Variant, launch_key, profiled, variant
+from kernels.relaunch import Variant, launch_key, profiled, startable
 
 # True under the interpreter: no inline PTX there, bf16 operands are raised to fp32 before arithmetic and before `tl.dot`.
 INTERPRET = constexpr(triton.knobs.runtime.interpret)
@@ -151,24 +151,24 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any)
     if INTERPRET.value:
         kernel.kernel[grid](*args, **kernel.with_pdl())
         return
-    device, early = torch.cuda.current_device(), kernel.declares_pdl and _has_pdl()
-    key = launch_key(kernel, device, early, args)
-    if (known := _launcher.variants.get(key)) is not None and not profiled():
-        known.start(grid, args)
+    device, pdl = torch.cuda.current_device(), kernel.declares_pdl and _has_pdl()
+    key = launch_key(kernel, device, pdl, args)
+    if (variant := _launcher.variants.get(key)) is not None and not profiled():
+        variant.start(grid, args)
         return
     constexprs = kernel.with_pdl()
-    compiled = kernel.kernel[grid](*args, **compiler_options(kernel.warps, kernel.stages, early), **constexprs)
+    compiled = kernel.kernel[grid](*args, **compiler_options(kernel.warps, kernel.stages, pdl), **constexprs)
     if id(compiled) not in _launcher.compiled:
         _launcher.compiled[id(compiled)] = compiled
         _launcher.late += _launcher.ready
-    if key is not None and (known := variant(kernel.kernel, compiled, device, args, constexprs)) is not None:
-        _launcher.variants[key] = known
+    if key is not None and (variant := startable(kernel.kernel, compiled, device, args, constexprs)) is not None:
+        _launcher.variants[key] = variant
 
 
-def compiler_options(warps: int, stages: int, early: bool) -> dict[str, Any]:
+def compiler_options(warps: int, stages: int, pdl: bool) -> dict[str, Any]:
     """A launch's options in Triton's words. Multiplications and additions are fused whatever Triton's default is: from 3.9 on it
     warns that its own will change."""
-    return {"num_warps": warps, "num_stages": stages, "launch_pdl": early, "enable_fp_fusion": True}
+    return {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl, "enable_fp_fusion": True}
 
 
 def processors(device: torch.device) -> int:

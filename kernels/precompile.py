@@ -87,7 +87,7 @@ def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
         attrs={(index,): noted for index, name in enumerate(names) if (noted := _attributes(launch, name)) is not None},
     )
     chosen = {name: launch.constexprs[name] for name in _OPTIONS}
-    options = compiler_options(**chosen, early=launch.constexprs.get("PDL", False))
+    options = compiler_options(**chosen, pdl=launch.constexprs.get("PDL", False))
     return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
 
 

@@ -44,13 +44,13 @@ class Variant:
         kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *self.constexprs)
 
 
-def launch_key(configured: Hashable, device: int, early: bool, args: tuple[Any, ...]) -> Hashable | None:
+def launch_key(configured: Hashable, device: int, pdl: bool, args: tuple[Any, ...]) -> Hashable | None:
     """What tells this launch from those that need another variant; None: only Triton can tell.
 
-    configured: one object for each kernel with options and constexprs;  early: with programmatic dependent launch."""
+    configured: one object for each kernel with options and constexprs;  pdl: with programmatic dependent launch."""
     if not _KNOWN_TRITON:
         return None
-    kinds: list[Any] = [configured, device, early]
+    kinds: list[Any] = [configured, device, pdl]
     for arg in args:
         kind = type(arg)
         if kind in _TENSORS:
@@ -67,8 +67,8 @@ def launch_key(configured: Hashable, device: int, early: bool, args: tuple[Any, 
     return tuple(kinds)
 
 
-def variant(kernel: Any, compiled: Any, device: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Variant | None:
-    """`compiled` as it was launched with these arguments; None where it cannot be started so: `args` must be all that is no
+def startable(kernel: Any, compiled: Any, device: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Variant | None:
+    """Returns `compiled` as it was launched with these arguments; None where it cannot be started so: `args` must be all that is no
     constexpr, and `constexprs` all behind them."""
     first, names = len(args), kernel.arg_names
     if compiled is None or kernel.pre_run_hooks or kernel.constexprs != list(range(first, len(names))):
