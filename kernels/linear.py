@@ -4,7 +4,7 @@
     linear_geglu(x; W) = cast( gelu_tanh(x G^T) * x U^T )        W = [G; U]
     linear_gelu_mul(x; W, u) = cast( gelu_tanh(x W^T) * u )
 
-x [T, n], W [m, n], contiguous. A decode step reads every weight once, so up to 128 rows these are streams of weights, and the
+x [T, n], W [m, n], contiguous. A decode step reads every weight once, so of few rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
 (kernels.launch), x after. One row: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64: `tl.dot` on
 tiles in shared memory (`_gemm`), rows padded. Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result
@@ -57,7 +57,7 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
 def linear_geglu(x: Tensor, gate_up: Tensor) -> Tensor:
     """x [T, n], gate_up [2 m, n], gate rows first -> [T, m] in x's dtype.
 
-    Up to 128 rows on a GPU both products stay fp32 until the one cast; elsewhere they are rounded to x's dtype before the gate."""
+    Up to 64 rows on a GPU both products stay fp32 until the one cast; elsewhere they are rounded to x's dtype before the gate."""
     tile = _tile(x, gate_up, gated=True)
     if tile is None:
         return geglu(linear(x, gate_up))

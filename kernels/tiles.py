@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from kernels.launch import cdiv
 
 Kind = Literal["gemv", "gemm"]
-ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128)
+MOST_ROWS = 64  # of a tile of ours
 _MOST_CTAS, _LEAST_TURNS = 200, 4  # of a product whose inner dimension is shared out; turns of a CTA
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
@@ -63,51 +63,42 @@ class GemmShape(NamedTuple):
         return abs(math.log(self.m / other.m)) + abs(math.log(self.n / other.n))
 
 
-# Tiles of each class of rows; None: cuBLAS. The fastest of those tried on an H200 for 31B at TP=4.
-# Of 4 to 64 rows measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit. Two rows
-# by `gemv` took longer than four by this tile, which does no less for two.
+# Tiles by the most rows that they take; above, cuBLAS. The fastest of those tried on an H200 for 31B at TP=4. Of 16 to 64 rows
+# measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit. Two rows by `gemv` took
+# longer than four by the tile of 16, which does no less for two.
 _SHALLOW = Tile("gemm", 16, 64, 128, 1, stages=4, swap=True)
-_TO_16_ROWS = dict.fromkeys((2, 4, 8, 16), Tile("gemm", 16, 64, 128, 1, stages=8, swap=True))
-_FROM_32_ROWS: dict[int, Tile | None] = {
-    32: Tile("gemm", 32, 64, 128, 1, stages=6, swap=True),
-    64: Tile("gemm", 64, 64, 128, 1, stages=6),
-    128: None,
-}
-TABLE: dict[GemmShape, dict[int, Tile | None]] = {
+TABLE: dict[GemmShape, dict[int, Tile]] = {
     **{
-        GemmShape(m, n): {1: Tile("gemv", 1, 4, 1024, early), **_TO_16_ROWS, **_FROM_32_ROWS}
+        GemmShape(m, n): {
+            1: Tile("gemv", 1, 4, 1024, early),
+            16: Tile("gemm", 16, 64, 128, 1, stages=8, swap=True),
+            32: Tile("gemm", 32, 64, 128, 1, stages=6, swap=True),
+            64: Tile("gemm", 64, 64, 128, 1, stages=6),
+        }
         for m, n, early in ((4096, 5376, 4), (4608, 5376, 4), (5376, 2048, 2), (5376, 4096, 2), (5376, 5376, 4))
     },
     GemmShape(65536, 5376): {
         1: Tile("gemv", 1, 4, 1024, 4),
-        **dict.fromkeys((2, 4, 8, 16), _SHALLOW),
+        16: _SHALLOW,
         32: Tile("gemm", 32, 128, 128, 1, stages=3),
         64: Tile("gemm", 64, 128, 128, 1, stages=3),
-        128: None,
     },
     GemmShape(5376, 5376, gated=True): {  # `start`: the MLP's down product follows
         1: Tile("gemv", 1, 2, 1024, 4, start=True),
-        **dict.fromkeys((2, 4, 8, 16), replace(_SHALLOW, start=True)),
+        16: replace(_SHALLOW, start=True),
         32: Tile("gemm", 32, 64, 128, 1, stages=4, swap=True, start=True),
         64: Tile("gemm", 64, 64, 128, 1, stages=4, start=True),
-        128: None,
     },
 }
-
-
-def row_class(rows: int) -> int | None:
-    """The smallest class that holds `rows`; None above the largest, where cuBLAS is used."""
-    return next((size for size in ROW_CLASSES if rows <= size), None)
 
 
 @cache
 def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED) -> Tile | None:
     """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS."""
-    size = row_class(rows)
-    if size is None:
+    if rows > MOST_ROWS:
         return None
-    tile = TABLE[_nearest(shape)][size]
-    return tile if tile is None else fit(tile, shape.gated, shared)
+    tiles = TABLE[_nearest(shape)]
+    return fit(tiles[min(most for most in tiles if rows <= most)], shape.gated, shared)
 
 
 def split(tile: Tile, shape: GemmShape) -> Tile:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu
 from kernels.linear import _run
-from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit, row_class
+from kernels.tiles import LARGE_SHARED, GemmShape, Tile, choose, fit
 from tests.bench.timing import COLD_BYTES, L2_RATE, READ_RATE, Case, Made
 from tests.support.engine.products import Product
 
@@ -121,9 +121,9 @@ def sweep(products: Iterable[Product], rows: Iterable[int]) -> Iterator[GemmCase
 
 def candidates(shape: GemmShape, rows: int) -> list[Tile]:
     """At most 24 tiles worth timing: what compiles without spills and fits a shape's size and shared memory."""
-    size = row_class(rows)
-    if size is None:
+    if rows > 128:
         return []
+    size = 1 << (rows - 1).bit_length()
     found = [*(_gemvs(size) if size <= 4 else ()), *_gemms(max(size, 16), rows)]
     if shape.gated:
         found = [_halved(tile) for tile in found]

@@ -87,8 +87,7 @@ def linear_nodes(target: Target) -> Iterator[Node]:
     seen: dict[tuple[Tile, bool], GemmShape] = {}
     for shape, tiles in TABLE.items():
         for tile in tiles.values():
-            if tile is not None:
-                seen.setdefault((tile, shape.gated), shape)
+            seen.setdefault((tile, shape.gated), shape)
     for (tile, gated), shape in seen.items():
         yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
         if tile.rows in {1, 16} and target == HOPPER:
@@ -302,7 +301,7 @@ def test_each_kernel_fits_the_newer_gpu_too(subject: str) -> None:
 def test_smaller_shared_memory(target: Target) -> None:
     """The largest pipeline of the table, cut for a GPU with less shared memory, fits it; uncut it would not."""
     largest = max(
-        ((shape, tile) for shape, tiles in TABLE.items() for tile in tiles.values() if tile is not None),
+        ((shape, tile) for shape, tiles in TABLE.items() for tile in tiles.values()),
         key=lambda pair: pair[1].shared_bytes(pair[0].gated),
     )
     shape, tile = largest

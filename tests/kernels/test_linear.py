@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu
 from kernels.linear import _run, linear, linear_geglu, linear_gelu_mul, linear_parts
-from kernels.tiles import ROW_CLASSES, TABLE, GemmShape, Tile, choose, fit, row_class
+from kernels.tiles import MOST_ROWS, TABLE, GemmShape, Tile, choose, fit
 from tests.bench.gemms import gemm, gemv
 from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
@@ -138,7 +138,7 @@ def interpreted_parts(rows: int) -> None:
 
 def interpreted_many_rows_take_the_library() -> None:
     """Above the largest class, and for no rows at all, the product is torch's, and only the gate a kernel of its own."""
-    x, weight = case(ROW_CLASSES[-1] + 1, 8, 32, torch.float32, True)
+    x, weight = case(MOST_ROWS + 1, 8, 32, torch.float32, True)
     with record() as nodes:
         plain, gated, none = linear(x, weight), linear_geglu(x, weight), linear(x[:0], weight)
     assert [node.kernel for node in nodes] == ["_gelu_mul"]
@@ -170,18 +170,17 @@ def test_wrong_arguments_are_refused() -> None:
         linear(torch.zeros(3, 64)[:, ::2], weight)
 
 
-def test_every_shape_has_a_tile_for_every_row_class() -> None:
-    """The table is whole; tiles hold the rows of their class, gemv for one row; `swap` needs the MMA's 64 rows."""
+def test_every_shape_has_tiles_for_up_to_most_rows() -> None:
+    """The table is whole; tiles hold their rows, gemv one; `swap` needs the MMA's 64 rows; the least that fits is taken."""
     for shape, tiles in TABLE.items():
-        assert tuple(tiles) == ROW_CLASSES, shape
+        assert max(tiles) == MOST_ROWS, shape
         for rows, tile in tiles.items():
-            if tile is None:
-                continue
-            assert tile.rows >= rows
-            assert tile.kind != "gemv" or tile.rows == rows == 1, (shape, tile)
+            assert tile.rows == rows
+            assert tile.kind != "gemv" or rows == 1, (shape, tile)
             assert not tile.swap or tile.bn % 64 == 0
             assert tile == fit(tile, shape.gated, 232448), (shape, tile)
-    assert [row_class(rows) for rows in (1, 2, 3, 5, 9, 16, 17, 100, 129)] == [1, 2, 4, 8, 16, 16, 32, 128, None]
+    taken = [choose(rows, GemmShape(4096, 5376)) for rows in (1, 2, 9, 16, 17, 64, 65, 129)]
+    assert [tile and tile.rows for tile in taken] == [1, 16, 16, 16, 32, 64, None, None]
 
 
 def test_a_missing_shape_takes_the_nearest_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
