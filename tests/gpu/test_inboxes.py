@@ -18,6 +18,7 @@ from engine.rank.parallel import SHARDED_ROWS, connect
 from engine.rank.start_checks import check_inboxes
 from kernels import launch as launcher
 from tests.gpu.exactness import RANKS
+from tests.support.launches import kernel_name
 
 pytestmark = pytest.mark.gpu4
 
@@ -29,7 +30,7 @@ def plant(kernel: str) -> None:
     real = launcher.launch
 
     def faulty(launched: Any, grid: Any, *args: Any, **named: Any) -> None:
-        given = [args[0] + 3, *args[1:]] if launched.__name__ == kernel else args
+        given = [args[0] + 3, *args[1:]] if kernel_name(launched) == kernel else args
         real(launched, grid, *given, **named)
 
     for module in (kernels.fused_allreduce_norm, kernels.linear, kernels.choose):

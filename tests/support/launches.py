@@ -9,7 +9,7 @@ from kernels.precompile import ListedLaunch as Node
 from kernels.precompile import listed as record
 from kernels.precompile import precompile
 
-__all__ = ["Node", "compilations", "precompile", "record", "variants", "without_overlap"]
+__all__ = ["Node", "compilations", "kernel_name", "precompile", "record", "variants", "without_overlap"]
 
 
 def variants() -> list[Any]:
@@ -20,6 +20,11 @@ def variants() -> list[Any]:
 def compilations() -> int:
     """Kernel variants that this process has compiled, or loaded from Triton's cache on disk, for its launches so far."""
     return len(launch._launcher.compiled)
+
+
+def kernel_name(kernel: Any) -> str:
+    """The name of what a call of `launch` starts, a kernel or one that is `Configured`."""
+    return str(getattr(kernel, "kernel", kernel).__name__)
 
 
 def without_overlap() -> AbstractContextManager[object]:

@@ -29,7 +29,7 @@ from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.inbox_check import inbox_checks
 from kernels.selfcheck import RandomInputs
 from tests.support import interpreter
-from tests.support.launches import record
+from tests.support.launches import kernel_name, record
 
 pytestmark = pytest.mark.cpu
 
@@ -79,9 +79,9 @@ def planted(meddle: Meddle) -> None:
 
     def faulty(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
         given = list(args)
-        meddle(kernel.__name__, given, named, False)
+        meddle(kernel_name(kernel), given, named, False)
         real(kernel, grid, *given, **named)
-        meddle(kernel.__name__, given, named, True)
+        meddle(kernel_name(kernel), given, named, True)
 
     for module in LAUNCHERS:
         module.launch = faulty  # type: ignore[attr-defined]  # of a process of the test's own
