@@ -22,8 +22,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm, polled
-from kernels.grid import next_power_of_2
-from kernels.launch import launch, wait
+from kernels.launch import launch, next_power_of_2, wait
 
 FIRST = 11 / 16  # of the rows are in the first piece: products of it and of the rest have no more waves than of all rows
 BLOCK = 128  # rows of a product's tile
