@@ -172,7 +172,7 @@ class RingReader(_Ring):
         deadline = time.monotonic() + _REREAD_S
         while True:
             read, at = self._read, self._read % self._capacity
-            if struct.unpack_from("<I", self._memory, self._data + at)[0] == _WRAP:
+            if at > self._capacity - _RECORD.size or struct.unpack_from("<I", self._memory, self._data + at)[0] == _WRAP:
                 read, at = read + self._capacity - at, 0
             start = self._data + at
             size, expected, step = _RECORD.unpack_from(self._memory, start)

@@ -294,6 +294,17 @@ def test_words_of_the_last_round_are_read_again(what: str, mended: bool, monkeyp
             reader.poll()
 
 
+def test_a_ring_wraps_where_no_head_of_a_record_fits() -> None:
+    """With eight bytes left a record can only lie at the start: it is read although the mark is not visible yet."""
+    memory, writer, (reader,) = ring(1)
+    for step, size in enumerate((1504, 1504, 1032), 1):
+        writer.write(step, bytes(size))
+        assert reader.poll() == (step, bytes(size))
+    writer.write(4, b"behind the end")
+    memory[-8:] = bytes(8)
+    assert reader.poll() == (4, b"behind the end")
+
+
 def test_a_gap_in_the_steps_breaks_the_channel() -> None:
     """Neither side lets a step be skipped or repeated."""
     _, writer, _ = ring(1)
