@@ -130,8 +130,6 @@ class KVGroup:
     window: int | None
     page: int = PAGE_SIZE
     dtype: DType = "bfloat16"
-    k_scale: float = 1.0
-    v_scale: float = 1.0
     bidirectional: bool = False
 
     @property

@@ -55,7 +55,7 @@ MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has:
 _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
-_decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int, int]]).decode
+_decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int]]).decode
 _RESULT = struct.Struct("<QIIIII")
 _LOGPROB_COUNT = struct.Struct("<i")
 PROMPT_ROW_BYTES = 28  # that a PromptRow takes at most beside its words
@@ -79,7 +79,6 @@ class Admission:
 
     `number` grows with every admission, so that a result can be told from one of the slot's last sequence. `prompt` is the
     length of the prompt proper; `params.min_tokens` counts from there. `cached`: positions whose K and V its pages hold already.
-    `scored`: with `params.prompt_logprobs`, positions below it have given theirs already, at an admission before this one.
     `tokens` may be any sequence of integers; a rank reads it as an int32 array.
     """
 
@@ -89,7 +88,6 @@ class Admission:
     prompt: int
     params: SamplingParams
     cached: int = 0
-    scored: int = 0
 
 
 @dataclass(slots=True)
@@ -311,13 +309,13 @@ def _sent(params: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(params, max_tokens=0, grammar=None, thought=None)
 
 
-def _packed_admission(admission: Admission) -> tuple[int, int, bytes, int, SamplingParams, int, int]:
+def _packed_admission(admission: Admission) -> tuple[int, int, bytes, int, SamplingParams, int]:
     tokens, params = np.asarray(admission.tokens, np.int32).tobytes(), _sent(admission.params)
-    return admission.slot, admission.number, tokens, admission.prompt, params, admission.cached, admission.scored
+    return admission.slot, admission.number, tokens, admission.prompt, params, admission.cached
 
 
-def _admission(slot: int, number: int, tokens: bytes, prompt: int, params: SamplingParams, cached: int, scored: int) -> Admission:
-    return Admission(slot, number, cast("Sequence[int]", np.frombuffer(tokens, np.int32)), prompt, params, cached, scored)
+def _admission(slot: int, number: int, tokens: bytes, prompt: int, params: SamplingParams, cached: int) -> Admission:
+    return Admission(slot, number, cast("Sequence[int]", np.frombuffer(tokens, np.int32)), prompt, params, cached)
 
 
 def encode_rows(

@@ -13,27 +13,19 @@ import torch
 from torch import Tensor
 
 from engine.memory import PIECE_LOGITS
-from engine.plan import Admission, PromptRow
+from engine.plan import PromptRow
 from engine.protocol import PromptLogprobs
 from engine.rank.batch import Chunk, ForwardBatch
 from engine.rank.upload import uploaded
 
 
 class PromptScoring(NamedTuple):
-    """Of a slot: logprobs of the prompt's tokens at positions first + 1 .. prompt - 1, each beside so many alternatives."""
+    """What a slot's sequence reports of its `prompt` tokens: the logprob of each but the first, beside so many alternatives.
+    `number`: low 31 bits of its admission number."""
 
     number: int
-    first: int
     prompt: int
     alternatives: int
-
-    @classmethod
-    def by(cls, admission: Admission, number: int) -> "PromptScoring | None":
-        """What is left of them for an admission; None: nothing."""
-        alternatives = admission.params.prompt_logprobs
-        if alternatives is None or admission.scored >= admission.prompt - 1:
-            return None
-        return cls(number, admission.scored, admission.prompt, alternatives)
 
 
 @dataclass(frozen=True)
@@ -52,9 +44,9 @@ def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) 
     rows = []
     for chunk in chunks:
         if (scoring := scorings.get(chunk.slot)) is not None:
-            first, end = max(chunk.start, scoring.first), min(chunk.end, scoring.prompt - 1)
-            if first < end:
-                rows.append(ScoredRows(chunk.slot, scoring, chunk.offset + first - chunk.start, first, end - first))
+            count = min(chunk.end, scoring.prompt - 1) - chunk.start
+            if count > 0:
+                rows.append(ScoredRows(chunk.slot, scoring, chunk.offset, chunk.start, count))
     return rows
 
 

@@ -248,7 +248,7 @@ class Runner:
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
             for plan_of_masks in (None, uploaded):
                 self.sample_stage.sample(plan_of_masks, ends, hidden[-1:].repeat(rows, 1), everything)
-        scored = [ScoredRows(slot, PromptScoring(0, 0, size + 1, MAX_ALTERNATIVES), 0, 0, size)]
+        scored = [ScoredRows(slot, PromptScoring(0, size + 1, MAX_ALTERNATIVES), 0, 0, size)]
         self.sample_stage.prompt_logprobs(ScoredBatch(scored, batch, every))
         self.slots.lengths[slot] = 0
         for group in self.slots.cache:

@@ -74,12 +74,11 @@ class SlotState:
         self.adjustments.admit(admissions)
         self._store(admissions)
         for admission in admissions:
-            self._numbers[admission.slot] = admission.number & NUMBER_MASK
-            self._logprobs[admission.slot] = admission.params.logprobs
-            self._filters[admission.slot] = _filters(admission.params)
-            self.prompts.pop(admission.slot, None)
-            if (scoring := PromptScoring.by(admission, admission.number & NUMBER_MASK)) is not None:
-                self.prompts[admission.slot] = scoring
+            slot, number, params = admission.slot, admission.number & NUMBER_MASK, admission.params
+            self._numbers[slot], self._logprobs[slot], self._filters[slot] = number, params.logprobs, _filters(params)
+            self.prompts.pop(slot, None)
+            if params.prompt_logprobs is not None and admission.prompt > 1:
+                self.prompts[slot] = PromptScoring(number, admission.prompt, params.prompt_logprobs)
 
     def warm(self) -> None:
         """Compile what an admission needs, by one to the padding's slot that leaves it as it is."""

@@ -93,7 +93,7 @@ def flat(rows: list[DecodeRow]) -> "array[int]":
 
 
 TOKENS = st.lists(INT32, max_size=40)
-ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL, SMALL)
+ADMISSION = lists(Admission, INT32, st.integers(0, 2**63 - 1), TOKENS, SMALL, PARAMS, SMALL)
 PLANS = st.builds(
     StepPlan,
     step=st.integers(0, 2**64 - 1),

@@ -11,7 +11,7 @@ lengths against their bound, and a wrong one becomes a wrong answer or a fault o
                 256 and every entry, also behind a row's end, names a page of the same pool
     lengths     int32 [rows], the new keys included, at most max_len, which is the same at every call: it chooses kernel and splits
     window      window_left = W - 1, since a window counts the query's own key
-    scales      1.0 times those of K and V, as floats (a tensor costs a launch each call, unless it comes as its log2)
+    scales      1.0 of scores and values, as floats (a tensor costs a launch each call, unless it comes as its log2)
     scratch     zeroed once; counters beside it, or each call clears a buffer of its own; one stream only
 
 A KV-shared layer reads its producer's pool, by the group's own table. PDL is off: nobody has tried these kernels between ours.
@@ -130,7 +130,7 @@ def _arguments(
     assert count * query.shape[1] <= len(scratch.counters), (count, query.shape, scratch.counters.shape)
     window_left = -1 if group.window is None else group.window - 1  # keys to the left of the query's own; -1: all
     values = (
-        query, pool, scratch.workspace, tables, lengths, group.k_scale, group.v_scale, window_left, out,
+        query, pool, scratch.workspace, tables, lengths, 1.0, 1.0, window_left, out,
         "HND", False, scratch.counters,
     )  # fmt: skip
     return dict(zip(_ARGUMENTS, values, strict=True))

@@ -167,5 +167,5 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     assert sharing._padded(large) == (1024, CHUNKS, 0, 4)
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
-    made.slots.prompts[0] = PromptScoring(1, 0, 9, 0)
+    made.slots.prompts[0] = PromptScoring(1, 9, 0)
     assert padded(chunk) is None
