@@ -66,16 +66,16 @@ def check_attention(
     groups = config.kv_groups(geometry)
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
     names = [(kind, group.index) for kind in used for group in groups]
-    mismatched: dict[tuple[RowKind, int], str] = {}
+    errors: dict[tuple[RowKind, int], float] = {}
     for kind, entry in used.items():
         parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
         wrong = parts_check.mismatches(kind, geometry, groups, settings, parts)
-        mismatched |= {(kind, mismatch.group.index): f"is {mismatch}" for mismatch in wrong}
-    failed = agreed(parallel, names, mismatched, device)
-    sentences = [
-        f"{used[kind].name} {mismatched.get((kind, group), f'({kind} {group}) is wrong on another rank')}: {own.name} in its place"
-        for kind, group in sorted(failed)
-    ]
+        errors |= {(kind, index): error for index, error in wrong.items()}
+    failed, sentences = agreed(parallel, names, errors, device), []
+    for kind, index in sorted(failed):
+        how = f"by {errors[kind, index]:.2g}" if (kind, index) in errors else "on another rank"
+        rows = "decode rows" if kind == "decode" else "prefill chunks"
+        sentences.append(f"{used[kind].name} is wrong {how} for {rows} of {groups[index].name} layers: {own.name} in its place")
     return failed, sentences
 
 

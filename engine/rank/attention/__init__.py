@@ -4,15 +4,17 @@ import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.attention import BACKENDS, OWN, REFERENCE
 from engine.attention.backend_entry import BackendEntry, RowKind
 from engine.config import EngineConfig
-from engine.geometry import Geometry
-from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, PartSettings
-from engine.rank.attention.router import AttentionRouter, SpanExtend
+from engine.geometry import Geometry, Layer
+from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, Norms, PartSettings
+from engine.rank.batch import RowBlock
 from engine.rank.kv import GroupCache, KVCache
 
 FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
@@ -32,6 +34,25 @@ class AttentionConfig:
     def of(cls, config: EngineConfig, failed_checks: FailedChecks = ()) -> "AttentionConfig":
         """Takes the backends that the settings ask for."""
         return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
+
+
+class SpanExtend:
+    """Chunks by `usual`; those of a step in which tokens see each other both ways by `own`, which alone masks them so."""
+
+    def __init__(self, usual: AttentionPart, own: AttentionPart) -> None:
+        self._usual, self._own = usual, own
+
+    def prepare(self, block: RowBlock) -> tuple[AttentionPart, Any]:
+        """The part, and what it prepared."""
+        part = self._own if block.has_spans else self._usual
+        return part, part.prepare(block)
+
+    def attend(
+        self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: tuple[AttentionPart, Any], out: Tensor
+    ) -> None:
+        """As `AttentionPart.attend`."""
+        part, prepared = plan
+        part.attend(qkv, layer, norms, block, prepared, out)
 
 
 def attention_backend(
@@ -65,7 +86,7 @@ def attention_backend(
 
     decodes = [parts("decode", group).decode(group) for group in cache]
     extends = [extend(group) for group in cache]
-    return AttentionRouter({"decode": decodes, "extend": extends})
+    return AttentionBackend({"decode": decodes, "extend": extends})
 
 
 def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool, for_check: bool = False) -> AttentionParts:

@@ -2,18 +2,19 @@
 
     AttentionBackend   what the model sees: everything between the QKV product and the output product
     AttentionPart      the same for one KV group's decode rows, or its prefill chunks
-    AttentionParts     what makes both, for one backend
+    AttentionParts     what makes a part of either kind, for one backend
 
 Parts are made for one group each, so that the groups, and decode rows and chunks, may run on different backends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.attention.backend_entry import RowKind
 from engine.geometry import KVGroup, Layer
 from engine.rank.batch import ForwardBatch, RowBlock
 from engine.rank.kv import GroupCache
@@ -77,12 +78,15 @@ def normed_queries(
     return q, pool
 
 
-class AttentionBackend(Protocol):
-    """Everything between the QKV product and the output product."""
+class AttentionBackend:
+    """Sends each block of a step's rows to the part for its kind of rows and KV group. parts: by kind, in the groups' order."""
+
+    def __init__(self, parts: Mapping[RowKind, Sequence[AttentionPart]]) -> None:
+        self._parts = parts
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
         """Once a step, before `attend`. Of decode rows alone it asks the host nothing, so that a graph can hold the step."""
-        ...
+        return tuple(tuple(part.prepare(block) for part in self._parts[block.kind]) for block in batch.blocks)
 
     def attend(
         self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, group: GroupCache, out: Tensor
@@ -92,4 +96,7 @@ class AttentionBackend(Protocol):
         Writes K and V of every row into the pages of `group`, which holds those of `layer.kv_source`, and out
         [T, heads * head_dim].
         """
-        ...
+        index = group.group.index
+        for block, prepared in zip(batch.blocks, plan, strict=True):
+            part = self._parts[block.kind][index]
+            part.attend(qkv[block.rows], layer, norms, block, prepared[index], out[block.rows])

@@ -4,8 +4,8 @@ It runs wherever such parts were chosen, since nobody has tried trtllm-gen's ker
 wrong in silence (flashinfer #3864). Poison is finite: FlashInfer multiplies values that it does not see by zero.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,28 +24,16 @@ _POISON = 50.0
 _DTYPE = torch.bfloat16  # in which a page that is wrong among fifty changes a row by a tenth at least
 
 
-@dataclass(frozen=True)
-class PartMismatch:
-    """A part that is wrong by `error`: the largest error of a row, as a part of its norm."""
-
-    kind: RowKind
-    group: KVGroup
-    error: float
-
-    def __str__(self) -> str:
-        rows = "decode rows" if self.kind == "decode" else "prefill chunks"
-        return f"wrong by {self.error:.2g} for {rows} of {self.group.name} layers"
-
-
 def mismatches(
     kind: RowKind, geometry: Geometry, groups: Sequence[KVGroup], settings: PartSettings, parts: AttentionParts
-) -> Iterator[PartMismatch]:
-    """Runs both parts of each group; those that differ by more than TOLERANCE. settings: a bucket of ROWS at least."""
+) -> dict[int, float]:
+    """Runs both parts of each group. Of groups, by index, where they differ by more than TOLERANCE: the largest error of a row, as
+    a part of its norm. settings: a bucket of ROWS at least."""
+    errors = {}
     for group in groups:
         layer = geometry.layers[group.layers[0]]
-        error = _part_error(kind, replace(group, index=0, layers=(layer.index,)), layer, settings, parts)
-        if not error <= TOLERANCE[_DTYPE]:
-            yield PartMismatch(kind, group, error)
+        errors[group.index] = _part_error(kind, replace(group, index=0, layers=(layer.index,)), layer, settings, parts)
+    return {index: error for index, error in errors.items() if not error <= TOLERANCE[_DTYPE]}
 
 
 def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:

@@ -13,11 +13,11 @@ from deploy.models.resolve import resolve
 from engine.attention.backend_entry import ROW_KINDS
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import Geometry, KVGroup, kv_groups, read_geometry
+from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank import start_checks
 from engine.rank.attention import AttentionConfig, trtllm
 from engine.rank.attention.base import AttentionParts, PartSettings
-from engine.rank.attention.parts_check import ROWS, PartMismatch, mismatches
+from engine.rank.attention.parts_check import ROWS, mismatches
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.builder import load_rank
 from engine.rank.models.gemma4 import GEMMA4
@@ -60,8 +60,8 @@ def found(geometry: Geometry, kernel: KernelStandIn) -> dict[tuple[str, str], fl
     scratch = TrtllmScratch(pinned("0.7.2.post1", kernel), settings, 1 << 10)
     parts = AttentionParts(*(partial(part, settings=settings, scratch=scratch) for part in (TrtllmDecode, TrtllmExtend)))
     groups = kv_groups(geometry, TP)
-    wrong = [one for kind in ROW_KINDS for one in mismatches(kind, geometry, groups, settings, parts)]
-    return {(mismatch.kind, mismatch.group.name): mismatch.error for mismatch in wrong}
+    wrong = {kind: mismatches(kind, geometry, groups, settings, parts) for kind in ROW_KINDS}
+    return {(kind, groups[index].name): error for kind, errors in wrong.items() for index, error in errors.items()}
 
 
 def narrower(given: dict[str, Any]) -> None:
@@ -115,12 +115,6 @@ def test_each_fault_is_found_where_it_is(
     assert set(found(geometry, Faulty(fault))) == where
 
 
-def test_a_sentence_says_what_runs_in_its_place() -> None:
-    """A mismatch names rows, layers and error; the backend, and the one that serves them, are added where it was chosen."""
-    said = str(PartMismatch("decode", KVGroup(0, "sliding", (0,), 4, 256, 1024), 0.31))
-    assert said == "wrong by 0.31 for decode rows of sliding layers"
-
-
 # ---- among ranks
 
 
@@ -159,7 +153,8 @@ def test_a_wrong_kernel_ends_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is wrong in sliding decode rows leaves those to triton, and says so; nothing asked, nothing checked."""
+    """What is wrong here (sliding decode rows) or on another rank (full ones) is left to triton, in words; nothing asked, nothing
+    checked."""
 
     def narrow_rows(given: dict[str, Any]) -> None:
         if given["max_q_len"] == 1:
@@ -168,13 +163,14 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     kernel = Faulty(narrow_rows)
     monkeypatch.setattr(trtllm, "load", lambda *_, **__: pinned("0.7.2.post1", kernel))
     real = PartSettings
-    monkeypatch.setattr(start_checks, "agreed", lambda _, names, mine, __: {name for name in names if name in mine})
+    monkeypatch.setattr(start_checks, "agreed", lambda _, names, mine, __: {*(name for name in names if name in mine), names[1]})
     monkeypatch.setattr(start_checks, "PartSettings", lambda heads, eps, buckets, _: real(heads, eps, buckets, CPU))
     config = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16", attention_decode="trtllm_mha")
     failed, said = start_checks.check_attention(Single(), config, geometry, torch.device("cuda", 0))
-    assert failed == {("decode", 0)}
-    assert len(said) == 1
+    assert failed == {("decode", 0), ("decode", 1)}
+    assert len(said) == 2
     assert re.fullmatch(r"trtllm_mha is wrong by [0-9.e-]+ for decode rows of sliding layers: triton in its place", said[0])
+    assert said[1] == "trtllm_mha is wrong on another rank for decode rows of full layers: triton in its place"
     asked = AttentionConfig.of(config, failed)
     assert (asked.decode, asked.extend, asked.failed_checks) == ("trtllm_mha", None, failed)
     kernel.calls.clear()

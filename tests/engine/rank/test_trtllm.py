@@ -17,9 +17,8 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.geometry import Geometry, KVGroup, read_geometry
 from engine.rank.attention import attention_backend, trtllm
-from engine.rank.attention.base import PartSettings
+from engine.rank.attention.base import AttentionBackend, PartSettings
 from engine.rank.attention.paged import PagedExtend
-from engine.rank.attention.router import AttentionRouter
 from engine.rank.attention.trtllm import TableRows, TrtllmDecode, TrtllmExtend, TrtllmScratch, call_decode, check_group
 from engine.rank.batch import eager_batch
 from engine.rank.kv import KVCache
@@ -263,11 +262,11 @@ def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
         cache = caches(geometry, 1, len(lengths), max(map(sum, lengths)), PAGES, poison=20.0)
         return torch.stack(list(run_steps(model, cache, steps, ids, plant_fault, 20.0, backend).values()))
 
-    def made(_: object, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...], __: torch.device) -> AttentionRouter:
+    def made(_: object, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...], __: object) -> AttentionBackend:
         settings = PartSettings(geometry.heads // tp, geometry.eps, buckets, CPU)
         scratch = TrtllmScratch(pinned(NEWEST, kernel), settings, WORKSPACE)
         decodes = [TrtllmDecode(group, settings, scratch) for group in cache]
-        return AttentionRouter({"decode": decodes, "extend": [TrtllmExtend(group, settings, scratch) for group in cache]})
+        return AttentionBackend({"decode": decodes, "extend": [TrtllmExtend(group, settings, scratch) for group in cache]})
 
     want, found = logits(attention_backend), logits(made)
     assert len(kernel.calls) > 4 * len(geometry.layers)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.geometry import KVGroup, Layer, Rope
-from engine.rank.attention.base import AttentionPart, PartSettings
+from engine.rank.attention.base import AttentionBackend, AttentionPart, PartSettings
 from engine.rank.attention.paged import PagedDecode, PagedExtend
-from engine.rank.attention.router import AttentionRouter
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -101,7 +100,7 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
     return Scene(layer, cache, batch, qkv, (norms[0], norms[1] / kind.head_dim**0.25 if kind.kv_projections else None), settings)
 
 
-def attended(it: Scene, router: AttentionRouter) -> Tensor:
+def attended(it: Scene, router: AttentionBackend) -> Tensor:
     """What a step through `router` gives, over NaN; K and V go into the scene's pages."""
     out = it.qkv.new_full((it.batch.rows, it.settings.heads * it.layer.head_dim), torch.nan)
     router.attend(it.qkv, it.layer, it.norms, it.batch, router.prepare(it.batch), it.cache, out)
@@ -113,15 +112,15 @@ def ours(it: Scene) -> Tensor:
     return attended(it, routed(PagedDecode(it.cache, it.settings), PagedExtend(it.cache, it.settings)))
 
 
-def theirs(it: Scene, scratch: TrtllmScratch) -> AttentionRouter:
+def theirs(it: Scene, scratch: TrtllmScratch) -> AttentionBackend:
     """A router of FlashInfer's parts alone."""
     decode, extend = (part(it.cache, it.settings, scratch) for part in (TrtllmDecode, TrtllmExtend))
     return routed(decode, extend)
 
 
-def routed(decode: AttentionPart, extend: AttentionPart) -> AttentionRouter:
+def routed(decode: AttentionPart, extend: AttentionPart) -> AttentionBackend:
     """A router of a part each."""
-    return AttentionRouter({"decode": [decode], "extend": [extend]})
+    return AttentionBackend({"decode": [decode], "extend": [extend]})
 
 
 def relative(found: Tensor, want: Tensor) -> float:
