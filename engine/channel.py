@@ -32,7 +32,8 @@ T = TypeVar("T", bytes, memoryview)
 
 
 def checksum(data: bytes | memoryview, start: int = 0) -> int:
-    """32 bits of `data`: the crc32 of all its pages of 4 KiB added up, words of 64 bits, and of what is behind the last whole one.
+    """Returns 32 bits of `data`: the crc32 of all its pages of 4 KiB added up, words of 64 bits, and of what is behind the last
+    whole one.
 
     A crc32 of all of it would take ten times as long: 0.7 ms for the masks of 64 rows."""
     whole = len(data) // _PAGE * _PAGE
@@ -49,24 +50,24 @@ class ChannelBroken(RuntimeError):
 
 
 def create_shared(name: str, size: int) -> int:
-    """A descriptor of `size` zeroed bytes of anonymous shared memory; children inherit it through pass_fds."""
+    """Returns a descriptor of `size` zeroed bytes of anonymous shared memory; children inherit it through pass_fds."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     return fd
 
 
 def map_shared(fd: int) -> memoryview:
-    """The whole of `fd`, mapped shared and writable. The descriptor may be closed afterwards."""
+    """Map the whole of `fd`, shared and writable. The descriptor may be closed afterwards."""
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
 def ring_bytes(readers: int, capacity: int = RING_BYTES) -> int:
-    """Bytes to create for a ring of `capacity` data bytes."""
+    """Returns the bytes to create for a ring of `capacity` data bytes."""
     return _LINE * (1 + readers) + capacity
 
 
 def capacity_for(record: int) -> int:
-    """Bytes of data of a ring whose records have payloads of up to `record` bytes."""
+    """Returns the bytes of data of a ring whose records have payloads of up to `record` bytes."""
     return 2 * (_RECORD.size + -(-record // 8) * 8)
 
 
@@ -87,6 +88,7 @@ class Waiter:
         self._polls = 0
 
     def wait(self) -> None:
+        """Spin or sleep once, after a poll that found nothing."""
         self._polls += 1
         if self._polls <= self._spin:
             return
@@ -152,7 +154,7 @@ class RingReader(_Ring):
         self._step = 0
 
     def poll(self) -> tuple[int, bytes] | None:
-        """The next (step, payload), or None when nothing new is published."""
+        """Returns the next (step, payload), or None when nothing new is published."""
         return self._poll(bytes)
 
     def poll_into(self, buffer: memoryview) -> bool:
@@ -165,8 +167,8 @@ class RingReader(_Ring):
         return self._poll(copied) is not None
 
     def _poll(self, copied: Callable[[memoryview], T]) -> tuple[int, T] | None:
-        """The next step, and its payload as `copied` returns it. All of a record is read again and again, the mark at the ring's
-        end too: on processors that reorder loads (Arm) any word may still be an older one."""
+        """Returns the next step, and its payload as `copied` returns it. All of a record is read again and again, the mark at the
+        ring's end too: on processors that reorder loads (Arm) any word may still be an older one."""
         if self._load(0) == self._read:
             return None
         deadline = time.monotonic() + _REREAD_S

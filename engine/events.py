@@ -55,6 +55,7 @@ class FirstToken(EventRecord, frozen=True):
 
     @property
     def prefill_s(self) -> float | None:
+        """Time from the first plan that has the request to its first token."""
         return None if self.queue_s is None else self.ttft_s - self.queue_s
 
 
@@ -147,11 +148,11 @@ class Sink(Protocol):
 
 
 def no_sink(event: Event) -> None:
-    """Drops the event."""
+    """Drop the event."""
 
 
 def to_each(*sinks: Sink) -> Sink:
-    """A sink that hands every event to all of these, in order."""
+    """Returns a sink that hands every event to all of these, in order."""
 
     def sink(event: Event) -> None:
         for receive in sinks:

@@ -138,18 +138,19 @@ class KVGroup:
         return len(self.layers) * 2 * self.kv_heads * self.page * self.head_dim * ITEMSIZE[self.dtype]
 
     def pages_for(self, start: int, end: int) -> range:
-        """Table indices of the pages that must be held while positions [start, end) run: their own and what their window reads."""
+        """Returns the table indices of the pages that must be held while positions [start, end) run: their own and what their
+        window reads."""
         first = 0 if self.window is None else max(0, start - self.window + 1)
         return range(first // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:
-        """Pages that a sequence of `tokens` tokens needs at once when it runs a token at a time."""
+        """Returns how many pages a sequence of `tokens` tokens needs at once when it runs a token at a time."""
         whole = -(-tokens // self.page)
         return whole if self.window is None else min(whole, (self.window - 2) // self.page + 2)
 
 
 def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
-    """KV heads that `rank` holds: an equal share where they divide, else the one its query heads read (replicated)."""
+    """Returns the KV heads that `rank` holds: an equal share where they divide, else the one its query heads read (replicated)."""
     if kv_heads % tp == 0:
         share = kv_heads // tp
         return range(rank * share, (rank + 1) * share)
@@ -158,13 +159,13 @@ def shard_kv_heads(heads: int, kv_heads: int, tp: int, rank: int) -> range:
 
 
 def vocab_share(rows: int, tp: int) -> int:
-    """Rows of a vocabulary's table that each of `tp` ranks has room for: what divides evenly, else more, in whole cache lines of
-    logits; the last ranks' room is not filled then."""
+    """Returns the rows of a vocabulary's table that each of `tp` ranks has room for: what divides evenly, else more, in whole cache
+    lines of logits; the last ranks' room is not filled then."""
     return rows // tp if rows % tp == 0 else 32 * -(-rows // (32 * tp))
 
 
 def shard_vocab(rows: int, tp: int, rank: int) -> range:
-    """Rows of a vocabulary's table that `rank` holds."""
+    """Returns the rows of a vocabulary's table that `rank` holds."""
     share = vocab_share(rows, tp)
     return range(min(rank * share, rows), min((rank + 1) * share, rows))
 
@@ -185,7 +186,7 @@ def check_tp(geometry: Geometry, tp: int) -> None:
 
 
 def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType = "bfloat16") -> tuple[KVGroup, ...]:
-    """The KV groups a rank holds at `tp`: sliding, if there are such layers, and last full."""
+    """Returns the KV groups that a rank has at `tp`: sliding, if there are such layers, and last full."""
     check_tp(geometry, tp)
     groups: list[KVGroup] = []
     for kind in ("sliding", "full"):
@@ -200,7 +201,8 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType =
 
 
 def read_geometry(folder: Path) -> Geometry:
-    """Geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a quantisation."""
+    """Read the geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a
+    quantisation."""
     path = folder / "config.json"
     weight_format(folder)  # refuses a quantisation that no format reads
     return parse_config(read_json(path), str(path))
@@ -209,7 +211,7 @@ def read_geometry(folder: Path) -> Geometry:
 def read_section(
     folder: Path, name: str, implemented: dict[str, tuple[Any, ...]], make: Callable[[dict[str, Any], Geometry], T]
 ) -> T | None:
-    """What `make` gives of a section of config.json, such as `vision_config`, and of the text model; None: there is none.
+    """Returns what `make` gives of a section of config.json, such as `vision_config`, and of the text model; None: there is none.
 
     implemented: values that keys may have. CheckpointError names the key that is wrong.
     """
@@ -227,7 +229,7 @@ def read_section(
 
 
 def parse_config(config: dict[str, Any], source: str = "config.json") -> Geometry:
-    """Geometry of a raw config (outer, or the text part alone)."""
+    """Read the geometry of a raw config (outer, or the text part alone)."""
     text = config.get("text_config", config)
     model_type = config.get("model_type")
     if model_type not in _ARCHITECTURES:
@@ -243,7 +245,7 @@ def parse_config(config: dict[str, Any], source: str = "config.json") -> Geometr
 
 
 def _check_implemented(section: dict[str, Any], implemented: dict[str, tuple[Any, ...]]) -> None:
-    """ValueError names every key whose value asks for other mathematics than is here."""
+    """Raise ValueError, which names every key whose value asks for other mathematics than is here."""
     wrong = [
         f"{key} {section[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
         for key, values in implemented.items()
@@ -314,7 +316,7 @@ def _layers(text: dict[str, Any]) -> tuple[Layer, ...]:
 
 
 def _overrides(text: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
-    """What `per_layer_config` says of single layers. ValueError: something that is not implemented a layer, or of no layer."""
+    """Read what `per_layer_config` says of single layers. ValueError: something that is not implemented a layer, or of no layer."""
     overrides = {int(index): value for index, value in (text.get("per_layer_config") or {}).items()}
     for index, values in overrides.items():
         other = [key for key, value in values.items() if key not in _PER_LAYER and (key not in text or value != text[key])]
@@ -334,7 +336,7 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
 
 
 def _heads(text: dict[str, Any], kind: LayerKind, override: dict[str, Any]) -> tuple[int, int]:
-    """(head_dim, kv heads) of a layer; the global KV-head count holds only with attention_k_eq_v."""
+    """Returns (head_dim, kv heads) of a layer; the global KV-head count holds only with attention_k_eq_v."""
     head_dim, kv_heads = text["head_dim"], text["num_key_value_heads"]
     if kind == "full":
         head_dim = text.get("global_head_dim") or head_dim
@@ -361,6 +363,6 @@ def _moe(text: dict[str, Any]) -> Moe | None:
 
 
 def _placeholders(config: dict[str, Any]) -> tuple[int, ...]:
-    """Ids that the multimodal wrapper embeds as pad when they stand in plain text."""
+    """Returns the ids that the multimodal wrapper embeds as pad when they stand in plain text."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     return tuple(sorted({config[name] for name in names if config.get(name) is not None}))

@@ -100,7 +100,7 @@ class StepTimes(msgspec.Struct, frozen=True):
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
-    """The times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
+    """Returns the times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
     *curves, context_ms, read_ms, attend_ms, tiles = zip(*map(msgspec.structs.astuple, measured), strict=True)
     decodes, prefills, mixed = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
     return StepTimes(decodes, prefills, mixed, max(context_ms), max(read_ms), max(attend_ms), tiles[0])
@@ -147,7 +147,8 @@ class BootSocket:
         self.sock.sendall(frame(_encode(message)))
 
     def receive(self) -> BootMessage | None:
-        """The next message; None when the other end is closed, even with data unread. Raises TimeoutError as the socket does."""
+        """Returns the next message; None when the other end is closed, even with data unread. Raises TimeoutError as the socket
+        does."""
         while not self._pending:
             try:
                 data = self.sock.recv(1 << 16)
@@ -203,7 +204,7 @@ class Lifeline:
 
 
 def _die_with_parent(parent: int) -> None:
-    """SIGKILL when the thread that spawned us ends; exit now if it already has."""
+    """Have the kernel send SIGKILL when the thread that spawned us ends; exit now if it already has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

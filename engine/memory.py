@@ -26,15 +26,15 @@ BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 
 
 def kv_budget(config: EngineConfig, total: int, used: int) -> int:
-    """Bytes that a rank may spend on all pools: on a CPU its part of CPU_BYTES; on a GPU, of whose `total` bytes `used` are taken,
-    what `memory_fraction` leaves beside `reserved_bytes`, below zero when nothing is left."""
+    """Returns the bytes that a rank may spend on all pools: on a CPU its part of CPU_BYTES; on a GPU, of whose `total` bytes `used`
+    are taken, what `memory_fraction` leaves beside `reserved_bytes`, below zero when nothing is left."""
     if config.device == "cpu":
         return CPU_BYTES // config.tp
     return int(total * config.memory_fraction) - used - reserved_bytes(config)
 
 
 def reserved_bytes(config: EngineConfig) -> int:
-    """Bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
+    """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
     sampling = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp, config.widest)
     encoders = read_media(Path(config.model), language_model_only=config.language_model_only).values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
@@ -49,8 +49,8 @@ def sequence_rows(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
-    """Bytes that a soft token takes while it is made: in an MLP, or where pixels become numbers; in attention of audio, where each
-    row has the keys and values that it sees, in fp32."""
+    """Returns the bytes that a soft token takes while it is made: in an MLP, or where pixels become numbers; in attention of audio,
+    where each row has the keys and values that it sees, in fp32."""
     if isinstance(encoder, AudioGeometry):
         return 4 * encoder.features * (encoder.unified or 4) + 4 * encoder.hidden * (3 * encoder.reach + 8) * (not encoder.unified)
     width = 4 * (encoder.hidden + encoder.layers[0].intermediate) * itemsize + 8 * encoder.hidden
@@ -58,21 +58,22 @@ def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:
 
 
 def buckets(max_seqs: int) -> tuple[int, ...]:
-    """The row counts that decode steps of up to `max_seqs` rows are padded to, ascending; multiples of 64 above 256."""
+    """Returns the row counts that decode steps of up to `max_seqs` rows are padded to, ascending; multiples of 64 above 256."""
     known = [*BUCKETS, *range(320, max_seqs + 64, 64)]
     return tuple(known[: bisect.bisect_left(known, max_seqs) + 1])
 
 
 def sampling_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`; the logits of a step's rows, `width` a
-    sequence, in the memory of captured steps and in that of eager ones, and there once more, as they were, for rows with logprobs;
-    and PIECES of logits."""
+    """Returns the bytes that a rank takes for sampling once its pools are sized: `adjustment_bytes`; the logits of a step's rows,
+    `width` a sequence, in the memory of captured steps and in that of eager ones, and there once more, as they were, for rows with
+    logprobs; and PIECES of logits."""
     logits = 4 * buckets(max_seqs)[-1] * width * vocab_share(vocab, tp)
     return adjustment_bytes(max_seqs, vocab, tp, width) + 3 * logits + 4 * PIECES * PIECE_LOGITS
 
 
 def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
-    """Bytes of the tables of adjusted logits, of all slots and the padding's (`kernels.sampling_batch.SlotAdjustments`)."""
+    """Returns the bytes of the tables of adjusted logits, of all slots and the padding's
+    (`kernels.sampling_batch.SlotAdjustments`)."""
     share = vocab_share(vocab, tp)
     words = max(((rank + 1) * share - 1 >> 5) - (rank * share >> 5) + 1 for rank in range(tp))
     counts, masks = 2 * share, (1 + width) * 4 * words  # a count of each id; what may come always, and at each token of a step
@@ -80,27 +81,27 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """Pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
+    """Returns the pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left."""
     if config.pages is not None:
         return config.pages
     return pool_pages(config, config.kv_groups(read_geometry(Path(config.model))), kv_bytes)
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:
-    """Tokens of the longest sequence, prompt and output, that pools of so many pages (null page included) hold while nothing else
-    runs. Full attention decides: a sliding pool holds at least one whole window. The last token needs no page."""
+    """Returns the tokens of the longest sequence, prompt and output, that pools of so many pages (null page included) hold while
+    nothing else runs. Full attention decides: a sliding pool holds at least one whole window. The last token needs no page."""
     return (pages[-1] - 1) * groups[-1].page + 1
 
 
 def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available: int) -> tuple[int, ...]:
-    """Pages of each group, null page included, for one rank that may spend `bytes_available` on all pools.
+    """Returns the pages of each group, null page included, for one rank that may spend `bytes_available` on all pools.
 
     Sized by need: a sliding group gets what all slots and the budgets of the plans that are out can hold at once, and a window for
     each conversation that the cache is to hold beside them; a full group what is left, and none more than sequences of `max_len`
     tokens fill. ConfigError, with the numbers, if not even one page of a full group fits.
     """
     *sliding, full = groups
-    spent = sum(_windows(group, config) * group.page_bytes for group in sliding)
+    spent = sum(_sliding_pages(group, config) * group.page_bytes for group in sliding)
     left = bytes_available - spent
     if left < 2 * full.page_bytes:
         raise ConfigError(
@@ -108,30 +109,32 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
             f"sequences (max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs "
             f"{2 * full.page_bytes / 2**20:.1f} MiB at the very least; lower max_seqs, or give it more memory"
         )
-    tails = sum(_tail(group) * group.page_bytes for group in sliding)
+    tails = sum(_window_pages(group) * group.page_bytes for group in sliding)
     usual = -(-min(config.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
-    cached = _cached(config.max_seqs, left, tails, usual) if config.prefix_cache else 0
+    cached = _cached_conversations(config.max_seqs, left, tails, usual) if config.prefix_cache else 0
     most = (config.max_seqs + cached) * -(-config.max_len // full.page) + 1
-    pages = (_windows(group, config) + cached * _tail(group) for group in sliding)
+    pages = (_sliding_pages(group, config) + cached * _window_pages(group) for group in sliding)
     return *pages, min(most, (left - cached * tails) // full.page_bytes)
 
 
-def _windows(group: KVGroup, config: EngineConfig) -> int:
-    """Windows of all slots, the prompts of the plans that are out (held until their results are in), the null page."""
+def _sliding_pages(group: KVGroup, config: EngineConfig) -> int:
+    """Returns the pages of a sliding group for the windows of all slots, the prompts of the plans that are out (held until their
+    results are in), and the null page."""
     assert group.window is not None
     window = -(-(group.window + 1) // group.page) + 1
     limit = config.max_seqs * -(-config.max_len // group.page) + 1
     return min(config.max_seqs * window + DEPTH * -(-config.prefill_budget // group.page) + 1, limit)
 
 
-def _tail(group: KVGroup) -> int:
-    """Pages of a sliding group that a cached prefix ends with."""
+def _window_pages(group: KVGroup) -> int:
+    """Returns the pages of a sliding group for the window that a cached prefix ends with."""
     assert group.window is not None
     return -(-(group.window - 1) // group.page)
 
 
-def _cached(slots: int, left: int, tails: int, usual: int) -> int:
-    """Conversations of the usual length that the cache is to hold, windows and all, once every slot has one; at most one a slot.
+def _cached_conversations(slots: int, left: int, tails: int, usual: int) -> int:
+    """Returns how many conversations the prefix cache is to hold beside those that run, at most one a slot. left: bytes beside the
+    windows of all slots; tails: bytes of a cached conversation's windows; usual: bytes of its full pages.
 
     Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
     to a place with a window before it.

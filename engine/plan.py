@@ -151,11 +151,6 @@ class PlanView:
     admissions: tuple[Admission, ...]
 
     @property
-    def decodes(self) -> np.ndarray:
-        """Slot of each decode row, int32."""
-        return self.rows[:, 0]
-
-    @property
     def width(self) -> int:
         """Tokens of the widest decode row; 1 if there are none."""
         return int(self.rows[:, 1].max(initial=1))
@@ -163,7 +158,7 @@ class PlanView:
     @property
     def result_slots(self) -> np.ndarray:
         """Slot of each result row, int32."""
-        return np.concatenate([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0], self.decodes])
+        return np.concatenate([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0], self.rows[:, 0]])
 
 
 class PlanHeader(NamedTuple):
@@ -198,7 +193,7 @@ _decode_prompts = msgspec.msgpack.Decoder(list[PromptRow]).decode
 
 
 def has_numbers(logprobs: PromptLogprobs) -> bool:
-    """Whether each token's logprob is a number, -inf among them: where a logit was NaN it is not."""
+    """Returns whether each token's logprob is a number, -inf among them: where a logit was NaN it is not."""
     words = np.frombuffer(logprobs.words, "<f4").reshape(logprobs.count, -1)
     return not np.isnan(words[:, 0]).any()
 
@@ -220,7 +215,7 @@ class StepResult:
     encoded: int = 0
 
     def row(self, index: int) -> ResultRow:
-        """One row as an object."""
+        """Returns one row as an object."""
         slot, number, count, flags, *tokens = self.table[index].tolist()
         nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
         return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(index, ()), empty)
@@ -232,12 +227,12 @@ class StepResult:
 
 
 def single_rows(slots: Iterable[int]) -> "array[int]":
-    """Decode rows of these slots, of one token each."""
+    """Returns decode rows of these slots, of one token each."""
     return array("i", [number for slot in slots for number in (slot, 1, 0)])
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Bytes of `plan`; `read_plan` reads them."""
+    """Returns the bytes of `plan`; `read_plan` reads them."""
     flags = FLAG_STOP * plan.stop | FLAG_MASKED * plan.masked
     sections = [_packed(getattr(plan, name)) for name in SECTIONS]
     counts = [len(section) // size for section, size in zip(sections, _ROW_BYTES, strict=True)]
@@ -253,8 +248,8 @@ def _packed(section: Section) -> bytes:
 def largest_plan(
     seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int = 1, admitted: int = MAX_ADMITTED
 ) -> int:
-    """Bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt tokens, each
-    perhaps a media item with a span."""
+    """Returns the bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt
+    tokens, each perhaps a media item with a span."""
     budget = max(budget, MAX_SPAN)
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
@@ -263,27 +258,27 @@ def largest_plan(
 
 
 def most_appends(seqs: int, budget: int, page: int, groups: int, width: int = 1) -> int:
-    """Pages that no plan exceeds in its rows and chunks, of which each sequence has one; those that an admission brings are counted
-    with it."""
+    """Returns how many appended pages no plan exceeds in its rows and chunks, of which each sequence has one; those that an
+    admission brings are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 
 def largest_result(seqs: int, width: int = 1) -> int:
-    """Bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, with as many drafts behind it, and
-    MAX_SCORED prompt tokens, all tokens with logprobs."""
+    """Returns the bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, with as many drafts
+    behind it, and MAX_SCORED prompt tokens, all tokens with logprobs."""
     tokens = width * (8 + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES))
     rows = seqs * (4 * RESULT_HEAD + tokens + PROMPT_ROW_BYTES)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 
 
 def admission_size(tokens: int, params: SamplingParams, pages: int) -> int:
-    """Numbers of four bytes that an admission, and the appends of pages that it shares with a cached prefix, take in a plan at
-    most."""
+    """Returns how many numbers of four bytes an admission, and the appends of pages that it shares with a cached prefix, take in a
+    plan at most."""
     return 16 + tokens + len(_encode(_sent(params))) // 4 + 4 * pages
 
 
 def read_header(data: bytes) -> PlanHeader:
-    """The head of the plan in `data`; ValueError when it is of another version."""
+    """Read the head of the plan in `data`; ValueError when it is of another version."""
     version, flags, step, *_ = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
@@ -291,7 +286,7 @@ def read_header(data: bytes) -> PlanHeader:
 
 
 def read_plan(data: bytes) -> PlanView:
-    """The plan in `data`, unparsed; raises ValueError when it is not one (wrong version or length)."""
+    """Read the plan in `data`, in place; raises ValueError when it is not one (wrong version or length)."""
     step, stop, masked = read_header(data)
     _, _, _, *counts, size, drafts = _PLAN.unpack_from(data)
     sections, end = {}, HEADER
@@ -305,7 +300,7 @@ def read_plan(data: bytes) -> PlanView:
 
 
 def _sent(params: SamplingParams) -> SamplingParams:
-    """What ranks read of it: its masks are made in the core."""
+    """Returns the parameters without what ranks do not read: masks are made in the core."""
     return msgspec.structs.replace(params, max_tokens=0, grammar=None, thought=None)
 
 
@@ -325,7 +320,8 @@ def encode_rows(
     prompts: Sequence[PromptRow] = (),
     encoded: int = 0,
 ) -> bytes:
-    """Bytes of a result; the arguments are as in StepResult. With logprobs of some rows, each token of any row has an entry."""
+    """Returns the bytes of a result; the arguments are as in StepResult. With logprobs of some rows, each token of any row has an
+    entry."""
     assert table.dtype == np.int32, table.dtype
     flags, prompt_rows = RESULT_HAS_LOGPROBS * bool(logprobs), _encode(prompts)
     header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, flags, len(prompt_rows), encoded)
@@ -343,7 +339,7 @@ def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
 
 
 def decode_result(data: bytes) -> StepResult:
-    """The result in `data`, in place; raises ValueError when its length is wrong."""
+    """Read the result in `data`, in place; raises ValueError when its length is wrong."""
     step, n_rows, width, flags, prompt_bytes, encoded = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     offset = _RESULT.size + 4 * n_rows * columns

@@ -67,11 +67,11 @@ class StatusBlock:
 
     @staticmethod
     def size(processes: int) -> int:
-        """Bytes for `processes` records."""
+        """Returns the bytes for `processes` records."""
         return STATUS_BYTES * processes
 
     def read(self, index: int) -> RankStatus:
-        """The current record; fields are read one by one, so they may differ by a step."""
+        """Read the current record; fields are read one by one, so they may differ by a step."""
         words = self._record(index).tolist()
         launched, finished, progress_ns, step_us, heartbeat_ns, device = words[:6]
         times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
@@ -80,7 +80,7 @@ class StatusBlock:
         return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, *times, hashes, encoder)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
-        """Main thread: a step was launched or finished."""
+        """Write that a step was launched or finished; for the main thread."""
         record = self._record(index)
         record[0] = launched
         record[2] = now_ns
@@ -89,18 +89,18 @@ class StatusBlock:
         record[1] = finished
 
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
-        """Main thread: how the device spent the last step; values saturate (16 s; 65 535)."""
+        """Write how the device spent the last step; values saturate (16 s; 65 535); for the main thread."""
         words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
         self._record(index)[5] = words[0] | words[1] << 24 | words[2] << 48
 
     def encoder(self, index: int, figures: EncoderFigures) -> None:
-        """Main thread: what the encoders have done."""
+        """Write what the encoders have done; for the main thread."""
         record = self._record(index)
         for at, value in enumerate(figures, _ENCODER):
             record[at] = value
 
     def heartbeat(self, index: int, now_ns: int) -> None:
-        """Lifeline thread: the process is scheduled at all."""
+        """Write that the process is scheduled at all; for the lifeline thread."""
         self._record(index)[4] = now_ns
 
     def _record(self, index: int) -> memoryview:

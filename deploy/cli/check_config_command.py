@@ -140,9 +140,9 @@ def _check_checkpoint(folder: Path) -> None:
     """Raises CheckpointError where a replica would refuse the checkpoint."""
     from engine.front.text import TextProcessor
     from engine.rank.load.slices import pieces
-    from engine.rank.load.tensor_files import checked
+    from engine.rank.load.tensor_files import checked_headers
     from engine.rank.models.gemma4_weights import TENSORS
 
     geometry = read_geometry(folder)
-    checked(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)
+    checked_headers(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)
     TextProcessor.load(folder)

@@ -1,4 +1,4 @@
-"""How each slot's logits are adjusted before they are sampled: device tables, and the host's mirror of who is adjusted when.
+"""How each slot's logits are adjusted before they are sampled: device tables, and the host's record of which slots are adjusted.
 
 Tables are written where a sequence that needs them is admitted, from the admission alone: a preempted sequence's counts come out
 of its tokens. From then on the device counts what is generated (`kernels.adjust`).
@@ -22,9 +22,9 @@ _NO_STEP = -1  # the low word of no step that is reached
 
 
 class Adjustments:
-    """Of `slots` slots, on a rank that has the logits of `ids`.
+    """The adjustments of `slots` slots, on a rank that has the logits of `ids`. width: the most masks of a slot in a step.
 
-    Masks are for one step: they are stamped with it, on the host as on the device, and count in no other. A slot has up to `width`.
+    Masks are for one step: they are stamped with it, on the host as on the device, and count in no other.
     """
 
     def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
@@ -40,7 +40,7 @@ class Adjustments:
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """What new tenants ask for; of the last ones nothing is left."""
+        """Write what new sequences ask for into their slots' tables; nothing is left of the slots' last sequences."""
         changed = [admission for admission in admissions if admission.params.adjustments is not None or self._flags[admission.slot]]
         if not changed:
             return
@@ -70,7 +70,7 @@ class Adjustments:
             self._put(self.tables.bad_words, slot, _padded(list(chain.from_iterable(adjustments.bad_words)), MAX_BAD_WORD_IDS, -1))
 
     def _counts(self, admission: Admission) -> np.ndarray:
-        """int16 [n], as the table has them, of the admission's tokens."""
+        """Count the admission's tokens: int16 [n] as in the table, IN_PROMPT set for those of the prompt."""
         mine = np.asarray(admission.tokens, np.int64) - self.ids.start
         here = (mine >= 0) & (mine < len(self.ids))
         prompt, generated = mine[: admission.prompt][here[: admission.prompt]], mine[admission.prompt :][here[admission.prompt :]]
@@ -79,18 +79,18 @@ class Adjustments:
         return counts.astype(np.uint16).view(np.int16)
 
     def _bits(self, ids: Sequence[int]) -> np.ndarray:
-        """int32 [words]: this rank's words of a mask that allows `ids`."""
+        """Returns this rank's words of a mask that allows `ids`, int32 [words]."""
         bits = np.zeros(32 * len(self._words), np.bool_)
         mine = np.asarray(ids, np.int64) - 32 * self._words.start
         bits[mine[(mine >= 0) & (mine < len(bits))]] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: torch.cuda.Event | None = None) -> None:
-        """Which ids the rows of `slots` int32 [n] may give in `step`, and in no other; a slot's in order, one behind the other.
+        """Upload the masks of `step`: which ids the rows of `slots` int32 [n] may give, a slot's one behind the other.
 
         bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may be out, as for plans.
-        after: the end on the device of the last step that was sampled: from then on, beside the forward, the masks go up, and what
-        the device does later waits for them. None: behind all that it was given.
+        after: the end of the last step that was sampled. The copies wait for it alone, not for the forward that runs, and later
+        work waits for them. None: the copies wait for all work before them.
         """
         owners, first = np.unique(slots, return_index=True)
         assert len(slots) == len(bits), (slots, bits.shape)
@@ -104,14 +104,14 @@ class Adjustments:
         table = mask_rows.numpy()
         table[:, 0] = _NO_STEP
         table[owners, 0], table[owners, 1] = np.int64(step).astype(np.int32), first  # the low word, as in a plan's header
-        with self._beside(after):
+        with self._copy_stream(after):
             self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
             self.tables.mask_rows.copy_(mask_rows, non_blocking=True)
         self._mask_steps[owners] = step
 
     @contextmanager
-    def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Work of another stream, which begins behind `after`; the current stream goes on behind it."""
+    def _copy_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Run the work in the `with` on another stream, behind the event `after`; later work of the current stream waits for it."""
         if self._copies is None or after is None:
             yield
             return
@@ -120,8 +120,8 @@ class Adjustments:
             yield
         torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
-    def of(self, slots: np.ndarray, step: int) -> list[bool]:
-        """Whether each of these slots' rows is adjusted in `step`."""
+    def are_adjusted(self, slots: np.ndarray, step: int) -> list[bool]:
+        """Returns for each of these slots whether its rows are adjusted in `step`."""
         return ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
 
     def _put(self, table: Tensor, slots: Sequence[int], rows: np.ndarray) -> None:
@@ -132,7 +132,7 @@ class Adjustments:
 
 
 def _tables(slots: int, n: int, words: int, device: torch.device, width: int) -> SlotAdjustments:
-    """Of slots without adjustments."""
+    """Allocate the tables of `slots` slots without adjustments. n: logits of this rank; words: of its masks."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros((slots, *shape), dtype=dtype, device=device)
@@ -153,7 +153,7 @@ def _tables(slots: int, n: int, words: int, device: torch.device, width: int) ->
 
 
 def _flags(adjustments: LogitAdjustments | None) -> int:
-    """A slot's."""
+    """Returns the flags of a slot (`kernels.sampling_batch`): which adjustments its logits need."""
     if adjustments is None:
         return 0
     flags = BIASED * bool(adjustments.bias) | PENALIZED * adjustments.penalizes
@@ -161,7 +161,7 @@ def _flags(adjustments: LogitAdjustments | None) -> int:
 
 
 def _padded(values: Sequence[float], width: int, padding: float, dtype: type[np.generic] = np.int32) -> np.ndarray:
-    """[1, width]"""
+    """Pad values to one row, [1, width]."""
     row = np.full((1, width), padding, dtype)
     row[0, : len(values)] = values
     return row

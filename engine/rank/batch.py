@@ -35,7 +35,7 @@ class Chunk:
 
 
 def chunk_rows(chunks: Sequence[Chunk]) -> int:
-    """Batch rows of `chunks`, which are in row order: the first row after them."""
+    """Returns the batch rows of `chunks`, which are in row order: the first row after them."""
     return chunks[-1].offset + chunks[-1].size if chunks else 0
 
 
@@ -128,7 +128,8 @@ def eager_batch(
     chunks: tuple[Chunk, ...],
     logit_rows: Tensor | None = None,
 ) -> ForwardBatch:
-    """A batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows after the chunks decode."""
+    """Make a batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows after the chunks
+    decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
     first = chunk_rows(chunks)
     pages = cache.gather(slots[first:], positions[first:])

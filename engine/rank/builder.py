@@ -32,7 +32,7 @@ from engine.rank.models.vision import encoder_of
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, Single
 from engine.rank.runner import Runner
-from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, untried
+from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import PLAIN, WeightFormat, weight_format
 from kernels.fused_allreduce_norm import AllReduceInbox
@@ -74,7 +74,7 @@ def load_rank(
     *,
     checked: bool = True,
 ) -> Rank:
-    """This rank's shard of `config.model`, filled as `config.load_format` says; on the meta device it stays empty.
+    """Load this rank's shard of `config.model`, filled as `config.load_format` says; on the meta device it stays empty.
 
     checked: run `start_checks`. Every rank must call it.
     """
@@ -88,7 +88,7 @@ def load_rank(
         geometry = with_head(geometry, architecture.tensors, folder, progress=first)
     fallbacks: list[str] = []
     failed_checks: FailedChecks = ()
-    new_gpu = checked and untried(device)
+    new_gpu = checked and is_untried(device)
     if checked:
         with torch.inference_mode():
             if new_gpu:
@@ -114,7 +114,7 @@ def load_rank(
 def _drafter(
     config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device, source: str
 ) -> Assistant | None:
-    """The model's assistant, if drafts are asked for, filled as the model is."""
+    """Load the model's assistant, if drafts are asked for, filled as the model is."""
     if config.widest == 1:
         return None
     folder = Path(str(config.mtp.model))
@@ -128,7 +128,7 @@ def _drafter(
 def _encoders(
     config: EngineConfig, source: str, dtype: torch.dtype, device: torch.device, *, progress: bool
 ) -> dict[MediaKind, MediaEncoder]:
-    """What the checkpoint has for media, whole on every rank; source: what fills it."""
+    """Load what the checkpoint has for media, whole on every rank; source: what fills it."""
     folder = Path(config.model)
     made: dict[MediaGeometry, MediaEncoder] = {}
     shapes = read_media(folder, language_model_only=config.language_model_only)
@@ -154,19 +154,19 @@ def _fill(
 
 
 def kv_bytes(rank: Rank) -> int:
-    """Bytes that this rank may spend on KV pages."""
+    """Returns the bytes that this rank may spend on KV pages."""
     free, total = torch.cuda.mem_get_info(rank.device) if rank.device.type == "cuda" else (0, 0)
     return kv_budget(rank.config, total, total - free)
 
 
 def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], device: torch.device) -> KVCache:
-    """Pools of `pages[i]` pages for KV group i, and page tables of all slots."""
+    """Allocate pools of `pages[i]` pages for KV group i, and page tables of all slots."""
     slots = config.max_seqs + 1  # one for padding rows
     groups = zip(config.kv_groups(geometry), pages, strict=True)
     return KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
 
 
 def build(rank: Rank, pages: Sequence[int]) -> Runner:
-    """The runner of a loaded rank, over a new `kv_cache`."""
+    """Build the runner of a loaded rank, over a new `kv_cache`."""
     cache = kv_cache(rank.config, rank.geometry, pages, rank.device)
     return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.failed_checks, rank.drafter, rank.encoders)

@@ -47,7 +47,7 @@ class FirstOfGroup(Single):
         return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes | None:  # type: ignore[override]
-        """As `Parallel.inboxes`, of no memory."""
+        """Make inboxes as `Parallel.inboxes`, of no memory."""
         return None if self.size == 1 else allocated_inboxes(0, rows, width, dtype, prompt_rows, self.size, self._allocate)
 
     def _allocate(self, size: int) -> list[Tensor]:

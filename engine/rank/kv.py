@@ -44,11 +44,12 @@ class GroupCache:
         self._layers = {layer: self.pool[index] for index, layer in enumerate(group.layers)}
 
     def layer(self, layer_index: int) -> Tensor:
-        """View [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""
+        """Returns the view [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""
         return self._layers[layer_index]
 
     def gather(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-        """The page ids that rows (slot, position), int32 each, read -> out int32 [sequences, read_width] (`gather_pages`)."""
+        """Gather the page ids that rows (slot, position), int32 each, read -> out int32 [sequences, read_width]
+        (`gather_pages`)."""
         gather_pages(self.table, slots, positions, self.group.page, self.group.window, out)
 
 
@@ -63,11 +64,11 @@ class KVCache:
         return iter(self.groups)
 
     def of(self, layer: Layer) -> GroupCache:
-        """The group that holds what `layer` reads: its own K and V, or its producer's."""
+        """Returns the group that holds what `layer` reads: its own K and V, or its producer's."""
         return self._of[layer.kv_source]
 
     def gather(self, slots: Tensor, positions: Tensor, width: int = 1) -> tuple[Tensor, ...]:
-        """As `GroupCache.gather` for `width` rows of each sequence, of each group in new memory."""
+        """Gather as `GroupCache.gather` for `width` rows of each sequence, of each group in new memory."""
         count, device = len(slots) // width, slots.device
         pages = tuple(torch.zeros((count, group.read_width), dtype=torch.int32, device=device) for group in self.groups)
         for group, page_ids in zip(self.groups, pages, strict=True):

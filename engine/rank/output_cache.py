@@ -1,4 +1,4 @@
-"""Outputs of encoders by what they are of: those used last on the device, and behind them others on the host.
+"""A cache of encoders' outputs, by the digest of what they encode: those used last on the device, others behind them on the host.
 
 What comes back from the host is copied, in a hundredth of the time of encoding. Copies keep the order of the device's work.
 """
@@ -14,24 +14,24 @@ Key = tuple[bytes, tuple[int, ...]]  # digest and shape of an item
 
 
 class Outputs:
-    """Up to `most` bytes of outputs; `bytes`: that it holds now."""
+    """Up to `max_bytes` bytes of outputs, least recently used first; `bytes`: that it has now."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.bytes = most, 0
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.bytes = max_bytes, 0
         self._outputs: OrderedDict[Key, Tensor] = OrderedDict()
 
     def take(self, key: Key) -> Tensor | None:
-        """The output, which leaves; None: it is not there."""
+        """Remove and return the output; None: it is not there."""
         output = self._outputs.pop(key, None)
         self.bytes -= 0 if output is None else output.nbytes
         return output
 
     def put(self, key: Key, output: Tensor) -> list[tuple[Key, Tensor]]:
-        """Keep an output as the one used last; returns those that this leaves no room for."""
+        """Keep an output as the one used last; removes and returns those that there is no room for."""
         self._outputs[key] = output
         self.bytes += output.nbytes
         left = []
-        while self.bytes > self.most:
+        while self.bytes > self.max_bytes:
             key, output = self._outputs.popitem(last=False)
             self.bytes -= output.nbytes
             left.append((key, output))
@@ -39,21 +39,22 @@ class Outputs:
 
 
 class OutputCache:
-    """`most` bytes on the device, `host` bytes behind them; what was taken from the host (`host_hits`), and lost (`evictions`)."""
+    """Outputs in up to `device_bytes` on the device, and in `host_bytes` behind them; counts those that came back from the host
+    (`host_hits`) and those that were lost (`evictions`)."""
 
-    def __init__(self, device: torch.device, most: int, host: int) -> None:
+    def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
         self._device = device
-        self.on_device, self.on_host = Outputs(most), Outputs(host)
+        self.on_device, self.on_host = Outputs(device_bytes), Outputs(host_bytes)
         self.host_hits = self.evictions = 0
 
     def take(self, key: Key) -> Tensor | None:
-        """The output on the device; it leaves the cache. None: it is not there."""
+        """Remove the output from the cache and return it on the device; None: it is not there."""
         if (output := self.on_device.take(key)) is None and (held := self.on_host.take(key)) is not None:
             self.host_hits += 1
             output = uploaded(held, self._device)
         return output
 
     def put(self, key: Key, output: Tensor) -> None:
-        """Keep an output as the one used last."""
+        """Keep an output as the one used last; what the device has no room for goes to the host."""
         for old, left in self.on_device.put(key, output):
-            self.evictions += len(self.on_host.put(old, downloaded(left) if self.on_host.most else left))
+            self.evictions += len(self.on_host.put(old, downloaded(left) if self.on_host.max_bytes else left))

@@ -1,6 +1,6 @@
 """The setting `debug_pages` on a rank: compares the device's page tables with those that the plans make.
 
-    plan --follow--> expected tables --.
+    plan --expect--> expected tables --.
     plan --apply--> tables ------------+--> check_rows -----> violations --with the step's result--> PageViolation
                       |                |                          |
                       `--FlashInfer's own copies --> check_rows --'
@@ -51,7 +51,7 @@ class Violation:
     position: int
 
     def order(self) -> tuple[int, ...]:
-        """In a message: first what names a row."""
+        """Sorts violations in a message: first those that name a row."""
         return _ORDER.index(self.kind), self.group, self.slot, self.entry
 
 
@@ -68,8 +68,8 @@ class PageCheck:
         self.violations = new_violations(slots.device)
         self._plan = torch.zeros(HEADER, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
 
-    def follow(self, plan: PlanView) -> None:
-        """Applies a plan to the expected tables, before its step. PageViolation: it appends an entry or page that is not there."""
+    def expect(self, plan: PlanView) -> None:
+        """Apply a plan to the expected tables, before its step. PageViolation: it appends an entry or page that is not there."""
         for group, slot, first, count in plan.releases.tolist():
             self._tables[group][slot, first : first + count] = 0
         for group, table in enumerate(self._tables):
@@ -82,14 +82,15 @@ class PageCheck:
             table[slots, entries] = pages.int()
 
     def _check_range(self, step: int, group: int, appends: np.ndarray) -> None:
-        """appends: int64 [n, 3], slot, entry and page. PageViolation: an entry or a page that is not there."""
+        """Raise PageViolation if an entry or a page is not there. appends: int64 [n, 3], slot, entry and page."""
         pages, width = self._pages[group], self._tables[group].shape[1]
         for slot, entry, page in appends.tolist():
             if not (0 < page < pages and 0 <= entry < width):
                 where = self._entry_name(group, slot, entry)
                 raise PageViolation(f"plan {step}: {where} gets page {page}; its pool has {pages} pages, its table {width} entries")
 
-    def forget(self) -> None:
+    def clear(self) -> None:
+        """Zero the expected tables."""
         for table in self._tables:
             table.zero_()
 
@@ -103,7 +104,7 @@ class PageCheck:
             self._check(ROW_ENTRY, cache.group, gathered, slots, positions, cache.group.window)
 
     def check_copies(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
-        """As `CopyCheck`, of the step that `check` saw last. Capturable."""
+        """Check rows that attention copied, as `CopyCheck`, of the step that `check` saw last. Capturable."""
         self._check(COPIED_ENTRY, group, copies, slots, positions, window)
 
     def _check(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
@@ -112,7 +113,7 @@ class PageCheck:
         check_rows(kind, group.index, self._plan, STEP, *rows)
 
     def verify(self, step: int, violations: np.ndarray) -> None:
-        """What step `step` copied out. PageViolation: it is wrong; the message says where."""
+        """Raise PageViolation, which says where, if the records that step `step` copied out have any."""
         count = int(violations[0])
         if count:
             records = violations[RECORD:].reshape(RECORDS, RECORD)[:count].tolist()
@@ -125,7 +126,7 @@ class PageCheck:
         return f"slot {slot}, group {self._slots.cache.groups[group].group.name}, entry {entry}"
 
     def _sentence(self, wrong: Violation) -> str:
-        """A violation in words: row, group, entry, and the page's owner."""
+        """Says a violation in words: row, group, entry, and the page's owner."""
         row = "" if wrong.kind == TABLE_ENTRY else f"row {wrong.row} at position {wrong.position}, "
         where = f"{row}{self._entry_name(wrong.group, wrong.slot, wrong.entry)}"
         if wrong.kind == ROW_ENTRY and wrong.page == wrong.expected == 0:
@@ -135,7 +136,7 @@ class PageCheck:
         return f"{where}: {verb} page {wrong.page}, expected {expected}; {self._owner(wrong.group, wrong.page)}"
 
     def _owner(self, group: int, page: int) -> str:
-        """The owner of the page in the wrong place."""
+        """Says whose page stands in the wrong place."""
         if not 0 <= page < self._pages[group]:
             return f"its pool has {self._pages[group]} pages"
         if not page:

@@ -40,7 +40,7 @@ class ScoredRows:
 
 
 def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) -> list[ScoredRows]:
-    """Which rows of a step's chunks give logprobs of prompt tokens."""
+    """Returns the rows of a step's chunks that give logprobs of prompt tokens."""
     rows = []
     for chunk in chunks:
         if (scoring := scorings.get(chunk.slot)) is not None:
@@ -57,7 +57,8 @@ def token_logprobs(
     report: Callable[[Tensor, Tensor, int], Tensor],
     share: int,
 ) -> Tensor:
-    """int32 [n, 2 + 2 alternatives] of the tokens behind n scored rows, with as many alternatives as any of them asks for.
+    """Compute the logprobs int32 [n, 2 + 2 alternatives] of the tokens behind n scored rows, with as many alternatives as any of
+    them asks for.
 
     tokens  int32 [slots, length]: those of the slots
     report  (rows int64 [r], ids int64 [r], alternatives) -> int32 [r, 2 + 2 alternatives]: logprobs of ids behind rows of the batch
@@ -71,7 +72,7 @@ def token_logprobs(
 
 
 def prompt_rows(scored: Sequence[ScoredRows], words: np.ndarray) -> list[PromptRow]:
-    """What `token_logprobs` gave, int32 [n, 2 + 2 most] on the host, for each chunk with the alternatives that it asks for."""
+    """Cut what `token_logprobs` gave, int32 [n, 2 + 2 most] on the host, for each chunk with the alternatives that it asks for."""
     most, reports, first = words.shape[1] // 2 - 1, [], 0
     for part in scored:
         own, count = words[first : first + part.count], part.scoring.alternatives

@@ -42,21 +42,29 @@ from engine.rank.stages.encode_stage import EncodeStage, reaches_encodes
 from engine.rank.stages.forward_stage import FinalRows, ForwardStage, ScoredBatch
 from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleStage, StepTokens, captured_sampler
-from engine.rank.step import BESIDE, CHUNKS, MORE_PROMPT_ROWS, PROMPT_ROWS, MixedSizes, StepBuffers, chunks_of
-from engine.rank.step_clock import mark
+from engine.rank.step import (
+    DECODES_BESIDE_PROMPTS,
+    MOST_PADDED_CHUNKS,
+    PROMPT_ROWS,
+    SHARED_KV_PROMPT_ROWS,
+    MixedSizes,
+    StepBuffers,
+    chunks_of,
+)
+from engine.rank.step_clock import record_event
 from engine.step_masks import decode_masks
 from engine.step_media import MediaReader
 
 
 def warm_rows(most: int) -> tuple[int, ...]:
-    """Powers of two and `most`: each range of rows that kernels have a tile for ends at twice its beginning, or later."""
+    """Returns powers of two and `most`: each range of rows that kernels have a tile for ends at twice its beginning, or later."""
     return (*(1 << i for i in range((most - 1).bit_length())), most)
 
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A step whose forward was launched, for `Runner.sample`. uploaded: the plan on the device; start: its start event; media:
-    of items whose encode is still to begin, None if it has begun."""
+    """A step whose forward was launched, for `Runner.sample`. data: the plan's bytes; uploaded: the plan on the device; start: the
+    step's start event; media: has the items whose encode is still to begin, None if it has begun."""
 
     plan: PlanView
     data: bytes
@@ -67,13 +75,11 @@ class Forwarded:
 
 
 class Runner:
-    """Runs plans on one rank; decides nothing. `state_hash` covers the finished steps.
+    """Runs plans on one rank, and decides nothing.
 
-    inboxes  the group's all-reduce buffers for decode rows; None: all-reduces are collectives
-    pages    the check of the setting `debug_pages`, or None
-    failed_checks  parts of attention that failed their check
-    drafter  the model's, if each step is to draft
-    encoders  of media, by kind
+    inboxes        the group's memory for all-reduces of decode rows; None: they are collectives
+    failed_checks  parts of attention that failed their check, and run on our own ops
+    drafter        of the model, if steps are to draft;   encoders  of media, by kind
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class Runner:
         widest, self._images = config.widest, geometry.bidirectional and bool(encoders)
         prefill = max(config.prefill_budget, min(MAX_SPAN, config.max_len) if self._images else 0)  # an image is computed at once
         self._widths = config.widths if on_gpu else tuple(range(1, widest + 1))
-        self._widths_beside = tuple(sorted({1, *self._widths[::-2]}))  # of rows beside chunks: every second one has graphs
+        self._mixed_widths = tuple(sorted({1, *self._widths[::-2]}))  # of decode rows beside chunks: every second one has graphs
         self._inputs = StepBuffers(self.slots, model.frequencies, prefill, self._buckets, widest)
         self._inboxes = inboxes
         self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
@@ -108,9 +114,9 @@ class Runner:
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
         shared = not all(layer.owns_kv for layer in geometry.layers)
-        prompt_rows = PROMPT_ROWS + (MORE_PROMPT_ROWS if shared else ())
+        prompt_rows = PROMPT_ROWS + (SHARED_KV_PROMPT_ROWS if shared else ())
         if encoders and not geometry.bidirectional:
-            self.forward_stage.allow_soft(prompt_rows[-1])
+            self.forward_stage.allocate_soft_tokens(prompt_rows[-1])
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
@@ -126,43 +132,44 @@ class Runner:
 
     @property
     def state_hash(self) -> int:
-        """As `StateHash` says."""
+        """The state hash after the last finished step (`StateHash`)."""
         return self.report_stage.state.value
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Capture steps of every size, or decode steps of `sizes`; on a GPU, once, before the first plan, on every rank.
+    def capture(self, buckets: Sequence[int] | None = None) -> None:
+        """Capture steps of every size, or only decode steps of these buckets; on a GPU, once, before the first plan, on every rank.
 
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
-        self.graphs = self.graphs_of(sizes or self._buckets, () if sizes else self._mixed_sizes)
+        self.graphs = self.graphs_of(buckets or self._buckets, () if buckets else self._mixed_sizes)
         if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
     @torch.inference_mode()
-    def graphs_of(self, sizes: Sequence[int], beside: Sequence[MixedSizes] = ()) -> StageGraphs:
-        """The captured decode steps of these buckets, and steps with chunks of these sizes, largest first. Every rank must call
-        it."""
+    def graphs_of(self, buckets: Sequence[int], mixed: Sequence[MixedSizes] = ()) -> StageGraphs:
+        """Capture decode steps of these buckets, and steps with chunks of these sizes, largest first. Every rank must call it."""
         graphs = StageGraphs(self._device)
-        for step, width in self._steps(sizes, beside):
-            self._capture_step(graphs, step, width)
+        for sizes, width in self._steps(buckets, mixed):
+            self._capture_step(graphs, sizes, width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
-            for rows, width in product(sorted(sizes, reverse=True), self._widths[1:]):
+            for rows, width in product(sorted(buckets, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
         torch.cuda.synchronize(self._device)
         return graphs
 
-    def _steps(self, sizes: Sequence[int], beside: Sequence[MixedSizes]) -> Iterator[tuple[int | MixedSizes, int]]:
-        """Sizes and widths of the steps that are captured, largest first; behind a plan of none, whose chunks fit all sizes."""
+    def _steps(self, buckets: Sequence[int], mixed: Sequence[MixedSizes]) -> Iterator[tuple[int | MixedSizes, int]]:
+        """Yields sizes and widths of the steps that are captured, largest first. They run the empty plan uploaded here, which fits
+        all."""
         self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
-        for mixed, width in product(beside, reversed(self._widths_beside)):
-            if width == 1 or mixed.decodes:
-                yield mixed, width
-        yield from product(sorted(sizes, reverse=True), reversed(self._widths))
+        for sizes, width in product(mixed, reversed(self._mixed_widths)):
+            if width == 1 or sizes.decodes:
+                yield sizes, width
+        yield from product(sorted(buckets, reverse=True), reversed(self._widths))
 
     @torch.inference_mode()
     def list_launches(self, share: int, shares: int) -> None:
-        """On the meta device: launch every `shares`-th of what `capture` does, once, and `warm` in the first share."""
+        """Launch on the meta device every `shares`-th step that `capture` records, once, and in the first share what `warm`
+        runs."""
         if share == 0:
             self.warm()
         steps = self._steps(self._buckets, self._mixed_sizes)
@@ -179,8 +186,8 @@ class Runner:
 
     @torch.inference_mode()
     def repeat(self, sizes: int | MixedSizes, sampler: str = "argmax", width: int = 1) -> None:
-        """Run a step eagerly, of the plan uploaded last, with as many drafts behind it as its rows verify; on a GPU. sizes: so many
-        sequences decode, `width` tokens each, or those of a step with chunks."""
+        """Run the plan uploaded last eagerly, padded to `sizes` with decode rows of `width` tokens, and behind decode rows alone
+        the drafts of the next step; on a GPU. sizes: a number of sequences that decode, or the sizes of a step with chunks."""
         plan = self._inputs.plan
         self._sampled(sampler, plan, *self._launched_forward(sizes, width, plan))
         if self.draft_stage is not None and width > 1 and isinstance(sizes, int):
@@ -188,31 +195,33 @@ class Runner:
 
     @cached_property
     def _mixed_sizes(self) -> list[MixedSizes]:
-        """What plans with chunks are padded to, largest first."""
+        """Lists the sizes that plans with chunks are padded to, largest first; none on a CPU, or where another backend has the
+        chunks."""
         if not self._pads_chunks:
             return []
         most = self._buckets[-1]
-        decodes = [rows for rows in BESIDE if rows < most] + [most]
+        decodes = [rows for rows in DECODES_BESIDE_PROMPTS if rows < most] + [most]
         return [
-            MixedSizes(prompts, CHUNKS, rows, min(CHUNKS + rows, most))
+            MixedSizes(prompts, MOST_PADDED_CHUNKS, rows, min(MOST_PADDED_CHUNKS + rows, most))
             for prompts in reversed(self._prompt_rows)
             for rows in reversed(decodes)
         ]
 
-    def _padded(self, plan: PlanView) -> int | MixedSizes | None:
-        """What a plan is padded to; None: it runs as it is, of no rows, or large, or since the host must know its chunks."""
+    def _padded_sizes(self, plan: PlanView) -> int | MixedSizes | None:
+        """Returns what a plan is padded to, a bucket of decode rows or the sizes of a step with chunks. None: it runs unpadded, as
+        it has no rows, or too many, or the host must know its chunks (spans, logprobs of prompts, soft tokens)."""
         if not len(plan.chunks):
             return self.bucket(len(plan.rows)) if len(plan.rows) else None
         has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
-        if not self._pads_chunks or len(slots) > CHUNKS or len(plan.spans) or any(slot in self.slots.prompts for slot in slots):
+        if not self._pads_chunks or len(slots) > MOST_PADDED_CHUNKS or len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
             return None
-        if self.encode_stage is not None and self.forward_stage.soft is None and self.encode_stage.holds(slots):
+        if self.encode_stage is not None and self.forward_stage.soft_tokens is None and self.encode_stage.has_items(slots):
             return None
         fitting = (sizes for sizes in self._mixed_sizes if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
         return min(fitting, default=None)
 
     def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
-        """What the sampler of that name gives of a decode step, and how much of it stands. Capturable."""
+        """Sample a padded step by the sampler of that name, and accept drafts. Capturable."""
         sampled = self.sample_stage.captured(name, plan, batch, hidden)
         return self._accepted(batch, hidden, sampled, adjusted=name.startswith("adjusted"))
 
@@ -239,7 +248,7 @@ class Runner:
             self._inputs.apply(uploaded)
             batch = replace(self._inputs.mixed(uploaded, MixedSizes.of(plan))[0], chunks=chunks_of(plan))
             every = self.forward_stage.run(replace(batch, logit_rows=None))
-            if (end := mark(self._device)) is not None:
+            if (end := record_event(self._device)) is not None:
                 end.synchronize()  # the plan's staging memory is used again
         hidden = self.forward_stage.run(batch)
         sizes = {rows * width for rows in self._buckets for width in self._widths}
@@ -255,7 +264,7 @@ class Runner:
             group.pool[:, 0] = 0
 
     def bucket(self, decodes: int) -> int:
-        """The rows that `decodes` decode rows are padded to."""
+        """Returns the rows that `decodes` decode rows are padded to."""
         return self._inputs.bucket(decodes)
 
     def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
@@ -265,7 +274,7 @@ class Runner:
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Read a record of media, or launch a piece of what encoders have begun; False: there is none."""
+        """Read a record of media, or launch a piece of what encoders have begun; returns whether there was one."""
         return self.encode_stage is not None and self.encode_stage.advance()
 
     @torch.inference_mode()
@@ -273,8 +282,8 @@ class Runner:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
         if self.pages is not None:
-            self.pages.follow(plan)
-        start = mark(self._device)
+            self.pages.expect(plan)
+        start = record_event(self._device)
         self.slots.admit(plan.admissions)
         if self.encode_stage is not None:
             self.encode_stage.admit(plan.admissions)
@@ -285,15 +294,15 @@ class Runner:
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
-        sizes = self._padded(plan)
-        widths = self._widths_beside if isinstance(sizes, MixedSizes) else self._widths
+        sizes = self._padded_sizes(plan)
+        widths = self._mixed_widths if isinstance(sizes, MixedSizes) else self._widths
         width = next(width for width in widths if width >= plan.width)
         if sizes:
-            if isinstance(sizes, MixedSizes) and self.encode_stage is not None and self.forward_stage.soft is not None:
-                self.forward_stage.place(self.encode_stage.soft_tokens(chunks_of(plan)))
+            if self.encode_stage is not None and isinstance(sizes, MixedSizes) and self.forward_stage.soft_tokens is not None:
+                self.forward_stage.set_soft_tokens(self.encode_stage.soft_tokens(chunks_of(plan)))
             final = self._padded_forward(sizes, width, uploaded)
         else:
-            final = self.forward_stage.eager(plan, uploaded, self.slots.prompts, width, self.encode_stage)
+            final = self.forward_stage.eager(plan, uploaded, self.slots.prompt_scorings, width, self.encode_stage)
         if plan.masked:  # the core may make no masks before its media are read: the ring may be full
             self._encode(plan, media)
             media = None
@@ -320,24 +329,24 @@ class Runner:
             sequences = len(plan.result_slots)
             self._draft(self.bucket(sequences), plan.drafts)
             if plan.masked and plan.drafts and self.draft_stage is not None:
-                sampled = replace(sampled, drafts=self.draft_stage.made(sequences, plan.drafts))
+                sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
-            self.slots.check()
+            self.slots.check_tables()
         launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start)
         self._encode(plan, step.media)
         return launched
 
     def run(self, plans: Iterable[bytes]) -> list[bytes]:
-        """Run every plan, in order, DEPTH at a time; the results."""
+        """Run every plan, in order, DEPTH at a time; returns their results' bytes."""
         out: deque[Launched] = deque()
         results = []
         for data in plans:
             out.append(self.launch(data))
             if len(out) == DEPTH:
-                results.append(out.popleft().end())
-        return results + [launched.end() for launched in out]
+                results.append(out.popleft().finish())
+        return results + [launched.finish() for launched in out]
 
     def _encode(self, plan: PlanView, media: MediaReader | None) -> None:
         if media and len(plan.encodes):
@@ -347,10 +356,10 @@ class Runner:
     def _set_masks(self, step: int, data: bytes) -> None:
         masks = decode_masks(data)
         assert masks.step == step, f"step {step} has the masks of step {masks.step}"
-        self.slots.adjustments.set_masks(step, masks.slots, masks.bits, after=self.report_stage.end)
+        self.slots.adjustments.set_masks(step, masks.slots, masks.bits, after=self.report_stage.last_end)
 
     def _padded_forward(self, sizes: int | MixedSizes, width: int, uploaded: Tensor) -> FinalRows:
-        """The forward of a plan padded to these sizes, or of decode rows alone, to so many of `width` tokens."""
+        """Run the forward of a plan padded to `sizes`, as a graph if there is one and the plan lies where it reads."""
         if self.graphs is not None and ("forward", sizes, width) in self.graphs and uploaded is self._inputs.plan:
             batch, hidden = self.graphs.replay("forward", sizes, width)
             return FinalRows(hidden, batch, captured=sizes)
@@ -358,12 +367,12 @@ class Runner:
         return FinalRows(hidden, batch)
 
     def _launched_forward(self, sizes: int | MixedSizes, width: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
-        """Capturable."""
+        """Launch the forward of an uploaded plan, padded to `sizes`. Capturable."""
         stage = self.forward_stage
         return stage.decode(sizes, plan, width) if isinstance(sizes, int) else stage.mixed(sizes, plan, width)
 
     def _draft(self, sequences: int, count: int) -> None:
-        """Draft so many tokens behind what was accepted, of so many sequences, padded to a bucket."""
+        """Draft `count` tokens behind the last accepted one of each of `sequences` sequences, a bucket."""
         if self.draft_stage is None or not count:
             return
         if self.graphs is not None:

@@ -60,14 +60,15 @@ class Sampler:
         self._processors = processors(device)
 
     def batch(self, slots: Tensor, positions: Tensor, parameters: SlotParameters, tokens: Tensor) -> SamplingBatch:
-        """Rows that sample, for slots and input positions int32 [R] and the slots' tables. Their logits are not adjusted."""
+        """Returns the rows that sample, for slots and input positions int32 [R] and the slots' tables. Their logits are not
+        adjusted."""
         return SamplingBatch(slots, positions, parameters, tokens, self._suppressed, self._softcap)
 
     def sample(
         self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None, special: SpecialRows = SpecialRows()
     ) -> tuple[Tensor, Tensor | None]:
-        """logits fp32 [R, vocab share], before the soft cap, -inf behind the vocabulary's end -> int32 [R, 2]: token, flags
-        (`kernels.choose`); and of reported rows, if there are any, int32 [n, 2 + 2 alternatives], as `token_logprobs`.
+        """Sample rows. logits fp32 [R, vocab share], before the soft cap, -inf behind the vocabulary's end -> int32 [R, 2]: token,
+        flags (`kernels.choose`); and of reported rows, if there are any, int32 [n, 2 + 2 alternatives], as `token_logprobs`.
 
         Overwrites logits. Capturable, if no row is filtered or reported.
         """
@@ -88,8 +89,8 @@ class Sampler:
         return chosen, torch.cat([self.token_logprobs(raw[rows], tokens[rows], special.alternatives) for rows in pieces])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor, alternatives: int) -> Tensor:
-        """logits fp32 [R, vocab share], -inf behind the vocabulary's end, ids int64 [R] -> int32 [R, 2 + 2 alternatives], as
-        `engine.protocol.PromptLogprobs` has them, of `ids`. The host waits for nothing."""
+        """Compute the logprobs of `ids`. logits fp32 [R, vocab share], -inf behind the vocabulary's end, ids int64 [R] -> int32 [R,
+        2 + 2 alternatives], as `engine.protocol.PromptLogprobs` has them, of `ids`. The host waits for nothing."""
         rows, share = logits.shape
         mine = ids - self._first(logits)
         here = (mine >= 0) & (mine < share)
@@ -107,7 +108,7 @@ class Sampler:
         return torch.cat(numbers, dim=1)
 
     def _argmax(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
-        """int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
+        """Returns int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
         best = local_best(logits, batch, self._first(logits), self._parts(logits))
         if inbox is None:
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
@@ -116,7 +117,7 @@ class Sampler:
         return chosen
 
     def _filter(self, logits: Tensor, batch: SamplingBatch, chosen: Tensor, rows: Tensor) -> None:
-        """The tokens of `rows` int64 [n], from their whole logits, into `chosen` and the token table."""
+        """Sample `rows` int64 [n] from their whole logits, into `chosen` and the token table."""
         capped = None if batch.capped is None else batch.capped[rows]
         batch = replace(batch, slots=batch.slots[rows], positions=batch.positions[rows], capped=capped)
         mine, spare = logits[rows], -len(rows) % self._parallel.size
@@ -128,11 +129,11 @@ class Sampler:
         chosen[rows] = taken
 
     def _pieces(self, rows: Tensor, logits: Tensor) -> Sequence[Tensor]:
-        """Rows int64 [n] in pieces of PIECE_LOGITS logits each."""
+        """Cut rows int64 [n] into pieces of PIECE_LOGITS logits each."""
         return rows.split(max(1, PIECE_LOGITS // logits.shape[1])) if len(rows) else ()
 
     def _first(self, logits: Tensor) -> int:
-        """The first id of this rank's slice."""
+        """Returns the first id of this rank's slice."""
         return self._parallel.rank * logits.shape[1]
 
     def _parts(self, logits: Tensor) -> int:

@@ -46,8 +46,9 @@ class ResultRows:
 class SlotState:
     """Device tables of all slots, and the host's mirror of what plans alone decide.
 
-    ids      vocabulary ids whose logits this rank has;    padding  the padding rows' slot
-    prompts  the slots that report logprobs of their prompts' tokens;   drafts  tokens of a slot behind its last one
+    ids     vocabulary ids whose logits this rank has;   drafts  tokens that a slot may have behind its last one
+    padding          the padding rows' slot
+    prompt_scorings  by slot, what sequences report that ask for logprobs of their prompts
     """
 
     def __init__(self, slots: int, max_len: int, cache: KVCache, ids: range, device: torch.device, drafts: int = 0) -> None:
@@ -65,7 +66,7 @@ class SlotState:
         self._numbers = np.zeros(slots, np.int32)
         self._logprobs: list[int | None] = [None] * slots
         self._filters = ["none"] * slots
-        self.prompts: dict[int, PromptScoring] = {}
+        self.prompt_scorings: dict[int, PromptScoring] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write the tokens and parameters of new sequences, and clear their rows in each page table."""
@@ -76,16 +77,16 @@ class SlotState:
         for admission in admissions:
             slot, number, params = admission.slot, admission.number & NUMBER_MASK, admission.params
             self._numbers[slot], self._logprobs[slot], self._filters[slot] = number, params.logprobs, _filters(params)
-            self.prompts.pop(slot, None)
+            self.prompt_scorings.pop(slot, None)
             if params.prompt_logprobs is not None and admission.prompt > 1:
-                self.prompts[slot] = PromptScoring(number, admission.prompt, params.prompt_logprobs)
+                self.prompt_scorings[slot] = PromptScoring(number, admission.prompt, params.prompt_logprobs)
 
     def warm(self) -> None:
-        """Compile what an admission needs, by one to the padding's slot that leaves it as it is."""
+        """Compile the kernel of admissions, by one to the padding rows' slot that leaves it as it is."""
         self._store([Admission(self.padding, 0, (), 0, SamplingParams(max_tokens=1, temperature=0.0))])
 
     def _store(self, admissions: Sequence[Admission]) -> None:
-        """Their records as `kernels.admissions` reads them, and its launch."""
+        """Pack the admissions' records, upload them, and launch `kernels.admissions`."""
         records, rest, end = np.empty((len(admissions), RECORD), np.int32), list[np.ndarray](), RECORD * len(admissions)
         for record, admission in zip(records, admissions, strict=True):
             params = admission.params
@@ -101,8 +102,8 @@ class SlotState:
         admit(packed, len(admissions), longest, self.tokens, self.lengths, tables, self.parameters)
 
     def result_rows(self, slots: np.ndarray, step: int, width: int = 1) -> ResultRows:
-        """How the rows sample for result slots int32 [R], `width` rows each, of plan `step`, whose masks are set."""
-        adjusted, slots = any(self.adjustments.of(slots, step)), slots.repeat(width)
+        """Returns how the rows of result slots int32 [R] sample, `width` rows each, in plan `step`, whose masks are set."""
+        adjusted, slots = any(self.adjustments.are_adjusted(slots, step)), slots.repeat(width)
         logprobs, filters = ([listed[slot] for slot in slots.tolist()] for listed in (self._logprobs, self._filters))
         special = SpecialRows(
             small_top_k="small top_k" in filters,
@@ -112,15 +113,15 @@ class SlotState:
         )
         return ResultRows(slots, self._numbers[slots], logprobs, special, adjusted, width)
 
-    def check(self) -> None:
-        """Assert that every table entry is a page of its own pool. Waits for the device: for tests and debugging."""
+    def check_tables(self) -> None:
+        """Assert that every entry of the page tables is a page of its pool. Waits for the device: for tests and `debug_hash`."""
         for cache in self.cache:
             low, high, pages = int(cache.table.min()), int(cache.table.max()), cache.pool.shape[1]
             assert 0 <= low <= high < pages, f"group {cache.group.name}: entries {low} .. {high} in a pool of {pages} pages"
 
 
 def _filters(params: SamplingParams) -> str:
-    """Which op filters a sequence's rows: "none", "small top_k" (`kernels.candidates`) or "other" (`kernels.filters`)."""
+    """Says which op filters a sequence's rows: "none", "small top_k" (`kernels.candidates`) or "other" (`kernels.filters`)."""
     if params.temperature < GREEDY_BELOW or not (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
         return "none"
     return "small top_k" if 0 < params.top_k <= SMALL_TOP_K else "other"

@@ -26,7 +26,7 @@ from kernels.inbox_check import inbox_checks
 MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
 
 
-def untried(device: torch.device) -> bool:
+def is_untried(device: torch.device) -> bool:
     """Whether `device` is a GPU of an architecture on which our kernels' tests have not run."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) not in selfcheck.RUN_ON
 
@@ -54,7 +54,7 @@ def _refuse(wrong: Sequence[str]) -> None:
 def check_attention(
     parallel: Parallel, config: EngineConfig, geometry: Geometry, device: torch.device
 ) -> tuple[FailedChecks, list[str]]:
-    """Where a backend is asked for that is not of our own ops: the parts that any rank found wrong, and a sentence for each.
+    """Check parts of backends that are not of our own ops; returns those that any rank found wrong, and a sentence for each.
 
     Every rank must call it.
     """
@@ -71,7 +71,7 @@ def check_attention(
         parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
         wrong = parts_check.mismatches(kind, geometry, groups, settings, parts)
         errors |= {(kind, index): error for index, error in wrong.items()}
-    failed, sentences = agreed(parallel, names, errors, device), []
+    failed, sentences = failed_on_any_rank(parallel, names, errors, device), []
     for kind, index in sorted(failed):
         how = f"by {errors[kind, index]:.2g}" if (kind, index) in errors else "on another rank"
         rows = "decode rows" if kind == "decode" else "prefill chunks"
@@ -79,15 +79,16 @@ def check_attention(
     return failed, sentences
 
 
-def agreed(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:
-    """Those of `names` that failed on any rank."""
+def failed_on_any_rank(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:
+    """Returns those of `names` that failed on any rank. Every rank must call it, with the same names."""
     flags = torch.zeros(-(-len(names) // 64) * 64, device=device)
     flags[: len(names)] = torch.tensor([float(name in failed) for name in names], device=device)
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=False) if count}
 
 
 def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
-    """Root mean square of the residual stream behind the last layer, over a short fixed prompt; every rank must call it.
+    """Compute the root mean square of the residual stream behind the last layer, over a short fixed prompt; every rank must call
+    it.
 
     CheckpointError below 1e-3, or if it is not a number: such a model answers, but says nothing.
     """

@@ -23,15 +23,15 @@ from engine.rank.slots import SlotState
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
 
-PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)  # that chunks' rows are padded to on a GPU, up to the budget
-MORE_PROMPT_ROWS = (1024, 2048)  # where layers share K and V: most layers see few rows then, and the host is slower than the device
-BESIDE = (0, 8, 32, 128)  # decode rows beside them, up to the largest bucket, which is another
-CHUNKS = 16  # of a padded step, at most
+PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)  # that the rows of a step's chunks are padded to on a GPU, up to the budget
+SHARED_KV_PROMPT_ROWS = (1024, 2048)  # also, where layers share K and V: most see few rows then, and the host is the slower one
+DECODES_BESIDE_PROMPTS = (0, 8, 32, 128)  # sequences that decode in such steps, padded; the largest bucket is another
+MOST_PADDED_CHUNKS = 16  # of a padded step; with more a step runs unpadded
 LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))
 
 
 class MixedSizes(NamedTuple):
-    """Of a step with chunks: rows of chunks, chunks, sequences that decode, sequences that give results."""
+    """The sizes of a step with chunks: rows of its chunks, chunks, sequences that decode, sequences that give results."""
 
     prompts: int
     chunks: int
@@ -40,7 +40,7 @@ class MixedSizes(NamedTuple):
 
     @classmethod
     def of(cls, plan: PlanView) -> "MixedSizes":
-        """Those that the plan has."""
+        """Counts the plan's own, unpadded."""
         return cls(int((plan.chunks[:, 2] - plan.chunks[:, 1]).sum()), len(plan.chunks), len(plan.rows), len(plan.result_slots))
 
 
@@ -75,11 +75,11 @@ class StepBuffers:
         self._turn = 0
 
     def bucket(self, decodes: int) -> int:
-        """The rows that `decodes` decode rows are padded to."""
+        """Returns the rows that `decodes` decode rows are padded to."""
         return self.sizes[bisect.bisect_left(self.sizes, decodes)]
 
     def upload(self, plan: PlanView) -> Tensor:
-        """The plan on the device: in `self.plan`, or in memory of its own if it is larger."""
+        """Copy the plan to the device: int32 [n] in `self.plan`, or in memory of its own if it is larger."""
         size = len(plan.fixed)
         if size > len(self.plan):
             return torch.from_numpy(_unique_appends(plan)).to(self.plan.device)
@@ -94,23 +94,20 @@ class StepBuffers:
         apply_plan(plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
     def decodes(self, plan: Tensor, sequences: int, width: int = 1) -> ForwardBatch:
-        """The plan's decode rows, padded to so many sequences of `width` tokens; lengths advance by one. Needs nothing from the
-        host."""
+        """Make the plan's decode rows, padded to `sequences` of `width` tokens each; lengths advance by one. Capturable."""
         pages, rows = self._decoding(plan, sequences, 0, width), sequences * width
         ids, positions, slots = (x[:rows] for x in (self.ids, self.positions, self.slots))
-        return ForwardBatch(ids, positions, slots, self._rotary_rows(0, rows), pages, width=width)
+        return ForwardBatch(ids, positions, slots, self._rotary(positions), pages, width=width)
 
-    def drafting(self, slots: Tensor, positions: Tensor, turned: Tensor) -> ForwardBatch:
-        """Rows at `positions` int32 [n] of `slots`, whose queries are turned as at positions `turned`: a drafter's."""
-        pages = self._gathered(slots, positions, len(slots))
-        rope = {key: table[: len(slots)] for key, table in self._rope.items()}
-        for key, table in rope.items():
-            rotary_table(turned, self._frequencies[key], table)
-        return ForwardBatch(slots, positions, slots, rope, pages)
+    def drafting(self, slots: Tensor, positions: Tensor, rope_positions: Tensor) -> ForwardBatch:
+        """Make a drafter's rows: they read what positions int32 [n] of `slots` see, with queries roped as at `rope_positions`.
+        Capturable."""
+        pages, unread = self._gathered(slots, positions, len(slots)), slots  # a drafter begins with tokens of its own, not with ids
+        return ForwardBatch(unread, positions, slots, self._rotary(rope_positions), pages)
 
     def mixed(self, plan: Tensor, sizes: MixedSizes, width: int = 1) -> tuple[ForwardBatch, ForwardBatch]:
-        """The plan's chunk rows, then its decode rows, and the rows that give results (`logit_rows` of all), `width` of a sequence,
-        all padded to `sizes`. Needs nothing from the host."""
+        """Make the plan's chunk rows and behind them its decode rows, padded to `sizes`; and a batch of the rows that give
+        results, `width` a sequence (`logit_rows` of the first). Capturable."""
         first, total = sizes.prompts, sizes.prompts + sizes.decodes * width
         pages = tuple(page_ids[:0] for page_ids in self._pages)
         if sizes.decodes:
@@ -119,35 +116,35 @@ class StepBuffers:
         chunks, results = self._chunks[: sizes.chunks + 1], ResultInputs(*(x[: sizes.results * width] for x in self._results))
         chunk_inputs(plan, LAYOUT, self._slots.tokens, self._slots.padding, rows, first, chunks, results, width)
         batch = ForwardBatch(
-            *rows, self._rotary_rows(0, total), pages, results.rows, width=width, prompts=first, chunk_list=chunks
+            *rows, self._rotary(rows.positions), pages, results.rows, width=width, prompts=first, chunk_list=chunks
         )
         ends = replace(batch, slots=results.slots, positions=results.positions)
         return batch, replace(ends, ids=rows.ids[results.rows]) if width > 1 else ends
 
     def _decoding(self, plan: Tensor, sequences: int, first: int, width: int) -> tuple[Tensor, ...]:
-        """Make the plan's decode rows from row `first` on; the page ids that they read. Lengths advance."""
+        """Make decode rows from row `first` on; returns the page ids that they read, of each KV group. Lengths advance."""
         ids, positions, slots = (x[first : first + sequences * width] for x in (self.ids, self.positions, self.slots))
         tokens, lengths = self._slots.tokens, self._slots.lengths
         decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
         return self._gathered(slots, positions, sequences)
 
     def _gathered(self, slots: Tensor, positions: Tensor, sequences: int) -> tuple[Tensor, ...]:
-        """The page ids that each of the rows' sequences reads, of each KV group."""
+        """Gather the page ids that each of the rows' sequences reads, of each KV group."""
         pages = tuple(page_ids[:sequences] for page_ids in self._pages)
         for cache, page_ids in zip(self._slots.cache, pages, strict=True):
             cache.gather(slots, positions, page_ids)
         return pages
 
-    def _rotary_rows(self, first: int, last: int) -> dict[RopeKey, Tensor]:
-        """Cos and sin of rows [first, last)."""
-        rope = {key: table[first:last] for key, table in self._rope.items()}
+    def _rotary(self, positions: Tensor) -> dict[RopeKey, Tensor]:
+        """Make cos and sin of the positions of a batch's rows, int32 [T], for each rotary embedding."""
+        rope = {key: table[: len(positions)] for key, table in self._rope.items()}
         for key, table in rope.items():
-            rotary_table(self.positions[first:last], self._frequencies[key], table)
+            rotary_table(positions, self._frequencies[key], table)
         return rope
 
 
 def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
-    """The plan's chunks, with the offsets of their rows and their spans."""
+    """Returns the plan's chunks, with the offsets of their rows and their spans."""
     chunks: list[Chunk] = []
     for slot, start, end, _, first, count in plan.chunks.tolist():
         spans = tuple(map(tuple, plan.spans[first : first + count].tolist()))
@@ -156,7 +153,7 @@ def chunks_of(plan: PlanView) -> tuple[Chunk, ...]:
 
 
 def _unique_appends(plan: PlanView) -> np.ndarray:
-    """The plan's fixed sections, in which each table entry is appended once: earlier appends to it get group -1.
+    """Returns the plan's fixed sections, in which each table entry is appended once: earlier appends to it get group -1.
 
     Only a slot that changes its sequence within a plan has such appends.
     """

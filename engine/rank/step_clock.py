@@ -44,24 +44,24 @@ class Stopwatch:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Times the work inside the `with`."""
-        start, began = mark(self._device), time.monotonic_ns()
+        """Time the work inside the `with`."""
+        start, began = record_event(self._device), time.monotonic_ns()
         yield
         if start is None:
             self._us += (time.monotonic_ns() - began) // 1000
         else:
-            self._running.append(StepClock(None, start, mark(self._device)))
+            self._running.append(StepClock(None, start, record_event(self._device)))
 
     @property
     def us(self) -> int:
-        """Microseconds of the pieces that have ended."""
+        """Microseconds of the pieces that the device has ended."""
         while self._running and (end := self._running[0].end) is not None and end.query():
             self._us += self._running.popleft().busy_us
         return self._us
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event recorded now on the device's current stream; None on a CPU."""
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event on the device's current stream; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

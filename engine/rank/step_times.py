@@ -24,7 +24,7 @@ TILE = 128  # rows of a tile in a GPU's large matrix products
 
 @torch.inference_mode()
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
-    """Step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
+    """Measure the step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
     At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts.
     """
@@ -43,7 +43,8 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
 
 
 def _context_costs(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], length: int) -> tuple[float, float]:
-    """(ms that a context token adds to a chunk's step, ms that it adds per chunk token), from chunks of few rows and of many."""
+    """Returns (ms that a context token adds to a chunk's step, ms that it adds per chunk token), from chunks of few rows and of
+    many."""
     context = max(0, min(CHUNK_CONTEXT, length - many[0]))
     if not context:
         return 0.0, 0.0
@@ -53,12 +54,12 @@ def _context_costs(probe: "_Probe", few: tuple[int, float], many: tuple[int, flo
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
-    """Row counts to measure, ascending: the usual ones below `most`, and `most`."""
+    """Returns the row counts to measure, ascending: the usual ones below `most`, and `most`."""
     return [*(rows for rows in usual if rows < most), most]
 
 
 def _ascending(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The points with strictly ascending times, whatever the noise."""
+    """Returns the points with strictly ascending times, whatever the noise."""
     least, ascending = 0.0, []
     for rows, milliseconds in points:
         least = max(milliseconds, least + 1e-3)
@@ -75,15 +76,15 @@ class _Probe:
         self._step = 0
 
     def decode_ms(self, rows: int, context: int) -> float:
-        """A step of `rows` decode rows, each with `context` tokens of context."""
+        """Time a step of `rows` decode rows, each with `context` tokens of context."""
         return self._timed(self._decoding(rows, context), StepPlan(0, rows=single_rows(range(rows))))
 
     def prefill_ms(self, rows: int, context: int = 0) -> float:
-        """A step of `rows` tokens of one prompt, behind `context` others of it."""
+        """Time a step of `rows` tokens of one prompt, behind `context` others of it."""
         return self._timed(*self._chunked(0, rows, context))
 
     def mixed_ms(self, rows: int, context: int, prefills: tuple[tuple[int, float], ...]) -> float:
-        """How much longer a step takes than one of equally many prompt tokens (from `prefills`) if `rows` are decode rows."""
+        """Time how much longer a step takes than one of equally many prompt tokens (from `prefills`) if `rows` are decode rows."""
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(rows, context), self._chunked(rows, whole - rows, 0)
         first = StepPlan(0, admissions=decoding.admissions + newcomer.admissions, appends=[*decoding.appends, *newcomer.appends])
@@ -98,25 +99,25 @@ class _Probe:
             cache.table.zero_()
         slots.lengths.zero_()
         if self._runner.pages is not None:
-            self._runner.pages.forget()
+            self._runner.pages.clear()
         self._runner.report_stage.state.value = 0
 
     def _decoding(self, rows: int, context: int) -> StepPlan:
-        """A plan that admits sequences to the first slots, with pages for all rows that are timed."""
+        """Make a plan that admits sequences to the first slots, with pages for all rows that are timed."""
         return self._admission(range(rows), context + 1, context, context + SERIES * REPEATS + 2)
 
     def _chunked(self, slot: int, rows: int, context: int) -> tuple[StepPlan, StepPlan]:
-        """(a plan that admits a prompt to a slot, a step of `rows` tokens of it behind `context` others)."""
+        """Make two plans: one admits a prompt to a slot, one computes `rows` tokens of it behind `context` others."""
         end = context + rows
         return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
     def _timed(self, first: StepPlan, plan: StepPlan) -> float:
-        """Milliseconds of `plan` after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
+        """Time `plan` in ms, after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
         self._run([first, plan])
         return min(self._run([plan] * REPEATS) for _ in range(SERIES))
 
     def _run(self, plans: list[StepPlan]) -> float:
-        """Mean milliseconds of plans."""
+        """Run plans; returns their mean milliseconds."""
         began = monotonic()
         self._runner.run(map(self._encoded, plans))
         return 1e3 * (monotonic() - began) / len(plans)

@@ -10,8 +10,8 @@ from engine.rank.kv import GroupCache, KVCache
 
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int, step: int = 0) -> StepPlan:
-    """Plan `step`, which admits sequences of `length` tokens to a rank's slots, `cached` of them computed, with pages for positions
-    [cached, end); in a small pool they share pages. Tokens are random: equal ones would all go to the same experts."""
+    """Make plan `step`, which admits sequences of `length` tokens to a rank's slots, `cached` of them computed, with pages for
+    positions [cached, end); in a small pool they share pages. Tokens are random: equal ones would all go to the same experts."""
     params, admissions = SamplingParams(max_tokens=1), []
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()

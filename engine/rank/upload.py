@@ -5,12 +5,14 @@ from torch import Tensor, device
 
 
 def uploaded(tensor: Tensor, to: device) -> Tensor:
-    """A host tensor on device `to`: on a GPU through pinned memory, which torch keeps until the copy is over; on a CPU itself."""
+    """Returns a host tensor on device `to`: on a GPU through pinned memory, which torch keeps until the copy is over; on a CPU
+    itself."""
     return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor.to(to)
 
 
 def downloaded(tensor: Tensor, host: Tensor | None = None) -> Tensor:
-    """A copy of a device tensor in `host`, pinned memory of its shape, or in new; once the device is there. On a CPU a clone."""
+    """Returns a copy of a device tensor in `host`, pinned memory of its shape, or in new; once the device is there. On a CPU a
+    clone."""
     if not tensor.is_cuda:
         return tensor.clone()
     if host is None:

@@ -40,7 +40,7 @@ IDLE_S = 200e-6
 
 
 def load(config: EngineConfig, args: BootArgs) -> Rank:
-    """Join the group and fill this rank's shard."""
+    """Join the group of ranks, and load this rank's shard of the weights."""
     device = torch.device("cuda", args.index) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # of steps: encoders' kernels come behind theirs
@@ -48,7 +48,7 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
 
 
 def boot(lifeline: Lifeline) -> Runner:
-    """Takes part in the handshake, up to Ready."""
+    """Take part in the boot handshake, up to Ready; returns the runner. Whatever is wrong is raised, and ends the group."""
     started = time.monotonic()
     config = lifeline.configure()
     compilers: list[Popen[bytes]] = []
@@ -82,7 +82,7 @@ def boot(lifeline: Lifeline) -> Runner:
 
 
 def wait_at_most(rank: Rank, seconds: float) -> None:
-    """From here on this rank waits so long for what another one sends."""
+    """Bound this rank's waits for the other ranks: so many seconds each, from here on."""
     if isinstance(rank.parallel, MappedCollectives):
         rank.parallel.timeout_s = seconds
     if rank.inboxes is not None:
@@ -90,7 +90,7 @@ def wait_at_most(rank: Rank, seconds: float) -> None:
 
 
 class Worker:
-    """The loop around the runner."""
+    """A rank's loop: reads plans, masks and media from the core's rings, runs them, publishes results and status."""
 
     def __init__(self, runner: Runner, lifeline: Lifeline) -> None:
         args = lifeline.args
@@ -101,13 +101,13 @@ class Worker:
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
         self._media = MediaReader(RingReader(map_shared(args.media), args.tp, args.index), self._waiter)
-        self._launched: deque[tuple[int, Launched, int]] = deque()
-        self._forwarded: tuple[int, Forwarded, int] | None = None  # a step that waits for its masks
-        self._last = 0
-        self._step_us = 0
+        self._launched: deque[tuple[Launched, int]] = deque()  # and when, in monotonic ns
+        self._forwarded: tuple[Forwarded, int] | None = None  # a step that waits for its masks, likewise
+        self._last_step = 0  # launched, or at least its forward
+        self._step_us = 0  # of the step finished last, from its launch on
 
     def run(self) -> None:
-        """Until a stop plan comes; the steps before it are finished."""
+        """Run plans until a stop plan comes, and finish the steps before it."""
         running = True
         while running or self._launched:
             finished = self._finish_done()
@@ -127,7 +127,7 @@ class Worker:
     def _finish_done(self) -> bool:
         """Finish the launched steps that are done; returns whether there were any."""
         before = len(self._launched)
-        while self._launched and self._launched[0][1].done:
+        while self._launched and self._launched[0][0].done:
             self._finish()
         return len(self._launched) < before
 
@@ -138,12 +138,12 @@ class Worker:
         if header.stop:
             return False
         started = time.monotonic_ns()
-        self._last = step
+        self._last_step = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
         if header.masked:
-            self._forwarded = (step, self._runner.forward(data, self._media), started)
+            self._forwarded = self._runner.forward(data, self._media), started
         else:
-            self._launched.append((step, self._runner.launch(data, media=self._media), started))
+            self._launched.append((self._runner.launch(data, media=self._media), started))
         return True
 
     def _sample(self) -> bool:
@@ -152,20 +152,20 @@ class Worker:
         if record is None:
             return False
         assert self._forwarded is not None
-        step, forwarded, started = self._forwarded
+        forwarded, started = self._forwarded
         self._forwarded = None
-        self._launched.append((step, self._runner.sample(forwarded, record[1]), started))
+        self._launched.append((self._runner.sample(forwarded, record[1]), started))
         return True
 
     def _finish(self) -> None:
         """Publish the oldest step's result, then do the work that nothing waits for."""
-        step, launched, started = self._launched.popleft()
+        launched, started = self._launched.popleft()
         result = launched.result()
         if self._results is not None:
-            self._results.write(step, result)
+            self._results.write(launched.step, result)
         launched.fold()
         self._step_us = (time.monotonic_ns() - started) // 1000
-        self._progress(step)
+        self._progress(launched.step)
         clock, status = launched.clock, self._lifeline.status
         status.device(self._lifeline.args.index, clock.busy_us, clock.idle_us, launch.late_compilations())
         if self._runner.encode_stage is not None:
@@ -173,11 +173,11 @@ class Worker:
 
     def _progress(self, finished: int) -> None:
         args, now = self._lifeline.args, time.monotonic_ns()
-        self._lifeline.status.progress(args.index, self._last, finished, now, self._runner.state_hash, self._step_us)
+        self._lifeline.status.progress(args.index, self._last_step, finished, now, self._runner.state_hash, self._step_us)
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Run the process."""
     run(lambda lifeline: Worker(boot(lifeline), lifeline).run())
 
 

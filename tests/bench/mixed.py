@@ -138,7 +138,7 @@ class Steps:
             began = time.monotonic()
             launched = self._rank.runner.launch(plans[-1])
             host = time.monotonic() - began
-            launched.end()
+            launched.finish()
         return 1e3 * seconds / len(plans[3:-1]), 1e3 * host
 
     def _admitted(self, decodes: int, sizes: list[int]) -> StepPlan:

@@ -94,7 +94,7 @@ def test_right_drafts_save_steps(tmp_path: Path) -> None:
     assert stage is not None
 
     def guess(sequences: int, count: int) -> None:
-        rows = stage._first(sequences)
+        rows = stage._first_rows(sequences)
         columns = rows.positions[1 : 1 + count].long() + 1
         slots.tokens[rows.slots.long()[None].expand_as(columns), columns] = known[columns.clamp(max=len(known) - 1)]
 

@@ -174,7 +174,7 @@ _RANK = (
     ),
     Fault(
         "last-tenants-prompt-logprobs-stay", "engine/rank/slots.py",
-        "self.prompts.pop(admission.slot, None)", "pass", "engine/rank/test_slots.py",
+        "self.prompt_scorings.pop(slot, None)", "pass", "engine/rank/test_slots.py",
     ),
     Fault(
         "min-tokens-counts-the-prompt", "engine/rank/slots.py",

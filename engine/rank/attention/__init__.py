@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention import BACKENDS, OWN, REFERENCE
 from engine.attention.backend_entry import BackendEntry, RowKind
 from engine.config import EngineConfig
-from engine.geometry import Geometry, Layer
+from engine.geometry import Geometry, KVGroup, Layer
 from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, Norms, PartSettings
 from engine.rank.batch import RowBlock
 from engine.rank.kv import GroupCache, KVCache
@@ -43,7 +43,7 @@ class SpanExtend:
         self._usual, self._own = usual, own
 
     def prepare(self, block: RowBlock) -> tuple[AttentionPart, Any]:
-        """The part, and what it prepared."""
+        """Choose the part; returns it, and what it prepared."""
         part = self._own if block.has_spans else self._usual
         return part, part.prepare(block)
 
@@ -65,7 +65,7 @@ def attention_backend(
     check: CopyCheck | None = None,
     width: int = 1,
 ) -> AttentionBackend:
-    """The backends asked for. Tokens that see each other both ways are left to our own.
+    """Build the attention of a rank, of the backends asked for. Tokens that see each other both ways are left to our own.
 
     buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
     width: decode rows of a sequence at most
@@ -75,20 +75,20 @@ def attention_backend(
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)
     made = functools.cache(lambda entry: make_parts(entry, settings, download=config.download))
 
-    def parts(kind: RowKind, group: GroupCache) -> AttentionParts:
-        return made(ours if (kind, group.group.index) in config.failed_checks else entries[kind])
+    def parts(kind: RowKind, group: KVGroup) -> AttentionParts:
+        return made(ours if (kind, group.index) in config.failed_checks else entries[kind])
 
-    def extend(group: GroupCache) -> AttentionPart:
-        usual, own = parts("extend", group), made(ours)
-        if usual is own or not group.group.bidirectional:
-            return usual.extend(group)
-        return SpanExtend(usual.extend(group), own.extend(group))
+    def extend(pages: GroupCache) -> AttentionPart:
+        usual, own = parts("extend", pages.group), made(ours)
+        if usual is own or not pages.group.bidirectional:
+            return usual.extend(pages)
+        return SpanExtend(usual.extend(pages), own.extend(pages))
 
-    decodes = [parts("decode", group).decode(group) for group in cache]
-    extends = [extend(group) for group in cache]
+    decodes = [parts("decode", pages.group).decode(pages) for pages in cache]
+    extends = [extend(pages) for pages in cache]
     return AttentionBackend({"decode": decodes, "extend": extends})
 
 
 def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool, for_check: bool = False) -> AttentionParts:
-    """Those of the backend's module, as `AttentionParts` says."""
+    """Import the backend's module, and make its parts as `AttentionParts` says."""
     return import_module(entry.parts).parts(settings, download=download, for_check=for_check)

@@ -47,11 +47,13 @@ class AttentionPart(Protocol):
     """One kind of rows of one KV group."""
 
     def prepare(self, block: RowBlock) -> Any:
-        """Once a step that has such rows, before `attend`. Of decode rows it asks the host nothing, so that a graph can hold it."""
+        """Make what `attend` needs, once a step that has such rows. Of decode rows it asks the host nothing, so that a graph can
+        hold it."""
         ...
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: Any, out: Tensor) -> None:
-        """qkv [rows, ...] and out [rows, heads * head_dim] of the block's rows; their K and V go into their pages."""
+        """Compute the attention of the block's rows. qkv [rows, ...] and out [rows, heads * head_dim] of the block's rows; their K
+        and V go into their pages."""
         ...
 
 
@@ -70,8 +72,8 @@ class AttentionParts:
 def normed_queries(
     cache: GroupCache, settings: PartSettings, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, q: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Writes K and V of the block's rows into their pages; the rows' normed and roped queries [rows, heads, d], in `q` where it is
-    given, and the pool that they read."""
+    """Write K and V of the block's rows into their pages; returns the rows' normed and roped queries [rows, heads, d], in `q` where
+    it is given, and the pool that they read."""
     q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim) if q is None else q
     pool, rope = cache.layer(layer.kv_source), block.rope[layer.rope, layer.head_dim]
     qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
@@ -85,18 +87,20 @@ class AttentionBackend:
         self._parts = parts
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
-        """Once a step, before `attend`. Of decode rows alone it asks the host nothing, so that a graph can hold the step."""
+        """Make what `attend` needs, once a step. Of decode rows alone it asks the host nothing, so that a graph can hold the
+        step."""
         return tuple(tuple(part.prepare(block) for part in self._parts[block.kind]) for block in batch.blocks)
 
     def attend(
-        self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, group: GroupCache, out: Tensor
+        self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, cache: GroupCache, out: Tensor
     ) -> None:
-        """qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product: q, then k and v, if the layer has its own.
+        """Compute the attention of a layer. qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product: q, then k and
+        v, if the layer has its own.
 
-        Writes K and V of every row into the pages of `group`, which holds those of `layer.kv_source`, and out
+        Writes K and V of every row into the pages of `cache`, which holds those of `layer.kv_source`, and out
         [T, heads * head_dim].
         """
-        index = group.group.index
+        index = cache.group.index
         for block, prepared in zip(batch.blocks, plan, strict=True):
             part = self._parts[block.kind][index]
             part.attend(qkv[block.rows], layer, norms, block, prepared[index], out[block.rows])

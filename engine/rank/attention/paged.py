@@ -37,7 +37,7 @@ class PagedDecode:
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, most, settings.device)
 
     def prepare(self, block: RowBlock) -> None:
-        """Nothing: the block holds what a sequence reads."""
+        """Prepares nothing: the block holds what a sequence reads."""
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: None, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
@@ -63,7 +63,7 @@ class PagedExtend:
         self._tokens = tile_tokens(settings.heads, cache.group.kv_heads)
 
     def prepare(self, block: RowBlock) -> ExtendPlan:
-        """The tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`). Without
+        """Make the tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`). Without
         images it asks the host nothing."""
         assert block.chunk_list is not None
         tiles = extend_tiles(block.chunk_list, self._tokens, len(block.slots))
@@ -81,7 +81,7 @@ class PagedExtend:
 
 
 def _last_seen(chunk: Chunk) -> Tensor:
-    """int32 [size]: the last position that each of its rows sees: its own, or its span's last."""
+    """Returns int32 [size]: the last position that each of its rows sees: its own, or its span's last."""
     seen = torch.arange(chunk.start, chunk.end, dtype=torch.int32)
     for first, last in chunk.spans:
         seen[first - chunk.start : last - chunk.start] = last - 1
@@ -89,5 +89,5 @@ def _last_seen(chunk: Chunk) -> Tensor:
 
 
 def parts(settings: PartSettings, **_: bool) -> AttentionParts:
-    """As `AttentionParts` says; they share nothing."""
+    """Make the parts, as `AttentionParts` says; they share nothing."""
     return AttentionParts(partial(PagedDecode, settings=settings), partial(PagedExtend, settings=settings))

@@ -46,8 +46,8 @@ def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSetti
     else:
         spans = [(0, 40), (visible + 3, visible + 36)]
     chunks = (Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)) if kind == "extend" else ()
-    cache, batch = _sequences(group, layer, spans, settings.device, chunks)
-    norms, qkv = _product(layer, settings, batch.rows, group)
+    cache, batch = _poisoned_sequences(group, layer, spans, settings.device, chunks)
+    norms, qkv = _norms_and_qkv(layer, settings, batch.rows, group)
     (block,), outputs = batch.blocks, []
     for maker in (paged.parts(settings), parts):
         part: AttentionPart = getattr(maker, kind)(cache)
@@ -57,10 +57,11 @@ def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSetti
     return row_error(actual, expected)
 
 
-def _sequences(
+def _poisoned_sequences(
     group: KVGroup, layer: Layer, spans: Sequence[tuple[int, int]], device: torch.device, chunks: tuple[Chunk, ...]
 ) -> tuple[GroupCache, ForwardBatch]:
-    """A slot for each span of positions, its pages shuffled; behind its end, in its last page and its table's tail, lies poison."""
+    """Make a slot for each span of positions, its pages shuffled; behind its end, in its last page and its table's tail, lies
+    poison."""
     generator = torch.Generator().manual_seed(group.head_dim)
     needed = [group.pages_for(start, end) if end else range(0) for start, end in spans]
     poisoned = 1 + sum(map(len, needed))
@@ -83,8 +84,8 @@ def _sequences(
     return cache, eager_batch(KVCache([cache]), frequencies, torch.zeros_like(slots), slots, positions, chunks)
 
 
-def _product(layer: Layer, settings: PartSettings, rows: int, group: KVGroup) -> tuple[Norms, Tensor]:
-    """Weights of the head norms, such that scores have deviation one, and a raw product."""
+def _norms_and_qkv(layer: Layer, settings: PartSettings, rows: int, group: KVGroup) -> tuple[Norms, Tensor]:
+    """Draw weights of the head norms, such that scores have deviation one, and a raw product."""
     weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=_DTYPE, device=settings.device)
     width = (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
     generator = torch.Generator().manual_seed(rows)

@@ -62,12 +62,13 @@ class FlashInfer:
 
 
 def load(device: torch.device, *, download: bool) -> FlashInfer:
-    """FlashInfer for the GPU `device`. ConfigError: it is not there, or lacks an argument that the calls need."""
+    """Import FlashInfer for the GPU `device`. ConfigError: it is not there, or lacks an argument that the calls need."""
     return load_for("trtllm-gen" if torch.cuda.get_device_capability(device)[0] == 10 else "xqa", download=download)
 
 
 def load_for(kernels: Kernels, *, download: bool = False) -> FlashInfer:
-    """FlashInfer, imported; download: it may fetch what it lacks on disk, for which a first call waits up to minutes."""
+    """Import FlashInfer for these kernels. download: it may fetch what it lacks on disk, for which a first call waits up to
+    minutes."""
     if not download:
         os.environ["FLASHINFER_NO_DOWNLOAD"] = "1"
     try:
@@ -104,7 +105,8 @@ class TableRows:
 
 
 def check_group(group: KVGroup, heads: int, kernels: Kernels) -> None:
-    """ConfigError unless the kernels have `group`, whose page and dtype the node was found to have, for `heads` query heads."""
+    """Raise ConfigError unless the kernels have `group`, whose page and dtype the node was found to have, for `heads` query
+    heads."""
     if group.head_dim not in HEAD_DIMS:
         raise ConfigError(f"attention: {TRTLLM_MHA.name} has no kernels for head dim {group.head_dim}")
     if heads % group.kv_heads or heads // group.kv_heads > _MOST_GROUP[kernels]:
@@ -114,7 +116,8 @@ def check_group(group: KVGroup, heads: int, kernels: Kernels) -> None:
 def _arguments(
     scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableRows, group: KVGroup, out: Tensor
 ) -> dict[str, Any]:
-    """What both calls are given, checked. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page, d]."""
+    """Check and name what both calls are given. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page,
+    d]."""
     tables, lengths, count = rows.tables, rows.lengths, len(rows.tables)
     assert query.dtype == pool.dtype == out.dtype, (query.dtype, pool.dtype, out.dtype)
     assert query.shape == out.shape, (query.shape, out.shape)
@@ -137,7 +140,7 @@ def _arguments(
 
 
 def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Tensor, rows: TableRows, out: Tensor) -> None:
-    """Attention of decode rows; query and out [rows, heads, d]."""
+    """Compute the attention of decode rows; query and out [rows, heads, d]."""
     flashinfer, arguments = scratch.flashinfer, _arguments(scratch, query, pool, rows, group, out)
     assert len(query) == len(rows.tables), (query.shape, rows.tables.shape)
     flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels)
@@ -162,7 +165,7 @@ class TrtllmDecode:
         self._q = torch.zeros((most, settings.heads, group.head_dim), dtype=cache.pool.dtype, device=settings.device)
 
     def prepare(self, block: RowBlock) -> TableRows:
-        """The rows' tables and lengths."""
+        """Make the rows' tables and lengths."""
         cache, count = self._cache, len(block.slots)
         assert count <= len(self._tables), (count, len(self._tables))
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
@@ -198,7 +201,7 @@ class TrtllmExtend:
         self._cache, self._settings, self._scratch = cache, settings, scratch
 
     def prepare(self, block: RowBlock) -> ChunkRows:
-        """The chunks' rows of the page table, with nothing behind their ends, and their running sums."""
+        """Gather the chunks' rows of the page table, with nothing behind their ends, and their running sums."""
         assert block.chunk_list is not None
         slots, _, starts, sizes = block.chunk_list[: len(block.chunks)].T.contiguous()
         lengths = starts + sizes
@@ -227,7 +230,7 @@ class TrtllmExtend:
 
 
 def parts(settings: PartSettings, *, download: bool, for_check: bool) -> AttentionParts:
-    """As `AttentionParts` says; they share the scratch."""
+    """Make the parts, as `AttentionParts` says; they share the scratch."""
     flashinfer = load(settings.device, download=download)
     scratch = TrtllmScratch(flashinfer, settings, _CHECK_WORKSPACE_BYTES if for_check else WORKSPACE_BYTES)
     return AttentionParts(

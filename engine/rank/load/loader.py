@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece, allocate
-from engine.rank.load.tensor_files import TensorHeader, checked, headers, opened
+from engine.rank.load.tensor_files import TensorHeader, checked_headers, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
 from engine.rank.models.layers import Shard
 from engine.weight_formats import PLAIN, WeightFormat
@@ -21,7 +21,7 @@ _BLOCK_BYTES = 16 << 20  # copied at once
 
 
 def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: bool = False) -> Geometry:
-    """`geometry`, whose head is tied unless the folder has one that differs from the embedding, whatever config.json says.
+    """Returns `geometry`, whose head is tied unless the folder has one that differs from the embedding, whatever config.json says.
 
     progress: say on stderr what became of a saved head.
     """
@@ -54,7 +54,7 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
     before anything is copied.
     """
     needed, parameters = allocate(model, tensors, weights)
-    by_name = checked(folder, needed, tensors, model.geometry)
+    by_name = checked_headers(folder, needed, tensors, model.geometry)
     began = time.monotonic()
     for path in sorted({header.path for header in by_name.values()}):
         with opened(path) as file:
@@ -67,7 +67,7 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
 
 
 def _copy(source: Any, piece: Piece, parameter: Tensor) -> None:
-    """Blocks of rows of each cut; `source` is a slice of the file that is read where it is indexed."""
+    """Copy blocks of rows of each cut; `source` is a slice of the file that is read where it is indexed."""
     for cut in piece.cuts if piece.kept else ():
         rows = cut.rows(piece.shape)
         step = max(1, _BLOCK_BYTES * len(piece.cuts) * len(rows) // (4 * piece.kept))

@@ -29,7 +29,7 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: WeightForm
 
 
 def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """(first row, block of rows), fp32. The blocks depend on the whole tensor's shape only."""
+    """Draw a tensor in blocks: yields (first row, rows fp32). The blocks depend on the whole tensor's shape only."""
     rows = max(1, _DRAW // math.prod(piece.shape[1:]))
     generator = torch.Generator(device)
     for first in range(0, piece.shape[0], rows):

@@ -29,16 +29,16 @@ class Cut:
     at: int = 0
 
     def rows(self, shape: tuple[int, ...]) -> range:
-        """Rows of the tensor that this cut takes something of."""
+        """Returns the rows of the tensor that this cut takes something of."""
         return range(self.start, self.stop) if self.dim == 0 else range(shape[0])
 
     def index(self, first: int, stop: int) -> tuple[slice, ...]:
-        """Index of rows [first, stop), cut."""
+        """Returns the index of rows [first, stop), cut."""
         inner = () if self.dim == 0 else (*(slice(None),) * (self.dim - 1), slice(self.start, self.stop))
         return (slice(first, stop), *inner)
 
     def target(self, parameter: "Tensor", first: int, stop: int) -> "Tensor":
-        """The view of `parameter` that the tensor's rows [first, stop) go to."""
+        """Returns the view of `parameter` that the tensor's rows [first, stop) go to."""
         if self.dim == 0:
             return parameter[self.at + first - self.start : self.at + stop - self.start]
         return parameter[first:stop].narrow(self.dim, self.at, self.stop - self.start)
@@ -71,8 +71,8 @@ class Piece:
 def pieces(
     tensors: TensorTable, geometry: Geometry, rank: int = 0, size: int = 1, weights: WeightFormat = PLAIN
 ) -> dict[str, Piece]:
-    """Every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it. CheckpointError: it would cut
-    a block of the format's."""
+    """Returns every tensor that the checkpoint must hold, by its published name, as `rank` of `size` cuts it. CheckpointError: it
+    would cut a block of the format's."""
     by_name = {}
     for rule in tensors.rules:
         held = weights if rule.kind == "matrix" else PLAIN
@@ -95,7 +95,7 @@ def elements(tensors: TensorTable, geometry: Geometry) -> int:
 
 
 def _of_blocks(cut: Cut, tensor: StoredTensor, shape: tuple[int, ...], name: str) -> Cut:
-    """A matrix's cut, as that of a tensor with an element for each block."""
+    """Turns a matrix's cut into that of a tensor with an element for each block."""
     axis = cut.dim - len(shape)  # -2: rows, -1: columns
     unit = tensor.block[axis] if axis >= -2 else 1
     if unit == 0:
@@ -106,7 +106,7 @@ def _of_blocks(cut: Cut, tensor: StoredTensor, shape: tuple[int, ...], name: str
 
 
 def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, rank: int, size: int) -> tuple[Cut, ...]:
-    """What `rank` keeps: even shares, its KV heads behind its query heads, its up rows behind its gate rows."""
+    """Returns what `rank` keeps: even shares, its KV heads behind its query heads, its up rows behind its gate rows."""
     if part == "whole":
         return (Cut(0, 0, shape[0]),)
     if part == "vocab":
@@ -130,8 +130,8 @@ def _kv_cut(part: Part, geometry: Geometry, layer: Layer, rank: int, size: int) 
 
 
 def allocate(model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN) -> "tuple[dict[str, Piece], dict[str, Tensor]]":
-    """The pieces that fill the model, and its parameters by name, now that its weights have tensors. Every element of each is
-    filled by exactly one piece, but for what lies behind a vocabulary's end, which is zero."""
+    """Give the model's weights their tensors; returns the pieces that fill them, and its parameters by name. Every element of each
+    is filled by exactly one piece, but for what lies behind a vocabulary's end, which is zero."""
     needed = pieces(tensors, model.geometry, model.parallel.rank, model.parallel.size, weights)
     for path, held in {piece.weight: piece.weights for piece in needed.values() if piece.weight}.items():
         parent, _, name = path.rpartition(".")

@@ -29,20 +29,21 @@ class TensorHeader:
     dtype: str
 
 
-def checked(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry) -> dict[str, TensorHeader]:
-    """Every needed tensor's, by its published name, once all of the folder's tensors were found to be right."""
+def checked_headers(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry) -> dict[str, TensorHeader]:
+    """Returns every needed tensor's header, by its published name. CheckpointError names those of the folder's tensors that are
+    missing, unexpected, mis-shaped or of a wrong dtype."""
     by_name, complaints = headers(folder, tensors, geometry)
     live = {name for name in by_name if not tensors.is_unused(name, geometry)}
     complaints += [f"{name} is missing" for name in needed if name not in live]
     complaints += [f"{by_name[name].name} is unexpected" for name in sorted(live - set(needed))]
-    complaints += [why for name in needed if name in by_name and (why := _unlike(needed[name], by_name[name]))]
+    complaints += [why for name in needed if name in by_name and (why := _mismatch(needed[name], by_name[name]))]
     if complaints:
         more = f"; and {len(complaints) - _LISTED} more" if len(complaints) > _LISTED else ""
         raise CheckpointError(f"{folder}: {'; '.join(complaints[:_LISTED])}{more}")
     return {name: by_name[name] for name in needed}
 
 
-def _unlike(piece: Piece, header: TensorHeader) -> str | None:
+def _mismatch(piece: Piece, header: TensorHeader) -> str | None:
     if header.shape != piece.shape:
         return f"{header.name} has shape {list(header.shape)}, not {list(piece.shape)}"
     if header.dtype not in piece.tensor.saved:
@@ -51,12 +52,12 @@ def _unlike(piece: Piece, header: TensorHeader) -> str | None:
 
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[dict[str, TensorHeader], list[str]]:
-    """Every tensor of the folder's shards by its published name, and where index and shards disagree."""
+    """Reads the headers of the folder's shards, by published name; and complaints, where index and shards disagree."""
     index = _index(folder)
     by_name: dict[str, TensorHeader] = {}
     complaints, names = [], set()
     for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
-        for header in _of_shard(path):
+        for header in _shard_headers(path):
             names.add(header.name)
             if index and index.get(header.name) != path.name:
                 complaints.append(f"{header.name} lies in {path.name}, where the index does not say so")
@@ -67,7 +68,7 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[dic
     return by_name, complaints
 
 
-def _of_shard(path: Path) -> Iterator[TensorHeader]:
+def _shard_headers(path: Path) -> Iterator[TensorHeader]:
     with opened(path, "np") as file:  # nothing is read, and torch is not needed
         for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
             view = file.get_slice(name)
@@ -75,7 +76,7 @@ def _of_shard(path: Path) -> Iterator[TensorHeader]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Tensor name -> shard; empty where the folder has no index."""
+    """Reads the index: tensor name -> shard; empty where the folder has none."""
     path = folder / INDEX
     if not path.exists():
         return {}
@@ -103,7 +104,7 @@ def _only_shard(folder: Path) -> Path:
 
 @contextmanager
 def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
-    """The file, mapped; CheckpointError names it if it is absent, cut short or no safetensors file."""
+    """Map the file; CheckpointError names it if it is absent, cut short or no safetensors file."""
     try:
         with safe_open(path, framework=framework) as file:
             yield file

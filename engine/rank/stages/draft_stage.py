@@ -1,4 +1,4 @@
-"""Drafts behind what a step sampled: which tokens stand, then a drafter's passes, into the token table for the next step to verify.
+"""Drafts behind what a step sampled: which tokens stand, then the drafter's passes, for the next step to verify.
 
     tokens  ... input  d_1 .. d_W  |                    sampled: s_0 .. s_W, s_i behind d_i
                 s_0 .. s_a                              s_i stands while d_i = s_(i-1); lengths advance by a
@@ -24,7 +24,7 @@ from kernels.sampling_batch import SlotParameters
 
 
 class DraftStage:
-    """A rank's drafter. count: drafts behind each sequence at most; attention: of the drafter's shape, over the target's cache."""
+    """A rank's drafter. count: the most drafts behind a sequence; attention: of the drafter's layers, over the target's cache."""
 
     def __init__(
         self, drafter: Assistant, count: int, attention: AttentionBackend, inputs: StepBuffers, sampling: SampleStage
@@ -40,10 +40,10 @@ class DraftStage:
         self._greedy = SlotParameters(*zeros, parameters.stop)
 
     def accept(self, batch: ForwardBatch, chosen: Tensor, hidden: Tensor, *, adjusted: bool) -> Tensor:
-        """int32 [sequences, padded]: how many of each sequence's sampled tokens, chosen int32 [rows, 2], stand; lengths advance by
-        the drafts among them, and `draft` goes on from there. hidden: the batch's final rows."""
+        """Returns how many of each sequence's sampled tokens stand, int32 [sequences, padded]; lengths advance by the drafts among
+        them, and `draft` goes on from there. chosen: int32 [rows, 2], as sampled; hidden: the batch's final rows."""
         width, slots = batch.width, self._slots
-        rows = self._first(self._inputs.bucket(len(chosen) // width))
+        rows = self._first_rows(self._inputs.bucket(len(chosen) // width))
         verified = Verified(chosen, batch.ids, batch.slots, batch.positions, hidden, width)
         accepted = accept(verified, slots.parameters.stop, slots.lengths, slots.padding, rows)
         if adjusted and width > 1:
@@ -54,7 +54,7 @@ class DraftStage:
 
     def draft(self, sequences: int, count: int) -> None:
         """Draft `count` tokens behind the last accepted one of each of the step's sequences, padded to so many. Capturable."""
-        rows, drafter = self._first(sequences), self._drafter
+        rows, drafter = self._first_rows(sequences), self._drafter
         peers, inbox = inboxes_of(self._inboxes, sequences)
         batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
         norm = AllReduceNorm(drafter.parallel, peers, drafter.geometry.eps)
@@ -66,11 +66,11 @@ class DraftStage:
 
         drafter.drafts(count, rows.ids, rows.hidden, step, self._target.embed, choose)
 
-    def made(self, sequences: int, count: int) -> Tensor:
-        """int32 [sequences, count]: the last drafts of the step's sequences."""
+    def last_drafts(self, sequences: int, count: int) -> Tensor:
+        """Returns the drafts made last behind the step's sequences, int32 [sequences, count]."""
         slots, positions = self._rows.slots[:sequences, None].long(), self._rows.positions[1 : 1 + count, :sequences].T.long()
         return self._slots.tokens[slots, positions + 1]
 
-    def _first(self, sequences: int) -> DraftInputs:
+    def _first_rows(self, sequences: int) -> DraftInputs:
         ids, slots, positions, hidden = self._rows
         return DraftInputs(ids[:sequences], slots[:sequences], positions[:, :sequences], hidden[:sequences])

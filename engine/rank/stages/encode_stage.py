@@ -1,4 +1,4 @@
-"""Pictures, video and audio become rows in the place of embeddings, before the forward that reads them.
+"""Pictures, video and audio become soft tokens: rows in the place of embeddings, before the forward that reads them.
 
     data of a plan's items --encoders--> rows, of all in one batch --> held by slot until a chunk has passed the item's end
                                   cache: rows by digest               each rank encodes a share of them, and gets all rows
@@ -29,7 +29,7 @@ from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.output_cache import Key, OutputCache
 from engine.rank.parallel import Parallel
-from engine.rank.step_clock import Stopwatch, mark
+from engine.rank.step_clock import Stopwatch, record_event
 from engine.rank.upload import uploaded
 from engine.rank_status import EncoderFigures
 from engine.step_media import MediaReader
@@ -61,8 +61,8 @@ class EncodeShare:
 
 
 class EncodeStage:
-    """A rank's encoders by what they encode, and their outputs. cached: bytes of outputs that are kept by digest on the device;
-    host: and behind them on the host."""
+    """A rank's encoders of media, by kind, and their outputs. cached, host: bytes of outputs that are kept by digest on the device,
+    and behind them on the host."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EncodeStage:
         cached: int = ENCODER_CACHE_BYTES,
     ) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
-        self._held = defaultdict[int, list[EncodedItem]](list)
+        self._slot_items = defaultdict[int, list[EncodedItem]](list)
         self._cache = OutputCache(device, cached, host)
         self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -88,44 +88,44 @@ class EncodeStage:
         self._end: torch.cuda.Event | None = None  # of the last piece that was launched
 
     def warm(self, *, graphs: bool) -> None:
-        """`MediaEncoder.warm` of each."""
+        """Call `MediaEncoder.warm` of each encoder, on the encoders' stream."""
         with self._on_stream():
             for encoder in set(self._encoders.values()):
                 encoder.warm(graphs=graphs)
 
     @property
     def figures(self) -> EncoderFigures:
-        """Since boot; the time is that of what the device has ended."""
+        """What the encoders have done since boot; the time is that of work that the device has ended."""
         cache = self._cache
         held = {"cached_bytes": cache.on_device.bytes, "host_bytes": cache.on_host.bytes}
         return EncoderFigures(self._stopwatch.us, host_hits=cache.host_hits, evictions=cache.evictions, **held, **self._counts)
 
     @property
     def ended(self) -> int:
-        """Plans since boot whose encodes have ended on this rank."""
+        """How many plans' encodes have ended on this rank since boot."""
         running = self._pieces is not None or (self._end is not None and not self._end.query())
         return self._plans - running
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Leave the slots of new sequences empty."""
+        """Drop the items of the slots' last sequences."""
         for admission in admissions:
-            self._held.pop(admission.slot, None)
+            self._slot_items.pop(admission.slot, None)
 
     def encode(self, slots: Sequence[int], media: MediaReader) -> None:
-        """Begin with the next plan's items, of these slots; `advance` reads their data, and launches encoders of those that are
-        not in the cache."""
+        """Begin the encodes of a plan, whose items `media` has next. slots: of each item. `advance` reads their data, and launches
+        encoders for those that are not in the cache."""
         self._gather()
         self._media, items = media, media.items()
         asked = {_key(item): item for item in items}
-        data = {_key(item): self._memory(item) for item in items}
+        data = {_key(item): self._input_buffer(item) for item in items}
         media.read_into(data[_key(item)].flatten().view(torch.uint8).numpy().data for item in items)
         self._outputs = {key: rows for key in asked if (rows := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
-        self._shares = [self._share(encoder, items, data) for encoder, items in of_kinds if items]
+        self._shares = [self._share_out(encoder, items, data) for encoder, items in of_kinds if items]
         self._items = [EncodedItem(_positions(item), _key(item), item.end) for item in items]
         for slot, item in zip(slots, self._items, strict=True):
-            self._held[slot].append(item)
+            self._slot_items[slot].append(item)
         self._pieces = self._launches()
         self._end = None
         self._plans += 1
@@ -145,7 +145,7 @@ class EncodeStage:
         with self._on_stream(), self._stopwatch.timed():
             if next(pieces, True):
                 self._pieces = None
-            self._end = mark(self._device)
+            self._end = record_event(self._device)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -157,8 +157,8 @@ class EncodeStage:
                 share.parts.append((yield from pieces))
 
     def _gather(self) -> None:
-        """Have the rows of the last plan's items on the steps' stream: behind encoders, from all ranks, in the cache. Waits for
-        data that are not read yet."""
+        """Finish the encodes begun last: launch what is left of them, gather their rows over ranks on the steps' stream, keep them
+        in the cache. Waits on the host for data that are not read yet, not for the device."""
         if self._media:
             self._media.finish()
         while self._pieces is not None:
@@ -166,7 +166,7 @@ class EncodeStage:
         if self._end is not None:
             torch.cuda.current_stream(self._device).wait_event(self._end)
         for share in self._shares:
-            rows = self._rows(share).split([count for _, count in share.keys])
+            rows = self._gathered_rows(share).split([count for _, count in share.keys])
             self._outputs |= {key: own.clone() for (key, _), own in zip(share.keys, rows, strict=True)}
         for key, output in self._outputs.items():
             self._cache.put(key, output)
@@ -180,13 +180,13 @@ class EncodeStage:
             self._counts[_COUNTED_AS[item.kind]] += item.shape[0] if item.kind == "video" else 1
             self._counts["rows"] += item.soft_tokens
 
-    def holds(self, slots: Iterable[int]) -> bool:
-        """Whether any of the slots has an item whose end no chunk has reached."""
-        return any(self._held[slot] for slot in slots)
+    def has_items(self, slots: Iterable[int]) -> bool:
+        """Returns whether any of the slots has an item whose end no chunk has reached."""
+        return any(self._slot_items[slot] for slot in slots)
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
-        """The chunks' rows of a batch that items take; None: none do. Items that end in a chunk are dropped."""
-        reached = [(chunk, item) for chunk in chunks for item in self._held[chunk.slot] if item.positions[0] < chunk.end]
+        """Returns the soft tokens of a step's chunks, None if they have none. Items that end in a chunk are dropped."""
+        reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
         if any(item.rows is None for _, item in reached):
             self._gather()
         places, rows = [], []
@@ -196,18 +196,18 @@ class EncodeStage:
             assert item.rows is not None
             rows.append(item.rows[first:last])
         for chunk in chunks:
-            self._held[chunk.slot] = [item for item in self._held[chunk.slot] if item.end > chunk.end]
+            self._slot_items[chunk.slot] = [item for item in self._slot_items[chunk.slot] if item.end > chunk.end]
         if not places:
             return None
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
 
-    def _memory(self, item: MediaItem) -> Tensor:
-        """For what the encoder gets, on the host; pinned for a GPU."""
+    def _input_buffer(self, item: MediaItem) -> Tensor:
+        """Allocate host memory of an item's data, pinned for a GPU."""
         dtype = torch.float32 if item.kind == "audio" else torch.uint8
         return torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
 
-    def _share(self, encoder: MediaEncoder, items: Sequence[MediaItem], data: Mapping[Key, Tensor]) -> EncodeShare:
-        """Several inputs are shared out: runs of about as many rows. A single one is encoded by all."""
+    def _share_out(self, encoder: MediaEncoder, items: Sequence[MediaItem], data: Mapping[Key, Tensor]) -> EncodeShare:
+        """Share out several inputs over the ranks, in runs of about equally many rows; a single one is encoded by all."""
         inputs = [one for item in items for one in encoder.inputs(data[_key(item)])]
         rows = [encoder.rows(one) for one in inputs]
         ranks = min(self._parallel.size, len(inputs))
@@ -217,8 +217,8 @@ class EncodeStage:
         counts = np.bincount(owners, rows, self._parallel.size if ranks > 1 else 1).astype(int).tolist()
         return EncodeShare(encoder, [(_key(item), item.soft_tokens) for item in items], mine, counts)
 
-    def _rows(self, share: EncodeShare) -> Tensor:
-        """The rows of all its items, in order."""
+    def _gathered_rows(self, share: EncodeShare) -> Tensor:
+        """Gather the rows [rows, hidden] of all the share's items, in order."""
         encoder, counts = share.encoder, share.counts
         for part in share.parts if self._stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self._device))  # made by encoders, and read here
@@ -232,7 +232,7 @@ class EncodeStage:
 
 
 def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of inputs that give at most ENCODER_ROWS rows, or of one."""
+    """Cut inputs into batches of at most ENCODER_ROWS rows, or of a single input."""
     batch: list[Tensor] = []
     rows = 0
     for one in inputs:
@@ -246,7 +246,7 @@ def batches(encoder: MediaEncoder, inputs: Sequence[Tensor]) -> Iterator[list[Te
 
 
 def reaches_encodes(plan: PlanView) -> bool:
-    """Whether a chunk of the plan has positions of an item that it encodes."""
+    """Returns whether a chunk of the plan has positions of an item that the same plan encodes."""
     ends = dict(plan.chunks[:, [0, 2]].tolist())
     return any(first < ends.get(slot, 0) for slot, first in plan.encodes[:, :2].tolist())
 
@@ -256,5 +256,5 @@ def _positions(item: MediaItem) -> np.ndarray:
 
 
 def _key(item: MediaItem) -> Key:
-    """Of the same bytes another shape is another picture."""
+    """Returns an item's key in the cache; equal bytes of another shape are another picture."""
     return item.digest, item.shape

@@ -60,23 +60,23 @@ class ForwardStage:
     ) -> None:
         self.model, self._cache, self._attention = model, cache, attention
         self._inputs, self._inboxes, self._pages = inputs, inboxes, pages
-        self.soft: SoftTokens | None = None  # of padded steps, at fixed addresses
+        self.soft_tokens: SoftTokens | None = None  # of padded steps, at fixed addresses
 
-    def allow_soft(self, rows: int) -> None:
-        """Let padded steps have up to so many soft tokens."""
+    def allocate_soft_tokens(self, rows: int) -> None:
+        """Let padded steps have up to `rows` soft tokens."""
         ids = self._inputs.ids
         values = torch.zeros((rows, self.model.geometry.hidden), dtype=self.model.dtype, device=ids.device)
-        self.soft = SoftTokens(torch.full((rows,), -1, device=ids.device), values)
+        self.soft_tokens = SoftTokens(torch.full((rows,), -1, device=ids.device), values)
 
-    def place(self, soft: SoftTokens | None) -> None:
-        """Give the next padded step its soft tokens."""
-        assert self.soft is not None
-        self.soft.rows.fill_(-1)
+    def set_soft_tokens(self, soft: SoftTokens | None) -> None:
+        """Set the soft tokens of the next padded step; None: it has none."""
+        assert self.soft_tokens is not None
+        rows, values = self.soft_tokens.rows.fill_(-1), self.soft_tokens.values
         if soft is not None:
-            self.soft.rows[: len(soft.rows)], self.soft.values[: len(soft.rows)] = soft.rows, soft.values
+            rows[: len(soft.rows)], values[: len(soft.rows)] = soft.rows, soft.values
 
     def decode(self, bucket: int, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
-        """Inputs and final hidden rows of the plan's decode rows, padded to `bucket` rows of `width` tokens. Capturable."""
+        """Returns inputs and final hidden rows of decode rows, padded to `bucket` sequences of `width` tokens. Capturable."""
         self._inputs.apply(plan)
         batch = self._inputs.decodes(plan, bucket, width=width)
         if self._pages is not None:
@@ -85,10 +85,10 @@ class ForwardStage:
         return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
     def mixed(self, sizes: MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
-        """The result rows of a plan with chunks, padded to `sizes`, and their final hidden ones. Capturable."""
+        """Returns inputs and final hidden rows of a plan's result rows, chunks and all padded to `sizes`. Capturable."""
         batch, ends = self._mixed(sizes, plan, width)
-        if self.soft is not None:
-            batch = replace(batch, soft=SoftTokens(self.soft.rows[: sizes.prompts], self.soft.values[: sizes.prompts]))
+        if (soft := self.soft_tokens) is not None:
+            batch = replace(batch, soft=SoftTokens(soft.rows[: sizes.prompts], soft.values[: sizes.prompts]))
         return ends, self.run(batch)
 
     def _mixed(self, sizes: MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
@@ -106,8 +106,10 @@ class ForwardStage:
         width: int,
         media: EncodeStage | None,
     ) -> FinalRows:
-        """The forward of a step with chunks, and decode rows of `width` tokens, or with no rows at all. scorings: slots that report
-        logprobs of their prompts; media: holds what encoders put into chunks."""
+        """Run the forward of an unpadded step: with chunks, and decode rows of `width` tokens, or with no rows at all.
+
+        uploaded: the plan on the device; scorings: of slots that report logprobs of their prompts; media: has the soft tokens.
+        """
         if not len(plan.chunks):
             self._inputs.apply(uploaded)
             return FinalRows(self._inputs.ids[:0])
@@ -120,7 +122,7 @@ class ForwardStage:
         return FinalRows(hidden[batch.logit_rows], ends, prompts=ScoredBatch(scored, batch, hidden))
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
+        """Returns the final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
         peers = self._inboxes.sequence if self._inboxes is not None and batch.chunks else None
         if peers is not None:
             peers = peers.begin(batch.rows) if SEQUENCE_ROWS <= batch.rows <= peers.rows else None

@@ -18,7 +18,7 @@ from engine.rank.prompt_logprobs import ScoredRows, prompt_rows
 from engine.rank.slots import ResultRows
 from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.sample_stage import StepTokens
-from engine.rank.step_clock import StepClock, mark
+from engine.rank.step_clock import StepClock, record_event
 from engine.rank.upload import downloaded
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
@@ -30,9 +30,9 @@ class CopyOut:
     """
 
     def __init__(self, outputs: dict[str, Tensor], device: torch.device, **pinned: Tensor) -> None:
-        """outputs: device tensors; pinned: memory of the shape of some of them, the others get new."""
+        """outputs: device tensors by name; pinned: host memory of some of them, of equal shape; the others get new memory."""
         self._host = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
-        self.end = mark(device)
+        self.end = record_event(device)
 
     @property
     def done(self) -> bool:
@@ -40,7 +40,7 @@ class CopyOut:
         return self.end is None or self.end.query()
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Waits for the copies; the tensors on the host."""
+        """Wait for the copies; returns the tensors on the host."""
         if self.end is not None:
             self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
@@ -55,11 +55,11 @@ class StateHash:
         self._plans: deque[tuple[int, bytes, bytes]] = deque()
 
     def launched(self, step: int, plan: bytes, masks: bytes) -> None:
-        """Keep a step's plan and masks until `fold`."""
+        """Keep the bytes of a step's plan and masks until `fold`."""
         self._plans.append((step, plan, masks))
 
     def fold(self, step: int, host: dict[str, np.ndarray]) -> None:
-        """Chain one finished step."""
+        """Chain one finished step. host: its outputs."""
         expected, plan, masks = self._plans.popleft()
         assert step == expected, f"step {step} finished before step {expected}"
         value = checksum(masks, checksum(plan, self.value))
@@ -80,10 +80,8 @@ class Launched:
     rows: ResultRows | None
     scored: Sequence[ScoredRows]
     copy: CopyOut
-    state: StateHash
-    pages: PageCheck | None
     clock: StepClock
-    encodes: EncodeStage | None
+    stage: "ReportStage"
 
     @property
     def done(self) -> bool:
@@ -93,10 +91,10 @@ class Launched:
     def result(self) -> bytes:
         """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
         PageViolation: a page table was wrong (`debug_pages`)."""
-        host = self.copy.wait()
-        if self.pages is not None:
-            self.pages.verify(self.step, host["violations"])
-        encoded = 0 if self.encodes is None else self.encodes.ended
+        host, pages, encodes = self.copy.wait(), self.stage.pages, self.stage.encodes
+        if pages is not None:
+            pages.verify(self.step, host["violations"])
+        encoded = 0 if encodes is None else encodes.ended
         if self.rows is None:
             return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {}, encoded=encoded)
         tokens, flags = host["chosen"].T
@@ -117,16 +115,16 @@ class Launched:
 
     def fold(self) -> None:
         """Fold this step into the rank's state hash."""
-        self.state.fold(self.step, self.copy.wait())
+        self.stage.state.fold(self.step, self.copy.wait())
 
-    def end(self) -> bytes:
-        """Calls `result`, then `fold`."""
+    def finish(self) -> bytes:
+        """Call `result`, then `fold`."""
         result = self.result()
         self.fold()
         return result
 
     def _logprobs(self, rows: ResultRows, host: dict[str, np.ndarray], counts: np.ndarray) -> dict[int, list[Logprobs]]:
-        """By sequence, of its tokens; counts: how many it has."""
+        """Logprobs of the sampled tokens by result row; counts: each row's tokens."""
         special, reported = rows.special, defaultdict[int, list[Logprobs]](list)
         if not special.reported:
             return {}
@@ -139,31 +137,33 @@ class Launched:
 
 
 class ReportStage:
-    """Starts the copy of a step's outputs. rows: the most that a step samples."""
+    """Starts the copies of steps' outputs, and has the rank's state hash. rows: the most that a step samples; encodes: counts plans
+    whose encodes have ended."""
 
     def __init__(
         self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage | None, *, debug_hash: bool
     ) -> None:
-        self._device, self._pages, self._encodes, self.debug_hash = device, pages, encodes, debug_hash
+        self._device, self.pages, self.encodes, self.debug_hash = device, pages, encodes, debug_hash
         self.state = StateHash()
         pinned = device.type == "cuda"
         self._host = [torch.zeros((rows, 2), dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
-        self.end: torch.cuda.Event | None = None  # of the last step
+        self.last_end: torch.cuda.Event | None = None  # of the step started last
 
     def start(
         self, plan: PlanView, rows: ResultRows, sampled: StepTokens | None, hidden: Tensor, start: torch.cuda.Event | None
     ) -> Launched:
-        """The step, whose outputs are on their way. hidden: its final rows; start: its start event."""
+        """Start the copy of a step's outputs. rows: those that sample; hidden: their final hidden rows; start: the step's start
+        event."""
         self._host.append(self._host.pop(0))
         copy = CopyOut(self._outputs(sampled, hidden, rows), self._device, chosen=self._host[-1][: len(rows.slots)])
-        clock = StepClock(self.end if len(plan.rows) else None, start, copy.end)
-        self.end = copy.end
+        clock = StepClock(self.last_end if len(plan.rows) else None, start, copy.end)
+        self.last_end = copy.end
         scored = sampled.scored if sampled is not None else ()
-        return Launched(plan.step, None if sampled is None else rows, scored, copy, self.state, self._pages, clock, self._encodes)
+        return Launched(plan.step, None if sampled is None else rows, scored, copy, clock, self)
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, rows: ResultRows) -> dict[str, Tensor]:
-        """What to copy to the host."""
-        outputs: dict[str, Tensor | None] = {"violations": None if self._pages is None else self._pages.violations}
+        """Returns the device tensors to copy to the host, by name."""
+        outputs: dict[str, Tensor | None] = {"violations": None if self.pages is None else self.pages.violations}
         if sampled is not None:
             count = len(rows.slots)
             outputs |= {"chosen": sampled.chosen[:count], "drafts": sampled.drafts}

@@ -38,7 +38,7 @@ class StepTokens:
 
 
 def captured_sampler(rows: ResultRows) -> str | None:
-    """The one of SAMPLERS that does what the rows ask for; None: none does."""
+    """Returns the one of SAMPLERS that does what the rows ask for; None: none does."""
     special = rows.special
     if special.filtered or special.reported:
         return None
@@ -53,12 +53,12 @@ class SampleStage:
         self.model, self.sampler, self.slots, self.inboxes, self._share = model, sampler, slots, inboxes, share
 
     def captured(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
-        """Tokens of the batch's rows by one of SAMPLERS. Capturable."""
+        """Sample the batch's rows by one of SAMPLERS. Capturable."""
         special = SpecialRows(small_top_k=name.endswith("small_top_k"))
         return self.sample(plan if name.startswith("adjusted") else None, batch, hidden, special)
 
     def sample(self, plan: Tensor | None, batch: ForwardBatch, hidden: Tensor, special: SpecialRows) -> StepTokens:
-        """Tokens of the batch's rows; with the step's `plan`, their logits are adjusted as their slots say."""
+        """Sample the batch's rows from their final hidden rows; with the step's `plan`, logits are adjusted as their slots say."""
         rows = self.sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)
         if plan is not None:
             tables = self.slots.adjustments.tables
@@ -67,12 +67,12 @@ class SampleStage:
         return StepTokens(*self.sampler.sample(self.model.logits(hidden), rows, inbox, special))
 
     def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:
-        """`sampled`, or nothing, with the logprobs of prompt tokens."""
+        """Returns `sampled`, or what a step gives that samples nothing, with the logprobs of prompt tokens."""
         sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
         return replace(sampled, scored=prompts.scored, prompts=self.prompt_logprobs(prompts))
 
     def prompt_logprobs(self, prompts: ScoredBatch) -> Tensor:
-        """As `token_logprobs`, from the final hidden rows of a whole batch."""
+        """Returns the logprobs of prompt tokens, as `token_logprobs`, from the final hidden rows of a whole batch."""
 
         def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
             return self.sampler.token_logprobs(self.model.logits(prompts.hidden[rows]), ids, alternatives)

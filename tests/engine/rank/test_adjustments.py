@@ -208,7 +208,7 @@ def test_a_slot_forgets_its_last_tenant() -> None:
     fresh = RankTables(Single()).adjusted(logits, {5: AdjustedSequence([1, 2], 1)})
     assert not torch.equal(rank.adjusted(logits, {5: first}), fresh)
     rank.adjustments.admit([Admission(5, 2, [1, 2], 1, SamplingParams(max_tokens=1))])
-    assert rank.adjustments.of(np.array([5]), STEP) == [False]
+    assert rank.adjustments.are_adjusted(np.array([5]), STEP) == [False]
     assert torch.equal(rank.adjusted(logits, {5: AdjustedSequence([1, 2], 1)}), fresh)
 
 
@@ -303,7 +303,7 @@ def test_a_mask_is_for_one_step() -> None:
     adjustments, bits = Adjustments(SLOTS, range(VOCAB), CPU), np.zeros((3, -(-VOCAB // 32)), np.int32)
     adjustments.set_masks(3, np.array([6, 2, 4], np.int32), bits)
     adjustments.set_masks(4, np.array([4], np.int32), bits[:1])
-    of = lambda step: np.flatnonzero(adjustments.of(np.arange(SLOTS), step)).tolist()  # noqa: E731
+    of = lambda step: np.flatnonzero(adjustments.are_adjusted(np.arange(SLOTS), step)).tolist()  # noqa: E731
     assert (of(3), of(4), of(5)) == ([2, 6], [4], [])
 
 

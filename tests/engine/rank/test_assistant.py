@@ -217,7 +217,7 @@ def round_error(
         return passes[-1]
 
     def judged(sequences: int, count: int) -> None:
-        rows = stage._first(sequences)
+        rows = stage._first_rows(sequences)
         lengths = slots.lengths.clone()
         passes.clear()
         draft(sequences, count)

@@ -109,7 +109,7 @@ def guessing(known: Mapping[int, Sequence[int]], right: float, runner: Runner) -
 
     def draft(sequences: int, count: int) -> None:
         own(sequences, count)
-        rows = stage._first(sequences)
+        rows = stage._first_rows(sequences)
         for slot in rows.slots[rows.positions[0] >= 0].tolist():
             length = int(slots.lengths[slot])
             whole = known[int(slots.tokens[slot, 0])]

@@ -63,7 +63,7 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     ran: list[str] = []
     runner = Runner.__new__(Runner)
     runner._device, runner._inputs, runner.draft_stage = MagicMock(), MagicMock(), None
-    runner._widths = runner._widths_beside = (1,)
+    runner._widths = runner._mixed_widths = (1,)
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
     runner.forward_stage.decode = lambda rows, *_: ran.append(f"forward {rows}") or (rows, None)
     runner.sample_stage.captured = lambda name, _, rows, __: ran.append(f"{name} {rows}")

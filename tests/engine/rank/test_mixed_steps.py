@@ -16,7 +16,7 @@ from engine.rank.builder import build
 from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.runner import Runner
 from engine.rank.stages.forward_stage import FinalRows
-from engine.rank.step import CHUNKS, MixedSizes
+from engine.rank.step import MOST_PADDED_CHUNKS, MixedSizes
 from kernels.chunks import chunk_inputs
 from tests.engine.rank.test_graphs import Rerun
 from tests.golden.record import load
@@ -65,7 +65,7 @@ def test_padded_steps_give_what_they_give_as_they_are(nano: Nano, member: str, t
     steps = {size: count for size, count in many.items() if isinstance(size, MixedSizes)}
     assert sum(steps.values()) == len(rows) - sum(few.values())
     assert {size.decodes > 0 for size in steps} == {True, False}
-    assert all(size.chunks == CHUNKS and size.results == 4 for size in steps)
+    assert all(size.chunks == MOST_PADDED_CHUNKS and size.results == 4 for size in steps)
     assert tokens_of(results) == tokens_of(plain)
     assert logprob_error(results, plain) < 1e-5
     assert difference(rows, others) <= tolerance
@@ -116,7 +116,7 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
 def drafting(config: Any, *, captured: bool) -> Runner:
     """Steps with chunks are padded as on a GPU."""
     made = build(single(config), PAGES)
-    made._pads_chunks, made._widths, made._widths_beside = True, config.widths, config.widths
+    made._pads_chunks, made._widths, made._mixed_widths = True, config.widths, config.widths
     if captured:
         made.capture()
         made.slots.lengths.zero_()
@@ -156,16 +156,16 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
 
     def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> MixedSizes | None:
         plan = StepPlan(1, chunks=list(chunks), spans=spans or [], rows=single_rows(range(rows)))
-        return made._padded(read_plan(encode_plan(plan)))
+        return made._padded_sizes(read_plan(encode_plan(plan)))
 
     chunk = (0, 3, 20, 19, 0, 0)
-    assert padded(chunk) == (32, CHUNKS, 0, 4)
-    assert padded(chunk, rows=1) == (32, CHUNKS, 4, 4)
-    assert padded((0, 0, 512, 512, 0, 0)) == (512, CHUNKS, 0, 4)
+    assert padded(chunk) == (32, MOST_PADDED_CHUNKS, 0, 4)
+    assert padded(chunk, rows=1) == (32, MOST_PADDED_CHUNKS, 4, 4)
+    assert padded((0, 0, 512, 512, 0, 0)) == (512, MOST_PADDED_CHUNKS, 0, 4)
     assert padded((0, 0, 513, 513, 0, 0)) is None
     large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 513, 513, 0, 0)])))
-    assert sharing._padded(large) == (1024, CHUNKS, 0, 4)
-    assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(CHUNKS + 1))) is None
+    assert sharing._padded_sizes(large) == (1024, MOST_PADDED_CHUNKS, 0, 4)
+    assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
-    made.slots.prompts[0] = PromptScoring(1, 9, 0)
+    made.slots.prompt_scorings[0] = PromptScoring(1, 9, 0)
     assert padded(chunk) is None

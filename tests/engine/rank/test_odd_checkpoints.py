@@ -17,7 +17,7 @@ from engine.geometry import Geometry, read_geometry
 from engine.rank.load import loader
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.slices import allocate, pieces
-from engine.rank.load.tensor_files import checked
+from engine.rank.load.tensor_files import checked_headers
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
@@ -143,7 +143,7 @@ def test_a_head_that_config_promises_must_be_there(copy: Path) -> None:
     geometry = with_head(read_geometry(copy), TENSORS, copy)
     assert not geometry.tied
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
-        checked(copy, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
+        checked_headers(copy, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
     models = [Gemma4(each, Single(), torch.bfloat16, torch.device("meta")) for each in (tied, geometry)]
     for model in models:
         allocate(model, TENSORS)

@@ -164,7 +164,7 @@ def run_plans(seed: int, plant_fault: Callable[[StepPlan], StepPlan]) -> None:
             for slot, token in zip(plan.result_slots, sampled, strict=True):
                 model.sequences[slot].tokens.append(token)
         compare(slots, model)
-        slots.check()
+        slots.check_tables()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -201,12 +201,12 @@ def test_sampling_parameters_live_with_their_tenant() -> None:
     assert parameters.integers[[2, 0]].tolist() == [[0, 0, 4], [seed, 5, 4]]
     assert torch.equal(parameters.floats[[2, 0]], torch.tensor([[0.0, 1.0, 0.0], [0.7, 0.9, 0.1]]))
     assert set(parameters.stop[0].tolist()) == {-1, *range(30)}
-    assert list(rank.slots.prompts) == [0]
+    assert list(rank.slots.prompt_scorings) == [0]
     again = StepPlan(2, admissions=[Admission(0, 3, [1], 1, second)], chunks=[PrefillChunk(0, 0, 1, 0)])
     rank.run(again)
     assert rank.results(again).special == SpecialRows(reported=[], filtered=[])
     assert set(parameters.stop[0].tolist()) == {-1, 9}
-    assert not rank.slots.prompts
+    assert not rank.slots.prompt_scorings
     assert parameters.integers[0].tolist() == [0, 0, 2]
 
 
@@ -255,10 +255,10 @@ def test_an_entry_outside_its_pool_is_found() -> None:
     """The debug check names the group of a page number that its pool does not have."""
     rank = Rank()
     rank.run(StepPlan(1, appends=[PageAppend(1, 0, 0, PAGES - 1)]))
-    rank.slots.check()
+    rank.slots.check_tables()
     rank.run(StepPlan(2, appends=[PageAppend(1, 0, 0, PAGES)]))
     with pytest.raises(AssertionError, match="group full"):
-        rank.slots.check()
+        rank.slots.check_tables()
 
 
 def test_the_last_of_equal_appends_counts() -> None:

@@ -124,7 +124,7 @@ def test_ranks_agree_on_what_any_of_them_found() -> None:
 
     def found_by(parallel: Parallel) -> set[str]:
         mine = {1: ["part 3"], 2: ["part 69"]}.get(parallel.rank, [])
-        return start_checks.agreed(parallel, names, mine, CPU)
+        return start_checks.failed_on_any_rank(parallel, names, mine, CPU)
 
     assert run_ranks(4, found_by) == [{"part 3", "part 69"}] * 4
 
@@ -149,7 +149,7 @@ def test_a_wrong_kernel_ends_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with pytest.raises(NotImplementedError):
         boot()
-    assert not start_checks.untried(CPU)
+    assert not start_checks.is_untried(CPU)
 
 
 def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     kernel = Faulty(narrow_rows)
     monkeypatch.setattr(trtllm, "load", lambda *_, **__: pinned("0.7.2.post1", kernel))
     real = PartSettings
-    monkeypatch.setattr(start_checks, "agreed", lambda _, names, mine, __: {*(name for name in names if name in mine), names[1]})
+    monkeypatch.setattr(start_checks, "failed_on_any_rank", lambda _, names, mine, __: {*mine, names[1]})
     monkeypatch.setattr(start_checks, "PartSettings", lambda heads, eps, buckets, _: real(heads, eps, buckets, CPU))
     config = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16", attention_decode="trtllm_mha")
     failed, said = start_checks.check_attention(Single(), config, geometry, torch.device("cuda", 0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.rank import step_clock
-from engine.rank.step_clock import StepClock, Stopwatch, mark
+from engine.rank.step_clock import StepClock, Stopwatch, record_event
 
 pytestmark = pytest.mark.cpu
 
@@ -39,7 +39,7 @@ def test_busy_and_idle() -> None:
 
 def test_a_cpu_has_no_clock() -> None:
     """Nothing is recorded, and both are zero."""
-    assert mark(torch.device("cpu")) is None
+    assert record_event(torch.device("cpu")) is None
     assert (StepClock().busy_us, StepClock().idle_us) == (0, 0)
 
 
@@ -47,7 +47,7 @@ def test_a_stopwatch_adds_up_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> 
     """Pieces of 2 ms and 3 ms, the second of which the device has not ended at first; what lies between them does not count."""
     events = [Event(at) for at in (1.0, 3.0, 7.0, 10.0)]
     watch, recorded = Stopwatch(torch.device("cuda")), iter(events)
-    monkeypatch.setattr(step_clock, "mark", lambda device: next(recorded))
+    monkeypatch.setattr(step_clock, "record_event", lambda device: next(recorded))
     events[3].over = False
     for _ in range(2):
         with watch.timed():

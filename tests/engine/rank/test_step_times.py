@@ -61,7 +61,7 @@ def test_times_are_those_of_steps(rank: Rank, monkeypatch: pytest.MonkeyPatch) -
 
     def slow(self: Runner, data: bytes) -> Launched:
         plan = read_plan(data)
-        kind = (len(plan.decodes), int(plan.chunks[:, 2].sum()))
+        kind = (len(plan.rows), int(plan.chunks[:, 2].sum()))
         spin(0.05 if kind in seen else 0.5)
         seen.add(kind)
         return launch(self, data)

@@ -134,14 +134,14 @@ class KVMachine:
         self.spans += len(spans)
 
     def _prompt_row(self, slot: int, start: int, end: int) -> PromptRow | None:
-        """Of positions [start, end), those that give a prompt's next token its logprob, and have not yet."""
+        """Of positions [start, end), those that give a prompt's next token its logprob."""
         admission = self.admitted[slot]
-        first, end = max(start, admission.scored), min(end, admission.prompt - 1)
-        if admission.params.prompt_logprobs is None or first >= end:
+        end = min(end, admission.prompt - 1)
+        if admission.params.prompt_logprobs is None or start >= end:
             return None
-        values = [logprob_of(prefix) for prefix in self.prefixes[slot][first + 1 : end + 1]]
+        values = [logprob_of(prefix) for prefix in self.prefixes[slot][start + 1 : end + 1]]
         words = b"".join(struct.pack("<fi", value, 1) for value in values)
-        return PromptRow(slot, self.number[slot], PromptLogprobs(first + 1, 0, words))
+        return PromptRow(slot, self.number[slot], PromptLogprobs(start + 1, 0, words))
 
     def _apply(self, plan: StepPlan) -> None:
         for release in plan.releases:
