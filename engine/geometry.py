@@ -224,7 +224,7 @@ def read_section(
         return make(section, read_geometry(folder))
     except KeyError as error:
         raise CheckpointError(f"{path}: {name}: the key {error.args[0]!r} is missing") from error
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {name}: {error}") from error
 
 

@@ -13,6 +13,7 @@ from transformers import Gemma4Config, Gemma4TextConfig, Gemma4UnifiedConfig, Ge
 
 from engine.errors import CheckpointError
 from engine.geometry import IMPLEMENTED, parse_config, read_geometry
+from engine.vision_geometry import read_vision
 from tests.nano.model_shapes import config
 from tests.nano.nano_shapes import SHAPES
 
@@ -119,6 +120,15 @@ def test_other_mathematics_is_refused(key: str, value: Any) -> None:
         accepted["text_config"][key] = right
         both_ways = accepted["text_config"]["use_bidirectional_attention"] is not None
         assert parse_config(accepted) == replace(parse_config(raw("31b")), bidirectional=both_ways)
+
+
+def test_a_section_of_wrong_types_is_refused(tmp_path: Path) -> None:
+    """Text where numbers belong, in the encoder's part of config.json, is an error that names file and section."""
+    broken = raw("31b")
+    broken["vision_config"]["head_dim"] = "72"
+    (tmp_path / "config.json").write_text(json.dumps(broken))
+    with pytest.raises(CheckpointError, match=r"config\.json: vision_config: "):
+        read_vision(tmp_path)
 
 
 def test_all_wrong_keys_are_named_at_once() -> None:

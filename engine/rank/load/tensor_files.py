@@ -1,12 +1,12 @@
 """The tensors that a checkpoint's safetensors hold, by their headers: file, shape, dtype; and what is wrong with them."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
@@ -17,6 +17,12 @@ from engine.rank.load.tensor_table import TensorTable
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LISTED = 20  # wrong tensors named in one error
+
+
+class _Index(msgspec.Struct):
+    """What is read of an index: tensor name -> shard."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,13 @@ def _index(folder: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        index = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except ValueError as error:
         raise CheckpointError(f"{path} is not an index of safetensors: {error}") from error
     for name, shard in index.items():
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{path}: {name} is said to lie in {shard!r}, which is no safetensors file of the folder")
-    return dict(index)
+    return index
 
 
 def _only_shard(folder: Path) -> Path:

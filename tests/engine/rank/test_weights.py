@@ -280,8 +280,9 @@ def test_unreadable_files_are_named(copy: Path) -> None:
     first.write_bytes(whole)
     edit_index(copy, lambda index: index.update({TEXT + "norm.weight": "../model.safetensors"}))
     assert "no safetensors file of the folder" in refusal(copy)
-    (copy / INDEX).write_text("[]")
-    assert f"{copy / INDEX} is not an index" in refusal(copy)
+    for text in ("[]", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{"):
+        (copy / INDEX).write_text(text)
+        assert f"{copy / INDEX} is not an index" in refusal(copy)
 
 
 def test_only_safetensors(copy: Path) -> None:
