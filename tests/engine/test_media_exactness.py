@@ -264,10 +264,10 @@ def test_thirty_pictures_in_one_batch(case: Callable[[str], Case], monkeypatch: 
     it, image, sizes = case("e2b"), SHAPES["e2b"].media["<|image|>"], list[int]()
     shown = [pictures((1, 2 + number % 2), seed=number)[0] for number in range(30)]
     asked = [Prompt([at * 37 % 900 + 10 for at in range(8)]).picture(one, image).text([40, 50, 60]) for one in shown]
-    pieces, gathered = vision.VisionEncoder.pieces, EncodeStage._rows
+    pieces, gathered = vision.VisionEncoder.pieces, EncodeStage._gathered_rows
     monkeypatch.setattr(vision.VisionEncoder, "pieces", lambda self, batch: (sizes.append(len(batch)), pieces(self, batch))[1])
     if fault:
-        monkeypatch.setattr(EncodeStage, "_rows", lambda self, share: gathered(self, share).roll(5, 0))
+        monkeypatch.setattr(EncodeStage, "_gathered_rows", lambda self, share: gathered(self, share).roll(5, 0))
     config = msgspec.structs.replace(it.config, max_seqs=30, prefill_budget=1024)
     match = it.match(asked, serve(build(single(config), PAGES), config, asked, ASKED, PAGES))
     assert sizes == [30]
@@ -278,14 +278,14 @@ def test_thirty_pictures_in_one_batch(case: Callable[[str], Case], monkeypatch: 
 def test_padded_steps_have_soft_tokens(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
     """Steps padded as for graphs, with media and without, give the right logits. Planted fault: rows a place off."""
     it, params = case("e2b"), msgspec.structs.replace(ASKED, prompt_logprobs=None)
-    made, place, steps = build(single(it.config), PAGES), ForwardStage.place, Counter[bool]()
+    made, place, steps = build(single(it.config), PAGES), ForwardStage.set_soft_tokens, Counter[bool]()
     made._pads_chunks = True
 
     def counted(stage: ForwardStage, soft: SoftTokens | None) -> None:
         steps[soft is not None] += 1
         place(stage, SoftTokens(soft.rows, soft.values.roll(1, 0)) if soft is not None and fault else soft)
 
-    monkeypatch.setattr(ForwardStage, "place", counted)
+    monkeypatch.setattr(ForwardStage, "set_soft_tokens", counted)
     asked = [*it.prompts[::2], Prompt([at * 31 % 900 + 10 for at in range(90)])]
     match = it.match(asked, serve(made, it.config, asked, params))
     assert min(steps[True], steps[False]) > 1

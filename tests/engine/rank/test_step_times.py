@@ -117,7 +117,7 @@ def test_steps_are_measured_with_pages_checked(
     still expects the pages that were measured with."""
     checked = replace(rank, config=msgspec.structs.replace(rank.config, debug_pages="every"))
     assert served(checked, lambda runner: measured(checked, runner)) == untouched
-    monkeypatch.setattr(PageCheck, "forget", lambda self: None)
+    monkeypatch.setattr(PageCheck, "clear", lambda self: None)
     with pytest.raises(PageViolation, match="names page 0, expected page"):
         served(checked, lambda runner: measured(checked, runner))
 
