@@ -14,7 +14,8 @@ The core reports when a plan admits a sequence, with a step's outputs, and when 
 An abort ends a request's clock where the front asked for it; tokens that come after that are not counted.
 """
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -139,12 +140,7 @@ class ScrapeGauges(EventRecord, frozen=True):
 
 
 Event = RequestStarted | Scheduled | FirstToken | Tokens | RequestFinished | KeyDecision | KeyTokens | EngineLoad | EngineFailed
-
-
-class Sink(Protocol):
-    """Takes events on the front's event loop: it must be quick, and must not raise."""
-
-    def __call__(self, event: Event) -> None: ...
+Sink = Callable[[Event], None]  # called on the front's event loop: it must be quick, and must not raise
 
 
 def no_sink(event: Event) -> None:
