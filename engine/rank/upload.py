@@ -1,4 +1,4 @@
-"""Between the host and a rank's device without waiting for it."""
+"""Copies between the host and a rank's device that the host does not wait for."""
 
 import torch
 from torch import Tensor, device
