@@ -9,6 +9,7 @@
 #   splice-request        is taken out: with it HAProxy does not see a client leave whose body came after its head, until the answer
 #                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
+#   deny_status 503       where HAProxy knows no application yet, or no more: Serve has a 404 for it, after which no client asks again
 #   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
 #                         clients have one address
 #
@@ -25,7 +26,7 @@ before=""
 for argument in "$@"; do
     if [ "$before" = "-f" ]; then
         [ -z "$errors" ] || sed -i -e "s#^\( *errorfile \(50[234]\)\) .*#\1 $errors/\2.http#" \
-            -e "s#^\( *http-request return status 404\) content-type text/plain lf-string .*#\1 $json/404.json#" \
+            -e "s#^\( *http-request return status 404\) content-type text/plain lf-string .*#    http-request deny deny_status 503 if { path_beg / }\n\1 $json/404.json#" \
             -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json hdr allow \"GET, POST\" unless $known#" "$argument"
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
         sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \

@@ -41,7 +41,7 @@ defaults
 
 frontend http_frontend
     bind *:{port}
-    use_backend replica if {{ path_beg / }}
+    {route}
     default_backend default_backend
 
 backend default_backend
@@ -64,13 +64,14 @@ def haproxy(
     wrapper: Path | str = WRAPPER,
     head_timeout: str = "10s",
     server_timeout: str = "10s",
+    route: str = "use_backend replica if { path_beg / }",
 ) -> Iterator[str]:
     """HAProxy before the port `behind`, with our files in `folder`; the URL."""
     ingress_errors.write(folder)
     (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\nInternal Server Error")
     port = free_port()
     path = folder / "haproxy.cfg"
-    path.write_text(CONFIG.format(folder=folder, port=port, behind=behind, server_timeout=server_timeout))
+    path.write_text(CONFIG.format(folder=folder, port=port, behind=behind, server_timeout=server_timeout, route=route))
     environ = {**os.environ, "QUARTET_HAPROXY": haproxy_binary() or "", "QUARTET_ERRORS": str(errors or "")}
     environ["QUARTET_HEAD_TIMEOUT"] = head_timeout
     process = subprocess.Popen([str(wrapper), "-db", "-f", str(path)], env=environ, stderr=subprocess.DEVNULL)
@@ -92,6 +93,14 @@ def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
     assert reply.headers["content-type"] == "application/json"
     with haproxy(tmp_path, free_port(), None) as url:
         assert httpx.get(f"{url}/v1/models").text == "Internal Server Error"
+
+
+def test_where_there_is_no_application_yet_the_error_is_that_of_a_lost_engine(tmp_path: Path) -> None:
+    """HAProxy that is started anew, and at the end of a drain: a 503 with Retry-After. Planted: Serve's file, a 404."""
+    for errors, status in ((tmp_path, 503), (None, 404)):
+        with haproxy(tmp_path, free_port(), errors, route="") as url:
+            reply = httpx.post(f"{url}/v1/chat/completions", json={})
+            assert (reply.status_code, "retry-after" in reply.headers) == (status, status == 503)
 
 
 def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
