@@ -13,6 +13,7 @@ a fleet may differ. A setting that asks for what cannot be is a ConfigError with
 
 from dataclasses import dataclass
 
+from cluster.capability import check_group, probe
 from engine.attention import BACKENDS, OWN
 from engine.attention.backend_entry import ROW_KINDS, BackendEntry, Obstacle, Platform, RowKind
 from engine.attention.flashinfer_files import FlashInferFiles
@@ -43,6 +44,14 @@ class AttentionChoice:
 
     def __str__(self) -> str:
         return "; ".join([f"attention {self.name}: {self.reason}", *self.fallbacks])
+
+
+def attention_here(config: EngineConfig) -> AttentionChoice:
+    """Chooses the backends of a group on this node; ConfigError where its GPUs are too few, differ, or cannot run what is asked."""
+    capability = probe("" if config.device == "cpu" else None)
+    if config.device == "cuda":
+        check_group(capability, config.tp)
+    return choose_attention(config, capability.architecture, capability.flashinfer)
 
 
 def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None, flashinfer: FlashInferFiles) -> AttentionChoice:

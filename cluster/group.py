@@ -23,8 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from cluster import children
-from cluster.attention_choice import AttentionChoice, choose_attention
-from cluster.capability import check_group, probe
+from cluster.attention_choice import AttentionChoice, attention_here
 from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
@@ -66,10 +65,7 @@ class Group:
     def boot(cls, config: EngineConfig, command: Command = child_command) -> "Group":
         """Spawn a group and wait until it is ready. ConfigError: it can never boot like this; EngineDead: this boot failed."""
         started = time.monotonic()
-        capability = probe("" if config.device == "cpu" else None)
-        if config.device == "cuda":
-            check_group(capability, config.tp)
-        attention = choose_attention(config, capability.architecture, capability.flashinfer)
+        attention = attention_here(config)
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
         front, core = socket.socketpair()
         with _shared(config) as shared, core:

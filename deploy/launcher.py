@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.attention_choice import attention_here
 from cluster.capability import probe
 from cluster.children import python_path
 from deploy import environment
@@ -29,6 +30,7 @@ from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, guard_limi
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes
+from deploy.placement import check_files, place
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
@@ -94,10 +96,14 @@ class Launch:
             os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(keys).decode())
 
     def _check_here(self) -> None:
-        """Check, before Ray is up, that the keys can be read and that this machine, all that Ray can count, has the GPUs."""
+        """Check, before Ray is up, the keys, that this machine, all that Ray can count, has the GPUs and can run the attention that
+        is asked for, and the model's files, which are downloaded if need be."""
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
         check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
+        config = place(self.settings)
+        attention_here(config)
+        check_files(config)
 
     def _init_ray(self) -> None:
         import ray

@@ -57,7 +57,9 @@ class Ports:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError when clients could not connect here because somebody else listens."""
+    """Raises ConfigError when clients could not connect here: somebody else listens, or it is no address."""
+    if not host or not port:
+        raise ConfigError(f"cannot listen on {host}:{port}: it is no address that clients could use (--port chooses another)")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -4,20 +4,37 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
+from deploy.scaling import check_policies
 from engine.errors import ConfigError
 
 
 def check_schema(config: dict[str, Any], source: str) -> None:
-    """Raises ConfigError that names the keys that Serve itself would refuse or ignore."""
+    """Raises ConfigError that names the keys that Serve itself would refuse or ignore, and what our policy would refuse."""
+    place: tuple[int | str, ...] = ()
     try:
         ServeDeploySchema.model_validate(config)
+        for path, scaling in _autoscaling(config):
+            place = path
+            AutoscalingConfig.model_validate(scaling)
     except ValidationError as error:
-        errors = (f"{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
+        errors = (f"{_path((*place, *detail['loc']))}: {detail['msg']}" for detail in error.errors(include_url=False))
         raise ConfigError(f"{source}: {'; '.join(errors)}") from error
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{source}: policy_function cannot be imported: {error}") from error
     if unknown := list(unknown_keys(ServeDeploySchema, config, "")):
         raise ConfigError(f"{source}: {'; '.join(f'{key}: unknown key, which Serve would ignore' for key in unknown)}")
+    check_policies(config, source)
+
+
+def _autoscaling(config: dict[str, Any]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    """Yields path and value of each deployment's autoscaling_config, for which Serve's schema takes any mapping."""
+    for app, application in enumerate(config["applications"]):
+        for index, options in enumerate(application.get("deployments") or ()):
+            if scaling := options.get("autoscaling_config"):
+                yield ("applications", app, "deployments", index, "autoscaling_config"), scaling
 
 
 def unknown_keys(schema: type[BaseModel], value: Any, path: str) -> Iterator[str]:

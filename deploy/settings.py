@@ -177,7 +177,7 @@ def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
 def _choices(kind: Any) -> tuple[str, ...]:
     """Returns the words that a setting may be; none if it may be anything else."""
     if get_origin(kind) is Literal:
-        return get_args(kind)
+        return tuple(map(str, get_args(kind)))
     return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
 
 
@@ -201,6 +201,9 @@ def application(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: {'only one' if quartets else 'no'} application has import_path {IMPORT_PATH}")
     if quartets[0].get("route_prefix", "/") != "/":
         raise ConfigError(f"{source}: route_prefix: only /, because the paths of the API are OpenAI's")
+    deployments = quartets[0].setdefault("deployments", [])
+    if not isinstance(deployments, list) or any(not isinstance(one, dict) or one.get("name") != DEPLOYMENT for one in deployments):
+        raise ConfigError(f"{source}: deployments: expected a list of mappings named {DEPLOYMENT}, the one deployment there is")
     return quartets[0]
 
 

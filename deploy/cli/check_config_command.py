@@ -14,11 +14,11 @@ import msgspec
 
 from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.keys.key_file import parse, read
-from deploy.scaling import check_policies
-from deploy.settings import DEPLOYMENT, Settings, application, read_config, read_settings
+from deploy.models.resolve import folder_here, local_folder
+from deploy.placement import check_files
+from deploy.settings import Settings, application, read_config, read_settings
+from engine.config import Mtp
 from engine.errors import CheckpointError, ConfigError
-from engine.geometry import read_geometry
-from engine.weight_formats import weight_format
 
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args.config)
     settings = read_settings(config, source)
     check_schema(config, source)
-    check_policies(config, source)
     app = application(config, source)
     http = config.get("http_options") or {}
     try:
@@ -66,10 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """Notes what in `deployments:` would not do what it says. ConfigError: a deployment that we do not have."""
-    for options in app.get("deployments") or ():
-        if options.get("name") != DEPLOYMENT:
-            raise ConfigError(f"deployments: {options.get('name')!r} is not {DEPLOYMENT!r}, the one deployment there is")
+    """Notes what in `deployments:` would not do what it says."""
+    for options in app["deployments"]:
         gpus = (options.get("ray_actor_options") or {}).get("num_gpus")
         for name in ("max_ongoing_requests", "max_queued_requests"):
             if isinstance(most := options.get(name), int) and 0 <= most < settings.limits.requests:
@@ -111,38 +108,30 @@ def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
 
 def time_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
     """Notes where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
-    deployments = app.get("deployments") or ()
+    deployments = app["deployments"]
     bound = http.get("request_timeout_s")
     own = settings.limits.request_timeout_s
     for drain in filter(None, (options.get("graceful_shutdown_timeout_s") for options in deployments)):
-        if drain < own:
+        if (drain := float(drain)) < own:
             below = f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}"
             yield f"{below}: downscaling may truncate open streams"
     if bound is None and any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):
         yield "request_timeout_s is not in http_options: at 0 replicas (min_replicas) a request may wait for ever"
-    if bound is not None and bound < own:
-        yield f"request_timeout_s {bound:g} in http_options cuts answers off before limits' own, {own:g}, ends them properly"
+    if bound is not None and float(bound) < own:
+        yield f"request_timeout_s {float(bound):g} in http_options cuts answers off before limits' own, {own:g}, ends them properly"
 
 
 def model_notes(settings: Settings) -> Iterator[str]:
-    """Checks what the model's shape forbids. What could not be checked is a note; ConfigError, CheckpointError name the key."""
+    """Checks what the model's shape forbids, and of a checkpoint what a replica would refuse. What could not be checked is a note;
+    ConfigError, CheckpointError name the key."""
     from deploy.cli.sizing import configured, known_folder
 
     if (folder := known_folder(settings)) is None:
         yield f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"
         return
-    configured(settings, folder)
-    if any(folder.glob("*.safetensors")):
-        _check_checkpoint(folder)
-
-
-def _check_checkpoint(folder: Path) -> None:
-    """Raises CheckpointError where a replica would refuse the checkpoint."""
-    from engine.front.text import TextProcessor
-    from engine.rank.load.slices import pieces
-    from engine.rank.load.tensor_files import checked_headers
-    from engine.rank.models.gemma4_weights import TENSORS
-
-    geometry = read_geometry(folder)
-    checked_headers(folder, pieces(TENSORS, geometry, weights=weight_format(folder)), TENSORS, geometry)
-    TextProcessor.load(folder)
+    if settings.mtp.model and folder_here(settings.mtp.model) is None:
+        yield f"mtp.model: {settings.mtp.model} is not on this machine: it was not checked"
+        settings = msgspec.structs.replace(settings, mtp=Mtp())
+    config = configured(settings, folder)
+    if local_folder(settings.model) == folder or any(folder.glob("*.safetensors")):  # a hub id's are downloaded by replicas
+        check_files(config)

@@ -19,8 +19,8 @@ from cluster.capability import Capability
 from cluster.children import ROOT
 from deploy import environment
 from deploy.cli.finding import Finding, State, checked
-from deploy.cli.sizing import folder_here
 from deploy.models.google_template import CORRECTED, edition
+from deploy.models.resolve import folder_here
 from deploy.nodes import check_nodes
 from deploy.ports import HAPROXY_PORTS, check_port
 from deploy.settings import Settings
@@ -220,7 +220,7 @@ def templates(settings: Settings) -> Iterator[Finding]:
     instead = Path(settings.chat_template) if settings.chat_template else None
     if instead is not None and not instead.is_file():
         yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
-    elif (folder := folder_here(settings)) is not None and (source := template_source(folder, instead)) is not None:
+    elif (folder := folder_here(settings.model, settings.revision)) and (source := template_source(folder, instead)) is not None:
         origins = {
             "corrected": f"Google's, of {CORRECTED} or later",
             "older": f"Google's, from before {CORRECTED}",

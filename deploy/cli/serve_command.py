@@ -10,9 +10,8 @@ from pathlib import Path
 from deploy import environment
 from deploy.cli.output import Subparsers, command
 from deploy.launcher import Interrupted, Launch, interruptible
-from deploy.scaling import check_policies
 from deploy.settings import read_config, read_settings
-from engine.errors import ConfigError, QuartetError
+from engine.errors import CheckpointError, ConfigError, QuartetError
 
 _GOODBYE = "no new requests; open ones may finish. Once more to stop now."
 
@@ -40,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit code. ConfigError: it cannot run like this."""
     config = read_config(args.config)
     settings = read_settings(config, str(args.config))
-    check_policies(config, str(args.config))
     environment.refuse_kernels_distribution()
     options = config.setdefault("http_options", {})
     if not isinstance(options, dict):
@@ -70,7 +68,7 @@ def _run(launch: Launch, drain_s: float) -> int:
                 threading.Event().wait()
     except Interrupted as signal:
         print(f"quartet: {signal}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
-    except ConfigError:
+    except (ConfigError, CheckpointError):
         raise
     except QuartetError as error:
         print(f"quartet: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from deploy.models.resolve import PUBLIC, resolve
+from deploy.models.resolve import PUBLIC, folder_here
 from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
@@ -67,26 +67,16 @@ def known_folder(settings: Settings) -> Path | None:
     """Finds a folder with the model's config.json, and no promise of anything else: its own, the hub cache's, or that of the public
     shape that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
     match = _PUBLISHED.fullmatch(settings.model)
-    return folder_here(settings) or (PUBLIC[match[1].lower()] if match else None)
-
-
-def folder_here(settings: Settings) -> Path | None:
-    """Finds the model's own folder, if it is on this machine. Nothing is downloaded."""
-    own = Path(settings.model).expanduser()
-    if settings.model.startswith(("nano:", "dummy:")) or (own / "config.json").is_file():
-        return resolve(settings.model)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", settings.model):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(settings.model, "config.json", revision=settings.revision)
-    return Path(cached).parent if isinstance(cached, str) else None
+    return folder_here(settings.model, settings.revision) or (PUBLIC[match[1].lower()] if match else None)
 
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
     """Makes the engine's settings as a replica would. ConfigError or CheckpointError names what the shape forbids."""
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
-    return configure(settings, folder, device)
+    drafter = None
+    if settings.mtp.model and settings.mtp.drafts and (drafter := folder_here(settings.mtp.model)) is None:
+        raise ConfigError(f"mtp.model: {settings.mtp.model} is not on this machine, so that its shape is not known: give a folder")
+    return configure(settings, folder, drafter, device)
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:

@@ -18,11 +18,28 @@ from engine.errors import ConfigError
 
 PUBLIC = {name: Path(__file__).parent / "public" / name for name in ("e2b", "e4b", "12b", "26b-a4b", "31b")}
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)")  # as the hub library checks it
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
     """The local folder of `model`; ConfigError says what is absent and what would help."""
+    return local_folder(model) or _download(model, revision)
+
+
+def folder_here(model: str, revision: str | None = None) -> Path | None:
+    """The folder of `model` if it is on this machine, for a hub id perhaps without weights. Nothing is downloaded."""
+    if model.startswith(("nano:", "dummy:")) or Path(model).expanduser().is_dir():
+        return local_folder(model)
+    if not _HUB_ID.fullmatch(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of a `model` that is no hub id, None for one; ConfigError where there is no such folder or member."""
     kind, _, member = model.partition(":")
     if kind in ("nano", "dummy"):
         folders = PUBLIC if kind == "dummy" else _nano()
@@ -32,9 +49,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _checked(folder)
-    if model.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(model):
+    if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano: or dummy:<member>")
-    return _download(model, revision)
+    return None
 
 
 def _nano() -> dict[str, Path]:

@@ -48,6 +48,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mtp": {"drafts": 9}}, "mtp.drafts: expected auto or int <= 8, not 9"),
     ({"limits": 5}, "limits: expected a mapping, not 5"),
     ({"policy": "fifo"}, "policy: expected fair or arrival, not 'fifo'"),
+    ({"media": {"max_soft_tokens": 100}}, "media.max_soft_tokens: expected 70 or 140 or 280 or 560 or 1120, not 100"),
     ({"keys": {"file": "/k", "variable": "K"}}, "keys: either file or variable"),
 ]
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -32,18 +33,29 @@ def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
 
 
 @pytest.mark.parametrize(
-    ("http", "error"),
-    [(None, "http_options: None is no mapping"), ({"prot": 8000}, "http_options.prot: unknown key, which Serve would ignore")],
+    ("http", "args", "error"),
+    [
+        (None, {}, "http_options: None is no mapping"),
+        ({"port": free_port(), "prot": 1}, {}, "http_options.prot: unknown key, which Serve would ignore"),
+        ({"port": 0}, {}, "cannot listen on 127.0.0.1:0: it is no address that clients could use (--port chooses another)"),
+        ({"port": free_port()}, {"model": "/no"}, " is no folder here, and no hub id (<owner>/<name>), nano: or dummy:<member>"),
+        ({"port": free_port()}, {"model": "a/b"}, "is set; download it where there is a network, or give a folder"),
+        ({"port": free_port()}, {"attention": "triton"}, "runs on the CPU, where reference is the backend"),
+        ({"port": free_port()}, {"mtp": {"model": "nano:31b"}}, "31b/config.json: model_type 'gemma4' is no Gemma 4 assistant"),
+    ],
 )
-def test_a_config_that_serve_refuses_is_one_line_and_exit_code_2(http: object, error: str, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_served_is_one_line_and_exit_code_2(
+    http: object, args: dict[str, Any], error: str, tmp_path: Path
+) -> None:
     """As `check-config` says it, before Ray is up, and nothing is left."""
     before, config = folders(), yaml.safe_load((ROOT / "deploy" / "nano.yaml").read_text())
     path = tmp_path / "nano.yaml"
+    config["applications"][0]["args"] |= args
     path.write_text(yaml.safe_dump(config | {"http_options": http}))
     command = [sys.executable, "-m", "deploy.cli", "serve", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(f": {error}\n")
+    assert done.stderr.endswith(f"{error}\n")
     assert len(done.stderr.splitlines()) == 1
     assert folders() <= before  # what dead ones left is swept
 

@@ -32,7 +32,8 @@ def copy(tmp_path: Path) -> Path:
 
 def refusal(capsys: Captured, folder: Path) -> str:
     """What check-config says of a config whose model is `folder`; empty: nothing."""
-    code = main(["check-config", str(nano_yaml(folder / "mine.yaml", model=str(folder), served_model_name="mine"))])
+    args = {"model": str(folder), "served_model_name": "mine", "mtp": {}}
+    code = main(["check-config", str(nano_yaml(folder / "mine.yaml", **args))])
     said = capsys.readouterr().err
     assert (code, said.count("\n")) == ((2, 1) if said else (0, 0))
     return said
@@ -66,6 +67,22 @@ def test_tensors_that_are_missing_or_misshapen(copy: Path, capsys: Captured) -> 
     said = refusal(capsys, copy)
     assert "norm.weight lies in" in said
     assert "embed_tokens.weight has shape [1024, 80], not [1023, 80]" in said
+
+
+@pytest.mark.parametrize("change", [lambda index: index.update(weight_map=[1]), lambda index: index["weight_map"].update(x=7)])
+def test_an_index_that_is_none(copy: Path, capsys: Captured, change: Callable[[dict[str, Any]], None]) -> None:
+    """Its file is named."""
+    edit(copy / INDEX, change)
+    assert INDEX in refusal(capsys, copy)
+
+
+def test_a_folder_without_weights(copy: Path, capsys: Captured) -> None:
+    """A download that has brought the small files alone is refused; so is what has no config.json."""
+    for path in (*copy.glob("*.safetensors"), copy / INDEX):
+        path.unlink()
+    assert "holds no *.safetensors" in refusal(capsys, copy)
+    (copy / "config.json").unlink()
+    assert "has no config.json" in refusal(capsys, copy)
 
 
 def test_a_tokenizer_that_is_missing(copy: Path, capsys: Captured) -> None:

@@ -220,10 +220,13 @@ def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(tmp_path: Path, **changes: Any) -> Path:
-    """nano.yaml with other args; `_deployment`, `_top` change the rest."""
+    """nano.yaml with other args; `_deployment`, its `_scaling`, `_app` and `_top` change the rest."""
     document = yaml.safe_load(NANO.read_text())
     document |= changes.pop("_top", {})
+    if scaling := changes.pop("_scaling", None):
+        changes["_deployment"] = {"autoscaling_config": scaling}
     document["applications"][0]["deployments"][0] |= changes.pop("_deployment", {})
+    document["applications"][0] |= changes.pop("_app", {})
     document["applications"][0]["args"] |= changes
     path = tmp_path / "changed.yaml"
     path.write_text(yaml.safe_dump(document))
@@ -249,7 +252,13 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"_deployment": {"max_ongoing_request": 3}}, "applications.0.deployments.0.max_ongoing_request: unknown key"),
         ({"_deployment": {"autoscaling_config": {"min_replica": 1}}}, "deployments.0.autoscaling_config.min_replica: unknown key"),
         ({"_top": {"proxy_locations": "HeadOnly"}}, "proxy_locations: unknown key, which Serve would ignore"),
-        ({"_deployment": {"name": "Quintet"}}, "deployments: 'Quintet' is not 'Quartet'"),
+        ({"_deployment": {"name": "Quintet"}}, "deployments: expected a list of mappings named Quartet"),
+        ({"_app": {"deployments": [1]}}, "deployments: expected a list of mappings named Quartet"),
+        ({"_scaling": {"min_replicas": "x"}}, "deployments.0.autoscaling_config.min_replicas: Input should be a valid integer"),
+        ({"_scaling": {"min_replicas": 3}}, "deployments.0.autoscaling_config: Value error, max_replicas (1) must be"),
+        ({"_scaling": {"policy": "x"}}, "deployments.0.autoscaling_config.policy: Input should be a valid dictionary"),
+        ({"_scaling": {"policy": {"policy_function": "no.such:policy"}}}, "policy_function cannot be imported: No module"),
+        ({"mtp": {"model": "nano:e2b-assistant"}}, "is no drafter of this model: KV heads of layer 0 1, not 4"),
         ({"_top": {"http_options": {"port": "eighty"}}}, "http_options.port: Input should be a valid integer"),
     ],
 )
@@ -269,6 +278,8 @@ def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: 
     path = changed(tmp_path, model="someone/finetune", device="cuda", _deployment={"ray_actor_options": {"num_gpus": 2}})
     application = checked(path, capsys)
     assert [note.partition(" ")[0] for note in application["notes"]] == ["num_gpus", "model:"]
+    (note,) = checked(changed(tmp_path, mtp={"model": "someone/assistant"}), capsys)["notes"]
+    assert note == "mtp.model: someone/assistant is not on this machine: it was not checked"
     assert (application["settings"]["tp"], application["settings"]["max_queue"]) == (4, None)
     import ray
 
