@@ -212,19 +212,24 @@ class Launch:
         return orderly
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> contextlib.AbstractContextManager[None]:
     """Makes SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
 
     def raise_it(number: int, _frame: object) -> None:
         raise Interrupted(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, raise_it) for number in (signal.SIGINT, signal.SIGTERM)}
+    return handling(raise_it)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterator[None]:
+    """Gives SIGINT and SIGTERM to `handler`."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _sweep() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from deploy import environment
 from deploy.cli.output import Subparsers, command
-from deploy.launcher import Interrupted, Launch, interruptible
+from deploy.launcher import Interrupted, Launch, handling, interruptible
 from deploy.settings import read_config, read_settings
 from engine.errors import CheckpointError, ConfigError, QuartetError
 
@@ -47,14 +48,15 @@ def run(args: argparse.Namespace) -> int:
     options.setdefault("host", "127.0.0.1")
     launch = Launch(config, settings, lambda line: print(f"quartet: {line}", flush=True))
     code = 1
-    try:
-        code = _run(launch, args.drain)
-    finally:
-        if not launch.end():
-            if sys.exc_info()[0] is not None:
-                traceback.print_exc()  # nobody above hears of it any more
-            sys.stdout.flush()
-            os._exit(code)
+    with handling(signal.SIG_IGN):  # but where it is interruptible: an end that is broken off leaves processes
+        try:
+            code = _run(launch, args.drain)
+        finally:
+            if not launch.end():
+                if sys.exc_info()[0] is not None:
+                    traceback.print_exc()  # nobody above hears of it any more
+                sys.stdout.flush()
+                os._exit(code)
     return code
 
 
@@ -66,8 +68,8 @@ def _run(launch: Launch, drain_s: float) -> int:
             with interruptible():  # Ray has put its own handler in place of ours
                 print(_ready_line(launch), flush=True)
                 threading.Event().wait()
-    except Interrupted as signal:
-        print(f"quartet: {signal}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
+    except Interrupted as interruption:
+        print(f"quartet: {interruption}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
     except (ConfigError, CheckpointError):
         raise
     except QuartetError as error:

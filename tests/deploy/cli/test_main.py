@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy import launcher
+from deploy.cli import serve_command
 from deploy.cli.main import main
 from deploy.settings import Settings
 from engine.errors import EngineDead
@@ -63,6 +64,33 @@ def test_both_signals_interrupt_and_the_handlers_come_back(number: signal.Signal
     with pytest.raises(launcher.Interrupted, match=number.name), launcher.interruptible():
         signal.raise_signal(number)
     assert signal.getsignal(number) is before
+
+
+def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first signal ends the start, a second one the drain; no more of them stop what takes the processes down."""
+    passed: list[str] = []
+
+    class Signalled(launcher.Launch):
+        def _signal(self, name: str) -> None:
+            signal.raise_signal(signal.SIGINT)
+            passed.append(name)
+
+        def start(self) -> None:
+            self._signal("start")
+
+        def drain(self, bound_s: float) -> None:
+            self._signal("drain")
+
+        def cut(self) -> None:
+            self._signal("cut")
+
+        def end(self) -> bool:
+            self._signal("end")
+            return super().end()
+
+    monkeypatch.setattr(serve_command, "Launch", Signalled)
+    assert main(["serve", str(NANO)]) == 0
+    assert passed == ["cut", "end"]
 
 
 def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
