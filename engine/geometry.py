@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+import msgspec
+
 from engine.checkpoint import read_json
 from engine.errors import CheckpointError
 from engine.weight_formats import weight_format
@@ -237,10 +239,12 @@ def parse_config(config: dict[str, Any], source: str = "config.json") -> Geometr
     try:
         _check_implemented(text, IMPLEMENTED)
         _check_ple(text)
-        return _geometry(config, text)
+        geometry = _geometry(config, text)
+        msgspec.convert(msgspec.to_builtins(geometry), Geometry)  # every number is one
+        return geometry
     except KeyError as error:
         raise CheckpointError(f"{source}: the key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{source}: {error}") from error
 
 

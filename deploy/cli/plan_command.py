@@ -99,6 +99,8 @@ def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
     if args.config is None and args.max_len is None:
         settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
+    if not all(1 <= length <= settings.max_len for length in args.context or ()):
+        raise ConfigError(f"plan: --context: only lengths from 1 to max_len, {settings.max_len}")
     engine = sizing.configured(settings, folder)
     memory = 0 if engine.device == "cpu" else gpu_memory(args)
     weights, parameters = sizing.weight_bytes_and_count(engine)

@@ -76,6 +76,12 @@ def test_an_index_that_is_none(copy: Path, capsys: Captured, change: Callable[[d
     assert INDEX in refusal(capsys, copy)
 
 
+def test_a_number_that_is_none(copy: Path, capsys: Captured) -> None:
+    """A size in quotes is refused with its file."""
+    edit(copy / "config.json", lambda config: config["text_config"].update(hidden_size="80"))
+    assert "config.json: Expected `int`, got `str` - at `$.hidden`" in refusal(capsys, copy)
+
+
 def test_a_folder_without_weights(copy: Path, capsys: Captured) -> None:
     """A download that has brought the small files alone is refused; so is what has no config.json."""
     for path in (*copy.glob("*.safetensors"), copy / INDEX):

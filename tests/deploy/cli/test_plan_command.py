@@ -253,6 +253,7 @@ def test_a_config_is_planned_and_options_win(capsys: pytest.CaptureFixture[str])
         (["--model", "31b", "--max-len", "999999"], "max_len 999999 exceeds the model's 262144 positions"),
         (["--model", "31b", "--max-seqs", "0"], "max_seqs: expected int >= 1, not"),
         (["--model", "31b"], "this machine shows no GPU"),
+        (["--model", "31b", "--context", "0", "1024"], "--context: only lengths from 1 to max_len, 32768"),
         ([], "name a config file, or a --model"),
     ],
 )
