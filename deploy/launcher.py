@@ -34,17 +34,29 @@ from deploy.placement import check_files, place
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
-from engine.errors import EngineDead
+from engine.errors import ConfigError, EngineDead
 
 _POLL_S = 0.1
 ROUTED_S = 60.0  # HAProxy learns of a replica within a few seconds
 _OWNER = "launcher.pid"
 _CUT_S = 0.5
 _SHUT_S = 15.0
+_TMP = "/tmp"  # noqa: S108 - short: sockets lie below it
+_ROOM = 256 << 20  # bytes
 
 
 class Interrupted(BaseException):
     """SIGINT or SIGTERM; a BaseException, so that nothing on the way takes it for an error."""
+
+
+def private_folder() -> Path:
+    """Makes a folder for Ray's session and HAProxy's files; ConfigError where there is no room for them."""
+    try:
+        if (free := shutil.disk_usage(_TMP).free) < _ROOM:
+            raise ConfigError(f"{_TMP} has {free >> 20} MiB free: Ray's session needs {_ROOM >> 20} MiB there")
+        return Path(tempfile.mkdtemp(prefix="q-", dir=_TMP))
+    except OSError as error:
+        raise ConfigError(f"{_TMP}: {error.strerror}") from error
 
 
 @dataclass
@@ -54,7 +66,7 @@ class Launch:
     config: dict[str, Any]
     settings: Settings
     say: Callable[[str], None]
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="q-", dir="/tmp")))  # short: sockets lie below it
+    folder: Path = field(default_factory=private_folder)
     _started: float = field(default_factory=time.monotonic)
     _ports: Ports = field(default_factory=Ports)
     drains: bool = False
@@ -83,9 +95,10 @@ class Launch:
 
         check_schema(self.config, "the config")
         self._init_ray()
-        self._deploy()
-        self._wait_running()
-        self._wait_answering()
+        with interruptible():  # Ray has put its own handler in place of ours
+            self._deploy()
+            self._wait_running()
+            self._wait_answering()
         self.drains = True
 
     def _guard(self) -> None:
@@ -234,7 +247,7 @@ def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterat
 
 def _sweep() -> None:
     """Removes the folders of launchers that were killed before they could."""
-    for owner in Path("/tmp").glob(f"q-*/{_OWNER}"):  # noqa: S108 - as in Launch.folder
+    for owner in Path(_TMP).glob(f"q-*/{_OWNER}"):
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
             if not Path(f"/proc/{int(owner.read_text())}").exists():
                 shutil.rmtree(owner.parent)

@@ -65,9 +65,8 @@ def _run(launch: Launch, drain_s: float) -> int:
     try:
         with interruptible():
             launch.start()
-            with interruptible():  # Ray has put its own handler in place of ours
-                print(_ready_line(launch), flush=True)
-                threading.Event().wait()
+            print(_ready_line(launch), flush=True)
+            threading.Event().wait()
     except Interrupted as interruption:
         print(f"quartet: {interruption}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
     except (ConfigError, CheckpointError):

@@ -60,6 +60,20 @@ def test_a_config_that_cannot_be_served_is_one_line_and_exit_code_2(
     assert folders() <= before  # what dead ones left is swept
 
 
+def test_a_signal_at_boot_leaves_nothing(tmp_path: Path) -> None:
+    """While the engine starts; Ray has a handler of its own by then, with which the launcher would end at once."""
+    before = folders()
+    stack = Stack(tmp_path)
+    try:
+        stack.start(until="Serve up")
+        assert stack.end(signal.SIGTERM) == 0, stack.said()
+        assert [pid for pid in stack.tree if command_line(pid)] == []
+        assert folders() == before
+        assert stack.lines[-1] == "quartet: SIGTERM: stopping\n"
+    finally:
+        stack.clean_up()
+
+
 @pytest.mark.slow
 def test_plain_serve_run_says_it_too(tmp_path: Path) -> None:
     """`serve run` of the same file on a cluster without GPUs prints the line within 15 s (on an idle machine) and can be ended."""

@@ -1,9 +1,13 @@
 """The command line short of serving: exit codes and single lines."""
 
+import errno
 import importlib.metadata
+import shutil
 import signal
 import socket
+import types
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -40,6 +44,19 @@ def test_a_taken_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["serve", str(NANO), "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
     assert set(Path("/tmp").glob("q-*")) == before
+
+
+def test_no_room_in_tmp_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where nothing can be written."""
+
+    def fails(path: str) -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    usage = types.SimpleNamespace(free=3 << 20)
+    for found, why in ((lambda path: usage, "/tmp has 3 MiB free: Ray's session needs"), (fails, "/tmp: Read-only file system")):
+        monkeypatch.setattr(shutil, "disk_usage", found)
+        assert main(["serve", str(NANO)]) == 2
+        assert capsys.readouterr().err.startswith(f"quartet: {why}")
 
 
 def test_the_distribution_named_kernels_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,8 +45,8 @@ class Stack:
         self._environ = {**os.environ, **(environ or {})}
         self.tree: set[int] = set()
 
-    def start(self, *extra: str, timeout_s: float = 120.0) -> float:
-        """Seconds until the ready line."""
+    def start(self, *extra: str, timeout_s: float = 120.0, until: str = READY) -> float:
+        """Seconds until the line that has `until`."""
         begun = time.monotonic()
         command = [sys.executable, "-m", self._cli, "serve", str(self.config), "--port", str(self.port), *extra]
         self.process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Stack:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        wait(lambda: self.process.poll() is not None or any(READY in line for line in self.lines), timeout_s, self.said)
+        wait(lambda: self.process.poll() is not None or any(until in line for line in self.lines), timeout_s, self.said)
         assert self.process.poll() is None, self.said()
         return time.monotonic() - begun
 
