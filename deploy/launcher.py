@@ -29,7 +29,7 @@ from deploy import environment
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, guard_limits
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
-from deploy.nodes import check_nodes
+from deploy.nodes import check_nodes, check_replicas
 from deploy.placement import check_files, place
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
@@ -129,7 +129,7 @@ class Launch:
             _temp_dir=str(self.folder / "ray"),
         )
         self._servers = [pid for pid in descendants(os.getpid()) if is_ray_server(command_line(pid))]
-        check_nodes(self.settings, ray.nodes())
+        check_replicas(self.config, self.settings, ray.cluster_resources())
         self._mark("Ray")
 
     def _deploy(self) -> None:

@@ -20,3 +20,15 @@ def check_nodes(settings: Settings, nodes: Iterable[Mapping[str, Any]]) -> None:
             f"tp {tp} needs {tp} GPUs on one node; the largest of {len(sizes)} node(s) has {largest}. "
             f"{FALLBACK}; for a cluster that starts GPU nodes on demand, set wait_for_nodes: true"
         )
+
+
+def check_replicas(config: Mapping[str, Any], settings: Settings, resources: Mapping[str, float]) -> None:
+    """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
+    for options in (options for app in config["applications"] for options in app.get("deployments") or ()):
+        scaling, asked = options.get("autoscaling_config"), options.get("ray_actor_options") or {}
+        count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
+        gpus = asked.get("num_gpus", settings.tp if settings.needs_gpus else 0)
+        for resource, each in (("CPU", asked.get("num_cpus", 0)), ("GPU", gpus)):
+            needed = float(each) * (1 if count == "auto" else int(count))
+            if needed > (there := resources.get(resource, 0.0)) and not settings.wait_for_nodes:
+                raise ConfigError(f"{count} replica(s) of {each} {resource}s each need {needed:g}; this machine has {there:g}")

@@ -124,7 +124,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
     step_timeout_s: Annotated[float, Meta(gt=0, description="a step that makes no progress for so long ends the group")] = 60.0
     heartbeat_timeout_s: Annotated[
-        float, Meta(gt=0, description="a process that is not scheduled for so long ends the group")
+        float, Meta(ge=0.5, description="a process that is not scheduled for so long ends the group")
     ] = 3.0
     boot_timeout_s: Annotated[float, Meta(gt=0, description="time from the start of a group's processes until it is ready")] = 600.0
 
@@ -213,6 +213,8 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
 
 def _check_drafts(config: EngineConfig, heads: int) -> None:
     """`heads`: of a rank's query heads as many as share a KV head, at most."""
+    if config.mtp.model is None and config.mtp.drafts not in ("auto", 0):
+        raise ConfigError(f"mtp.drafts {config.mtp.drafts}: mtp.model must name the assistant that makes them")
     if config.device == "cuda" and heads * config.widest > VERIFY_ROWS:
         most = f"at most {VERIFY_ROWS // heads - 1} with tp {config.tp}, where {heads} query heads share a KV head"
         raise ConfigError(f"mtp.drafts {config.widest - 1}: {most}")

@@ -13,7 +13,7 @@ import yaml
 
 from deploy import environment
 from deploy.models.resolve import resolve
-from deploy.nodes import check_nodes
+from deploy.nodes import check_nodes, check_replicas
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
@@ -43,6 +43,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logs": {"format": "xml"}}, "logs.format: "),
     ({"tracing": {"endpoint": "localhost:4318"}}, "tracing.endpoint: "),
     ({"tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
+    ({"heartbeat_timeout_s": 0.2}, "heartbeat_timeout_s: expected float >= 0.5, not 0.2"),
     ({"step_timeout_s": float("nan")}, "step_timeout_s: expected float > 0.0, not nan"),
     ({"step_timeout_s": float("inf")}, "step_timeout_s: expected a finite number, not inf"),
     ({"mtp": {"drafts": 9}}, "mtp.drafts: expected auto or int <= 8, not 9"),
@@ -258,6 +259,25 @@ def test_the_largest_node_decides() -> None:
     check_nodes(msgspec.structs.replace(settings, wait_for_nodes=True), [])
     check_nodes(Settings(model="nano:31b", tp=4), [])
     check_nodes(Settings(model="a/b", tp=4, device="cpu"), [])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"ray_actor_options": {"num_cpus": 64}}, "1 replica(s) of 64 CPUs each need 64; this machine has 8"),
+        ({"num_replicas": 2, "ray_actor_options": {"num_gpus": 4}}, "2 replica(s) of 4 GPUs each need 8; this machine has 4"),
+        ({"autoscaling_config": {"min_replicas": 2}}, "2 replica(s) of 4 GPUs each need 8; this machine has 4"),
+    ],
+)
+def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) -> None:
+    """Of what must run all the time; what may come later waits for its node."""
+    settings, there = Settings(model="a/b", tp=4, device="cuda"), {"CPU": 8.0, "GPU": 4.0}
+    config = {"applications": [{"deployments": [options]}]}
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        check_replicas(config, settings, there)
+    check_replicas(config, msgspec.structs.replace(settings, wait_for_nodes=True), there)
+    fine = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 8}, "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 4}}
+    check_replicas({"applications": [{"deployments": [fine]}, {}]}, settings, there)
 
 
 def test_a_prefix_is_refused(tmp_path: Path) -> None:

@@ -258,6 +258,7 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"_scaling": {"min_replicas": 3}}, "deployments.0.autoscaling_config: Value error, max_replicas (1) must be"),
         ({"_scaling": {"policy": "x"}}, "deployments.0.autoscaling_config.policy: Input should be a valid dictionary"),
         ({"_scaling": {"policy": {"policy_function": "no.such:policy"}}}, "policy_function cannot be imported: No module"),
+        ({"mtp": {"drafts": 3}}, "mtp.drafts 3: mtp.model must name the assistant"),
         ({"mtp": {"model": "nano:e2b-assistant"}}, "is no drafter of this model: KV heads of layer 0 1, not 4"),
         ({"_top": {"http_options": {"port": "eighty"}}}, "http_options.port: Input should be a valid integer"),
     ],
