@@ -116,7 +116,7 @@ class Launch:
         check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
         config = place(self.settings)
         attention_here(config)
-        check_files(config)
+        check_files(config, self.settings.chat_template)
 
     def _init_ray(self) -> None:
         import ray

@@ -29,8 +29,9 @@ def configure(settings: Settings, folder: Path, drafter: Path | None, device: De
     )
 
 
-def check_files(config: EngineConfig) -> None:
-    """Raises CheckpointError where a group would refuse the checkpoint, its tokenizer or its drafter. No tensor is read."""
+def check_files(config: EngineConfig, template: str | None = None) -> None:
+    """Raises CheckpointError where a replica would refuse the checkpoint, its tokenizer and template, or its drafter. No tensor is
+    read."""
     from engine.front.text import TextProcessor
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked
@@ -47,4 +48,4 @@ def check_files(config: EngineConfig) -> None:
         loaded.append((drafter, assistant_weights.TENSORS, assistant))
     for place, tensors, shape in loaded if config.load_format == "safetensors" else ():
         checked(place, pieces(tensors, shape, weights=weight_format(place)), tensors, shape)
-    TextProcessor.load(folder)
+    TextProcessor.load(folder, Path(template) if template else None)

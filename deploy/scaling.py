@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError
 from engine.events import EngineLoad, Event, FirstToken, RequestFinished, RequestStarted
 from engine.protocol import Load
 
@@ -157,15 +156,3 @@ class Scaling:
 def _figures_are_recent(context: "AutoscalingContext", settled: float | None) -> bool:
     """Tells whether the figures speak of the replicas that there are now, and of no time before."""
     return settled is not None and context.current_time - settled >= TTFT_WINDOW_S + context.config.look_back_period_s
-
-
-def check_policies(config: Mapping[str, Any], source: str) -> None:
-    """Raises ConfigError that names what is wrong in our policy's `policy_kwargs`, which Serve's controller would stumble over."""
-    deployments = (options for app in config["applications"] for options in app.get("deployments") or ())
-    for options in deployments:
-        policy = (options.get("autoscaling_config") or {}).get("policy") or {}
-        if policy.get("policy_function") == POLICY:
-            try:
-                Scaling(**(policy.get("policy_kwargs") or {}))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"{source}: {options.get('name')}: autoscaling_config.policy: {error}") from error

@@ -7,34 +7,29 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
-from deploy.scaling import check_policies
+from deploy.scaling import POLICY, Scaling
 from engine.errors import ConfigError
 
 
 def check_schema(config: dict[str, Any], source: str) -> None:
-    """Raises ConfigError that names the keys that Serve itself would refuse or ignore, and what our policy would refuse."""
-    place: tuple[int | str, ...] = ()
+    """Raises ConfigError that names the keys that Serve itself would refuse or ignore, or its controller stumble over."""
+    place = ""
     try:
         ServeDeploySchema.model_validate(config)
-        for path, scaling in _autoscaling(config):
-            place = path
+        place = "autoscaling_config."  # for which Serve's schema takes any mapping
+        for options in (options for app in config["applications"] for options in app.get("deployments") or ()):
+            scaling = options.get("autoscaling_config") or {}
             AutoscalingConfig.model_validate(scaling)
+            policy = scaling.get("policy") or {}
+            if policy.get("policy_function") == POLICY:
+                Scaling(**(policy.get("policy_kwargs") or {}))
     except ValidationError as error:
-        errors = (f"{_path((*place, *detail['loc']))}: {detail['msg']}" for detail in error.errors(include_url=False))
+        errors = (f"{place}{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
         raise ConfigError(f"{source}: {'; '.join(errors)}") from error
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{source}: policy_function cannot be imported: {error}") from error
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: autoscaling_config.policy: {error}") from error
     if unknown := list(unknown_keys(ServeDeploySchema, config, "")):
         raise ConfigError(f"{source}: {'; '.join(f'{key}: unknown key, which Serve would ignore' for key in unknown)}")
-    check_policies(config, source)
-
-
-def _autoscaling(config: dict[str, Any]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Yields path and value of each deployment's autoscaling_config, for which Serve's schema takes any mapping."""
-    for app, application in enumerate(config["applications"]):
-        for index, options in enumerate(application.get("deployments") or ()):
-            if scaling := options.get("autoscaling_config"):
-                yield ("applications", app, "deployments", index, "autoscaling_config"), scaling
 
 
 def unknown_keys(schema: type[BaseModel], value: Any, path: str) -> Iterator[str]:
@@ -61,4 +56,4 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location) or "the config"
+    return ".".join(map(str, location)) or "all"

@@ -23,8 +23,8 @@ from engine.errors import CheckpointError, ConfigError
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
 Nothing is started or downloaded. A model whose config.json is not on this machine is checked by its published shape where
-its name is a known one, and said to be unchecked where it is not. Of a folder with weights the headers, tokenizer and template
-are read, as a replica would; no tensor is.
+its name is a known one, and said to be unchecked where it is not. Of a folder the headers of its weights, tokenizer, template
+and drafter are read, as a replica would; no tensor is.
 
   quartet check-config deploy/gemma4.yaml
   quartet check-config my.yaml --json | jq '.applications[].settings.tp'
@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         notes = [
             *deployment_notes(app, settings),
             *model_notes(settings),
-            *template_notes(settings),
             *key_notes(http, settings),
             *time_notes(app, http, settings),
         ]
@@ -73,23 +72,6 @@ def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
                 yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
         if settings.needs_gpus and gpus is not None and gpus != settings.tp:
             yield f"num_gpus is {gpus}, but tp needs {settings.tp}: Ray would place replicas where they cannot run"
-
-
-def template_notes(settings: Settings) -> Iterator[str]:
-    """Checks whether the chat template that is named can be used. ConfigError: it does not compile."""
-    from engine.front.template import ChatTemplate
-    from engine.front.text import template_source
-
-    if settings.chat_template is None:
-        return
-    path = Path(settings.chat_template)
-    if not path.is_file():
-        yield f"chat_template: {path} is not on this machine: it was not checked"
-        return
-    try:
-        ChatTemplate(template_source(path.parent, path) or "", {}, ())
-    except CheckpointError as error:
-        raise ConfigError(f"chat_template: {error}") from error
 
 
 def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
@@ -134,4 +116,7 @@ def model_notes(settings: Settings) -> Iterator[str]:
         settings = msgspec.structs.replace(settings, mtp=Mtp())
     config = configured(settings, folder)
     if local_folder(settings.model) == folder or any(folder.glob("*.safetensors")):  # a hub id's are downloaded by replicas
-        check_files(config)
+        if (template := settings.chat_template) is not None and not Path(template).is_file():
+            yield f"chat_template: {template} is not on this machine: it was not checked"
+            template = None
+        check_files(config, template)

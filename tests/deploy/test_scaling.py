@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig
 
-from deploy.scaling import POLICY, SUMMED_FIGURES, TTFT_WINDOW_S, Demand, Scaling, check_policies
-from engine.errors import ConfigError
+from deploy.scaling import SUMMED_FIGURES, TTFT_WINDOW_S, Demand, Scaling
 from engine.events import EngineLoad, FirstToken, RequestFinished, RequestStarted, to_each
 from tests.support.engine.load_figures import load, pool
 
@@ -236,19 +235,6 @@ def test_bad_targets_are_refused() -> None:
     for name, value in bad:
         with pytest.raises(ValueError, match=f"policy_kwargs.{name}"):
             Scaling(**{name: value})
-
-
-@pytest.mark.parametrize("kwargs", [{"slots": 2}, {"slot": 0.5}])
-def test_a_config_with_bad_targets_is_refused(kwargs: dict[str, float]) -> None:
-    """Before Serve's controller sees it, by key; a policy of somebody else is not ours to judge."""
-
-    def config(function: str) -> dict[str, Any]:
-        policy = {"policy_function": function, "policy_kwargs": kwargs}
-        return {"applications": [{"deployments": [{"name": "Quartet", "autoscaling_config": {"policy": policy}}]}]}
-
-    check_policies(config("theirs:policy"), "a.yaml")
-    with pytest.raises(ConfigError, match=rf"a.yaml: Quartet: autoscaling_config.policy: .*{next(iter(kwargs))}"):
-        check_policies(config(POLICY), "a.yaml")
 
 
 def test_where_nobody_asks_nothing_piles_up() -> None:

@@ -40,6 +40,7 @@ def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
         ({"port": 0}, {}, "cannot listen on 127.0.0.1:0: it is no address that clients could use (--port chooses another)"),
         ({"port": free_port()}, {"model": "/no"}, " is no folder here, and no hub id (<owner>/<name>), nano: or dummy:<member>"),
         ({"port": free_port()}, {"model": "a/b"}, "is set; download it where there is a network, or give a folder"),
+        ({"port": free_port()}, {"chat_template": "/no"}, "chat template /no: [Errno 2] No such file or directory: '/no'"),
         ({"port": free_port()}, {"attention": "triton"}, "runs on the CPU, where reference is the backend"),
         ({"port": free_port()}, {"mtp": {"model": "nano:31b"}}, "31b/config.json: model_type 'gemma4' is no Gemma 4 assistant"),
     ],

@@ -130,7 +130,7 @@ def test_check_config_compiles_the_template_that_is_named(tmp_path: Path, capsys
     """One that does not compile is an error of one line; one that is elsewhere is a note."""
     file = tmp_path / "template.jinja"
     path = nano_yaml(tmp_path / "mine.yaml", chat_template=str(file))
-    wrong = "chat_template: chat template, line 1"
+    wrong = "mine.yaml: chat template, line 1"
     for text, code, said in ((None, 0, "is not on this machine"), ("{% if %}", 2, wrong), ("", 0, "")):
         if text is not None:
             file.write_text(text)

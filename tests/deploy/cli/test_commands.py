@@ -20,6 +20,7 @@ from deploy import environment
 from deploy.cli import machine_checks as checks
 from deploy.cli.main import main
 from deploy.cli.output import Table, gib, plain
+from deploy.scaling import POLICY
 from deploy.settings import read_config, read_settings
 from tests.support.repo_rules import ROOT
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.pure
 
 Captured = pytest.CaptureFixture[str]
 NANO = ROOT / "deploy" / "nano.yaml"
+OURS = {"policy_function": POLICY}
 H200 = Gpu(0, "NVIDIA H200", "GPU-a", (9, 0), 143771 << 20)
 
 HELP = """
@@ -254,10 +256,12 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"_top": {"proxy_locations": "HeadOnly"}}, "proxy_locations: unknown key, which Serve would ignore"),
         ({"_deployment": {"name": "Quintet"}}, "deployments: expected a list of mappings named Quartet"),
         ({"_app": {"deployments": [1]}}, "deployments: expected a list of mappings named Quartet"),
-        ({"_scaling": {"min_replicas": "x"}}, "deployments.0.autoscaling_config.min_replicas: Input should be a valid integer"),
-        ({"_scaling": {"min_replicas": 3}}, "deployments.0.autoscaling_config: Value error, max_replicas (1) must be"),
-        ({"_scaling": {"policy": "x"}}, "deployments.0.autoscaling_config.policy: Input should be a valid dictionary"),
-        ({"_scaling": {"policy": {"policy_function": "no.such:policy"}}}, "policy_function cannot be imported: No module"),
+        ({"_scaling": {"min_replicas": "x"}}, "autoscaling_config.min_replicas: Input should be a valid integer"),
+        ({"_scaling": {"min_replicas": 3}}, "autoscaling_config.all: Value error, max_replicas (1) must be"),
+        ({"_scaling": {"policy": "x"}}, "autoscaling_config.policy: Input should be a valid dictionary"),
+        ({"_scaling": {"policy": {"policy_function": "no.such:policy"}}}, "autoscaling_config.policy: No module named 'no'"),
+        ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slots": 2}}}}, "autoscaling_config.policy: policy_kwargs.slots: 2"),
+        ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slot": 0.5}}}}, "autoscaling_config.policy: Scaling.__init__()"),
         ({"mtp": {"drafts": 3}}, "mtp.drafts 3: mtp.model must name the assistant"),
         ({"mtp": {"model": "nano:e2b-assistant"}}, "is no drafter of this model: KV heads of layer 0 1, not 4"),
         ({"_top": {"http_options": {"port": "eighty"}}}, "http_options.port: Input should be a valid integer"),
