@@ -9,7 +9,8 @@
 #   splice-request        is taken out: with it HAProxy does not see a client leave whose body came after its head, until the answer
 #                         comes, and the engine works on for nobody (seen with 2.8.25)
 #   errorfile             errors have OpenAI's shape where no replica answers or is asked. What is not HTTP gets HAProxy's own texts
-#   deny_status 503       where HAProxy knows no application yet, or no more: Serve has a 404 for it, after which no client asks again
+#   deny_status 503       where HAProxy or Serve's proxy knows no application yet, or no more: they have a 404 in plain text for it,
+#                         after which no client asks again
 #   stick-table           with QUARTET_CONNECTIONS_PER_ADDRESS, bounds the connections of an address. Behind another proxy all
 #                         clients have one address
 #
@@ -18,7 +19,8 @@ set -eu
 ours="option forwardfor\n    option http-server-close\n    timeout http-request ${QUARTET_HEAD_TIMEOUT:-10s}"
 errors=${QUARTET_ERRORS:-}
 json="content-type application/json file $errors"
-known="{ method GET HEAD POST PUT PATCH DELETE OPTIONS TRACE }"
+other="hdr allow \"GET, POST\" unless { method GET HEAD POST PUT PATCH DELETE OPTIONS TRACE }"
+gone="http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
 limit=${QUARTET_CONNECTIONS_PER_ADDRESS:-}
 counted="stick-table type ipv6 size 64k expire 1h store conn_cur\n    tcp-request connection track-sc0 src"
 counted="$counted\n    tcp-request connection reject if { sc0_conn_cur gt $limit }"
@@ -27,7 +29,7 @@ for argument in "$@"; do
     if [ "$before" = "-f" ]; then
         [ -z "$errors" ] || sed -i -e "s#^\( *errorfile \(50[234]\)\) .*#\1 $errors/\2.http#" \
             -e "s#^\( *http-request return status 404\) content-type text/plain lf-string .*#    http-request deny deny_status 503 if { path_beg / }\n\1 $json/404.json#" \
-            -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json hdr allow \"GET, POST\" unless $known#" "$argument"
+            -e "s#^frontend http_frontend\$#&\n    http-request return status 405 $json/405.json $other\n    $gone#" "$argument"
         [ -z "$limit" ] || sed -i "s#^frontend http_frontend\$#&\n    $counted#" "$argument"
         sed -i -e 's/^\( *bind \)\**:\([0-9][0-9]*\)/\1127.0.0.1:\2/' -e '/^ *option splice-request$/d' \
             -e "/^defaults/,/^frontend/s/^ *mode http\$/&\n    $ours/" "$argument"

@@ -94,11 +94,11 @@ class Launch:
         from deploy.serve_schema import check_schema  # Serve reads the environment when it is imported
 
         check_schema(self.config, "the config")
-        self._init_ray()
-        with interruptible():  # Ray has put its own handler in place of ours
-            self._deploy()
-            self._wait_running()
-            self._wait_answering()
+        with interruptible():  # behind it our handlers are back: Ray puts its own in their place
+            self._init_ray()
+        self._deploy()
+        self._wait_running()
+        self._wait_answering()
         self.drains = True
 
     def _guard(self) -> None:

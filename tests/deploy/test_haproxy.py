@@ -95,12 +95,15 @@ def test_where_no_replica_answers_the_error_is_openais(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/v1/models").text == "Internal Server Error"
 
 
-def test_where_there_is_no_application_yet_the_error_is_that_of_a_lost_engine(tmp_path: Path) -> None:
-    """HAProxy that is started anew, and at the end of a drain: a 503 with Retry-After. Planted: Serve's file, a 404."""
+def test_where_there_is_no_application_the_error_is_that_of_a_lost_engine(tmp_path: Path) -> None:
+    """HAProxy that is started anew, and Serve's proxy at a drain: 503 with Retry-After. Planted: Serve's configuration, a 404."""
     for errors, status in ((tmp_path, 503), (None, 404)):
-        with haproxy(tmp_path, free_port(), errors, route="") as url:
-            reply = httpx.post(f"{url}/v1/chat/completions", json={})
-            assert (reply.status_code, "retry-after" in reply.headers) == (status, status == 503)
+        with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, errors, route="") as url:
+            unknown = httpx.post(f"{url}/v1/chat/completions", json={})
+        with asgi_server(say_missing) as behind, haproxy(tmp_path, behind, errors) as url:
+            replies = [unknown, httpx.get(f"{url}/text/plain"), httpx.get(f"{url}/application/json")]
+        assert [reply.status_code for reply in replies] == [status, status, 404]
+        assert [reply.headers.get("retry-after") for reply in replies] == [*["5" if status == 503 else None] * 2, None]
 
 
 def test_a_replica_that_is_killed_or_hangs_is_said_so(tmp_path: Path) -> None:
@@ -248,6 +251,13 @@ async def say_address(scope: Scope, receive: Receive, send: Send) -> None:
     body = client_address(scope).encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def say_missing(scope: Scope, receive: Receive, send: Send) -> None:
+    """Nothing is here, in the content type that the path names."""
+    headers = [(b"content-type", scope["path"].removeprefix("/").encode())]
+    await send({"type": "http.response.start", "status": 404, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def stream_two(scope: Scope, receive: Receive, send: Send) -> None:
