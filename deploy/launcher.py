@@ -133,17 +133,21 @@ class Launch:
         self._mark("Ray")
 
     def _deploy(self) -> None:
+        from ray.exceptions import RayError
         from ray.serve._private import api
         from ray.serve.schema import ServeDeploySchema
 
         schema = ServeDeploySchema.model_validate(self.config)
-        client = api.serve_start(
-            http_options=schema.http_options.model_dump(),
-            proxy_location=schema.proxy_location,
-            grpc_options=schema.grpc_options.model_dump(),
-            controller_options=schema.controller_options,
-        )
-        client.deploy_apps(schema)
+        try:
+            client = api.serve_start(
+                http_options=schema.http_options.model_dump(),
+                proxy_location=schema.proxy_location,
+                grpc_options=schema.grpc_options.model_dump(),
+                controller_options=schema.controller_options,
+            )
+            client.deploy_apps(schema)
+        except RayError as error:
+            raise EngineDead(f"Serve could not start: {last_error(str(error))}") from error
         self._mark("Serve")
 
     def _wait_running(self) -> None:
@@ -279,9 +283,13 @@ def _shut_serve() -> None:
 
 
 def _failure_of(status: Any) -> str:
-    """Returns the last line of a traceback in Serve's message; the deployments' messages say more than the application's."""
-    messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
-    lines = [line.strip() for line in "\n".join([status.message, *messages]).splitlines() if line.strip()]
+    """Returns what failed by Serve's messages; the deployments' say more than the application's."""
+    return last_error("\n".join([status.message, *(deployment.message for deployment in status.deployments.values())]))
+
+
+def last_error(text: str) -> str:
+    """Returns the last line of a traceback in `text`."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line or "EngineDead: " in line]
     return (errors or lines or ["no reason given"])[-1][:500]
 

@@ -110,6 +110,13 @@ def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passed == ["cut", "end"]
 
 
+def test_of_a_traceback_the_error_is_said() -> None:
+    """Of what Ray puts around a task's failure, the line that names it; of a message without any, its last line."""
+    ray = "ray::Manager.ready()\n  File x\n    await it\nRuntimeError: HAProxy crashed during startup: no port\n\n"
+    assert launcher.last_error(ray) == "RuntimeError: HAProxy crashed during startup: no port"
+    assert (launcher.last_error("one\ntwo\n"), launcher.last_error("")) == ("two", "no reason given")
+
+
 def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the process id that it wrote down."""
     monkeypatch.setattr(launcher, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
