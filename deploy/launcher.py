@@ -30,10 +30,11 @@ from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, guard_limi
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes, check_replicas
-from deploy.placement import check_files, place
+from deploy.placement import place
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
 from deploy.settings import Settings
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 
 _POLL_S = 0.1
@@ -74,14 +75,27 @@ class Launch:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where clients find it."""
+        """Where clients find it. ConfigError: the port is no number."""
         options = self.config.get("http_options") or {}
-        return options.get("host", "127.0.0.1"), int(options.get("port", 8000))
+        try:
+            return str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"http_options.port: {error}") from error
+
+    def check(self) -> EngineConfig:
+        """Check, before Ray is up, the port, the keys, and that this machine, all that Ray can count, has the GPUs and can run the
+        attention that is asked for; returns the group's settings. ConfigError, CheckpointError: it cannot run like this."""
+        check_port(*self.address)
+        if self.settings.keys.needed:
+            parse(read(self.settings.keys))
+        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
+        config = place(self.settings)  # a model of the hub is downloaded
+        attention_here(config)
+        return config
 
     def start(self) -> None:
-        """Do everything until the first request can be answered. ConfigError: it cannot run like this; EngineDead: it did not."""
-        check_port(*self.address)
-        self._check_here()
+        """Do everything behind `check` until the first request can be answered. ConfigError: it cannot run like this; EngineDead:
+        it did not."""
         _sweep()
         (self.folder / _OWNER).write_text(str(os.getpid()))
         from deploy import ingress_errors  # starlette and numpy come with it, which `quartet --help` does without
@@ -107,16 +121,6 @@ class Launch:
         os.environ.setdefault(LIMITS_VARIABLE, guard_limits(self.settings.limits, self.address[0], keys=keys.needed))
         if keys.needed:
             os.environ.setdefault(KEYS_VARIABLE, msgspec.json.encode(keys).decode())
-
-    def _check_here(self) -> None:
-        """Check, before Ray is up, the keys, that this machine, all that Ray can count, has the GPUs and can run the attention that
-        is asked for, and the model's files, which are downloaded if need be."""
-        if self.settings.keys.needed:
-            parse(read(self.settings.keys))
-        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
-        config = place(self.settings)
-        attention_here(config)
-        check_files(config, self.settings.chat_template)
 
     def _init_ray(self) -> None:
         import ray

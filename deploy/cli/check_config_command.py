@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from deploy.cli.model_files import check_files
 from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.keys.key_file import parse, read
 from deploy.models.resolve import folder_here, local_folder
-from deploy.placement import check_files
 from deploy.settings import Settings, application, read_config, read_settings
 from engine.config import Mtp
 from engine.errors import CheckpointError, ConfigError

@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 from deploy import environment
+from deploy.cli.model_files import check_files
 from deploy.cli.output import Subparsers, command
 from deploy.launcher import Interrupted, Launch, handling, interruptible
 from deploy.settings import read_config, read_settings
@@ -64,6 +65,7 @@ def _run(launch: Launch, drain_s: float) -> int:
     """Starts, waits for a signal, drains; a second signal ends the drain."""
     try:
         with interruptible():
+            check_files(launch.check(), launch.settings.chat_template)
             launch.start()
             print(_ready_line(launch), flush=True)
             threading.Event().wait()

@@ -37,6 +37,7 @@ def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
     [
         (None, {}, "http_options: None is no mapping"),
         ({"port": free_port(), "prot": 1}, {}, "http_options.prot: unknown key, which Serve would ignore"),
+        ({"port": "eighty"}, {}, "http_options.port: invalid literal for int() with base 10: 'eighty'"),
         ({"port": 0}, {}, "cannot listen on 127.0.0.1:0: it is no address that clients could use (--port chooses another)"),
         ({"port": free_port()}, {"model": "/no"}, " is no folder here, and no hub id (<owner>/<name>), nano: or dummy:<member>"),
         ({"port": free_port()}, {"model": "a/b"}, "is set; download it where there is a network, or give a folder"),

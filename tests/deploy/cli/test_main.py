@@ -92,8 +92,9 @@ def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
             passed.append(name)
 
-        def start(self) -> None:
-            self._signal("start")
+        def check(self) -> NoReturn:
+            self._signal("check")
+            raise AssertionError
 
         def drain(self, bound_s: float) -> None:
             self._signal("drain")

@@ -1,0 +1,29 @@
+"""What a replica would refuse of the files of a model that is on this machine. No torch."""
+
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.geometry import read_geometry
+from engine.weight_formats import weight_format
+
+
+def check_files(config: EngineConfig, template: str | None = None) -> None:
+    """Raises CheckpointError where a replica would refuse the checkpoint, its tokenizer and template, or its drafter. No tensor is
+    read."""
+    from engine.front.text import TextProcessor
+    from engine.rank.load.slices import pieces
+    from engine.rank.load.tensor_files import checked
+    from engine.rank.models import assistant_weights, gemma4_weights
+    from engine.rank.models.assistant_geometry import check_shards, read_assistant
+
+    folder = Path(config.model)
+    geometry = read_geometry(folder)
+    loaded = [(folder, gemma4_weights.TENSORS, geometry)]
+    if config.widest > 1:
+        drafter = Path(str(config.mtp.model))
+        assistant = read_assistant(drafter, geometry)
+        check_shards(assistant, geometry, config.tp)
+        loaded.append((drafter, assistant_weights.TENSORS, assistant))
+    for place, tensors, shape in loaded if config.load_format == "safetensors" else ():
+        checked(place, pieces(tensors, shape, weights=weight_format(place)), tensors, shape)
+    TextProcessor.load(folder, Path(template) if template else None)
