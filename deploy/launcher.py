@@ -88,7 +88,9 @@ class Launch:
         check_port(*self.address)
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
-        check_nodes(self.settings, [{"Alive": True, "Resources": {"GPU": len(probe().gpus)}}])
+        resources = {"CPU": float(os.cpu_count() or 1), "GPU": float(len(probe().gpus))}
+        check_nodes(self.settings, [{"Alive": True, "Resources": resources}])
+        check_replicas(self.config, self.settings, resources)
         config = place(self.settings)  # a model of the hub is downloaded
         attention_here(config)
         return config
@@ -133,7 +135,6 @@ class Launch:
             _temp_dir=str(self.folder / "ray"),
         )
         self._servers = [pid for pid in descendants(os.getpid()) if is_ray_server(command_line(pid))]
-        check_replicas(self.config, self.settings, ray.cluster_resources())
         self._mark("Ray")
 
     def _deploy(self) -> None:
@@ -292,10 +293,10 @@ def _failure_of(status: Any) -> str:
 
 
 def last_error(text: str) -> str:
-    """Returns the last line of a traceback in `text`."""
+    """Returns the error of the last traceback in `text`, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line or "EngineDead: " in line]
-    return (errors or lines or ["no reason given"])[-1][:500]
+    errors = [index for index, line in enumerate(lines) if "Error: " in line or "EngineDead: " in line]
+    return " ".join(lines[errors[-1] if errors else -1 :])[:500] or "no reason given"
 
 
 def _all_routed() -> bool:

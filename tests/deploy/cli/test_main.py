@@ -112,9 +112,9 @@ def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_a_traceback_the_error_is_said() -> None:
-    """Of what Ray puts around a task's failure, the line that names it; of a message without any, its last line."""
-    ray = "ray::Manager.ready()\n  File x\n    await it\nRuntimeError: HAProxy crashed during startup: no port\n\n"
-    assert launcher.last_error(ray) == "RuntimeError: HAProxy crashed during startup: no port"
+    """Of what Ray puts around a task's failure, what names it, to its end; of a message without any, its last line."""
+    ray = "ray::Manager.ready()\n  File x\n    await it\nRuntimeError: HAProxy crashed: [NOTICE] 2.8\n[ALERT] no port\n\n"
+    assert launcher.last_error(ray) == "RuntimeError: HAProxy crashed: [NOTICE] 2.8 [ALERT] no port"
     assert (launcher.last_error("one\ntwo\n"), launcher.last_error("")) == ("two", "no reason given")
 
 
