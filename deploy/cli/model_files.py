@@ -12,7 +12,7 @@ def check_files(config: EngineConfig, template: str | None = None) -> None:
     read."""
     from engine.front.text import TextProcessor
     from engine.rank.load.slices import pieces
-    from engine.rank.load.tensor_files import checked
+    from engine.rank.load.tensor_files import checked_headers
     from engine.rank.models import assistant_weights, gemma4_weights
     from engine.rank.models.assistant_geometry import check_shards, read_assistant
 
@@ -25,5 +25,5 @@ def check_files(config: EngineConfig, template: str | None = None) -> None:
         check_shards(assistant, geometry, config.tp)
         loaded.append((drafter, assistant_weights.TENSORS, assistant))
     for place, tensors, shape in loaded if config.load_format == "safetensors" else ():
-        checked(place, pieces(tensors, shape, weights=weight_format(place)), tensors, shape)
+        checked_headers(place, pieces(tensors, shape, weights=weight_format(place)), tensors, shape)
     TextProcessor.load(folder, Path(template) if template else None)
