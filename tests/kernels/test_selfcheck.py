@@ -27,9 +27,10 @@ from tests.support.repo_rules import ROOT
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
-# Sums and gathers need other ranks: their check is engine.rank.parallel.self_check.
-OVER_RANKS = {"kernels.allreduce"}
-BETWEEN_RANKS = {"_allreduce_norm_sharded"}  # checked by kernels.inbox_check, as are those that do more where there are other ranks
+# What needs other ranks: the check of sums and gathers is engine.rank.parallel.self_check; norms of own rows are off.
+OVER_RANKS = {"kernels.allreduce", "kernels.sequence_parallel"}
+# Checked by kernels.inbox_check, as are those that do more where there are other ranks.
+BETWEEN_RANKS = {"_allreduce_norm_sharded", "_wait_for"}
 
 
 CHECKED = {check.module for check in CHECKS}

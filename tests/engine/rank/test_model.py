@@ -263,13 +263,13 @@ def test_a_window_off_by_one_is_seen(case: Callable[[str], Case], member: str, o
 def test_k_as_v_is_seen(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where V is K's raw product, storing the finished K in its place moves the logits by at least 1e-2."""
     it = case("31b")
-    write = kernels.qkv.store
+    write = kernels.qkv.store_kv
 
     def alias(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         write(pool, pages, offsets, k, k if k.shape[2] == it.geometry.layers[-1].head_dim else v)
 
-    monkeypatch.setattr(kernels.qkv, "store", alias)
-    monkeypatch.setattr(kernels.decode, "store", alias)
+    monkeypatch.setattr(kernels.qkv, "store_kv", alias)
+    monkeypatch.setattr(kernels.decode, "store_kv", alias)
     error = it.error(it.run(Single(), it.steps(whole=True)))
     print(f"K as V: error {error:.2g}")
     assert FAULT <= error < torch.inf
