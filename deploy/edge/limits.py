@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -263,7 +264,15 @@ def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middl
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
     check_key = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))).may_send if keys else None
     guard = Middleware(Limits, limits=limits, check_key=check_key, bounds_writes=True)
-    return [*([Middleware(Recovery, routes=routes)] if routes else []), guard, Middleware(Unchunked)]
+    return [*([Middleware(Recovery, routes=routes)] if routes else []), guard, *cors(limits), Middleware(Unchunked)]
+
+
+def cors(limits: LimitSettings) -> list[Middleware]:
+    """Return what lets web pages of `cors_origins`, if there are any, read answers and refusals."""
+    if not (origins := limits.cors_origins):
+        return []
+    shown = ["x-request-id", "retry-after"]
+    return [Middleware(CORSMiddleware, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)]
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

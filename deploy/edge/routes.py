@@ -16,7 +16,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Raw, Struct
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from deploy.edge.absent_routes import why_absent
@@ -28,7 +27,7 @@ from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, Refusal, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
-from deploy.edge.limits import Limits
+from deploy.edge.limits import Limits, cors
 from deploy.edge.observe.record import record_of
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Service
@@ -80,9 +79,8 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     limits = service.settings.limits
     check_key = KeyGate(service.keys).check if service.keys is not None else None
     guarded: ASGIApp = Limits(app, limits, check_key)
-    if limits.cors_origins:
-        shown = ["x-request-id", "retry-after"]
-        guarded = CORSMiddleware(guarded, limits.cors_origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)
+    for middleware, arguments, options in cors(limits):  # here, too: Ray may have been started without our settings
+        guarded = middleware(guarded, *arguments, **options)
     return AccessLog(guarded, service, echo=echo)
 
 

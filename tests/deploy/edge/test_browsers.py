@@ -1,6 +1,7 @@
 """What a web page of another site, and a neighbour on the network, may do and learn; and that the API's document is a valid one."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,11 +9,14 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
+from deploy.edge.error_response import JsonResponse
+from deploy.edge.limits import outermost
 from deploy.edge.scope import is_from_loopback
 from tests.support.edge.api_client import chat_body, error_of
-from tests.support.edge.http_edge import Edge, Edges
+from tests.support.edge.http_edge import Edge, Edges, asgi_server
 
 pytestmark = pytest.mark.pure
 
@@ -68,6 +72,33 @@ def test_cors_is_off_unless_an_origin_is_listed(edge: Edge, known: Edge) -> None
     assert (granted.status_code, granted.headers["access-control-allow-origin"]) == (200, PAGE)
     reply = known.post(CHAT, BODY, headers={"origin": PAGE})
     assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, PAGE)
+
+
+@pytest.mark.parametrize(("origin", "allowed"), [(PAGE, PAGE), ("https://other.example", None)])
+def test_a_page_reads_what_the_guard_refuses(origin: str, allowed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard around Serve, if the page's origin is listed; its question is answered, and no answer names an origin twice."""
+    limits = LimitSettings(body_bytes=2048, body_timeout_s=0.2, cors_origins=(PAGE,))
+    monkeypatch.setenv(LIMITS_VARIABLE, guard_limits(limits, "127.0.0.1"))
+
+    def slowly() -> Iterator[bytes]:
+        yield b"{"
+        time.sleep(0.4)
+        yield b"}"
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        reply = JsonResponse({}, headers={"access-control-allow-origin": allowed} if allowed else None)
+        await reply(scope, receive, send)
+
+    guarded: ASGIApp = served
+    for kind, arguments, options in outermost():
+        guarded = kind(guarded, *arguments, **options)
+    with asgi_server(guarded) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"origin": origin}) as page:
+        wants = {"access-control-request-method": "POST", "access-control-request-headers": "content-type,x-api-key"}
+        replies = [page.post(CHAT, content=body) for body in (b"x" * 4096, slowly())]
+        replies += [page.get("/", headers={"host": "a b"}), page.get("/"), page.options(CHAT, headers=wants)]
+    assert [reply.status_code for reply in replies] == [413, 408, 400, 200, 200 if allowed else 400]
+    for reply in replies:
+        assert reply.headers.get_list("access-control-allow-origin") == ([allowed] if allowed else []), reply
 
 
 @pytest.mark.parametrize(
