@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.edge.apis import PROBES, endpoint_of
+from deploy.edge.apis import PROBES, endpoint_of, error_shape_of
+from deploy.edge.error_response import ErrorShape
 from deploy.edge.observe.record import RequestRecord, access_fields
 from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID, only, request_id
 from deploy.edge.service import Service
@@ -26,7 +27,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 @dataclass
 class AccessLog:
-    """Wraps the whole app. `echo`: put the id on replies; under Ray Serve it is Serve that does."""
+    """Wraps the whole app. `echo`: put `x-request-id` on replies; under Ray Serve it is Serve that does."""
 
     app: ASGIApp
     service: Service
@@ -46,7 +47,7 @@ class AccessLog:
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
-            await self.app({**scope, RECORD: record}, receive, self._stamped(record))
+            await self.app({**scope, RECORD: record}, receive, self._stamped(record, error_shape_of(scope["path"])))
         except (ClientDisconnect, asyncio.CancelledError):
             record.gone = True
             raise
@@ -58,12 +59,13 @@ class AccessLog:
             self._close(record)
             REQUEST_ID.reset(known)
 
-    def _stamped(self, record: RequestRecord) -> Send:
+    def _stamped(self, record: RequestRecord, shape: ErrorShape) -> Send:
+        ids = [(name, record.id.encode()) for name in shape.id_headers if self.echo or name != b"x-request-id"]
+
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                if self.echo:
-                    message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", record.id.encode())]}
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
             await record.send(message)
 
         return send

@@ -34,11 +34,13 @@ class ErrorFields:
 
 @dataclass(frozen=True)
 class ErrorShape:
-    """How an API writes an error. `name`: of its schema in the API's document; `fields`: what stands under `error`."""
+    """How an API writes an error. `name`: of its schema in the API's document; `fields`: what stands under `error`; `id_headers`:
+    by which its clients find a request's id on any reply."""
 
     name: str
     fields: tuple[str, ...]
     write: Callable[[ErrorFields], dict[str, Any]]
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
     def body(self, error: QuartetError) -> dict[str, Any]:
         """The error, as a reply's body or as a stream's last event."""
@@ -73,14 +75,15 @@ class Refusal(JsonResponse):
         if isinstance(error, Overloaded):
             headers["retry-after"] = str(error.retry_after_s)
         super().__init__(shape.body(error), status.status, headers)
-        self._error = error
+        self._error, self._shape = error, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply, and leave the error with the request's record; without one, with an id and a line in the log."""
         if RECORD in scope:
             scope[RECORD].error = self._error
         else:
-            name = self.headers["x-request-id"] = request_id(scope["headers"])
+            name = request_id(scope["headers"])
+            self.raw_headers += [(header, name.encode()) for header in self._shape.id_headers]
             kind = type(self._error).__name__
             fields = {"request_id": name, "status": self.status_code, "error": kind}
             logger.info("rejected before routing: status=%d error=%s", self.status_code, kind, extra=fields)

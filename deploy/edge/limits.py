@@ -271,7 +271,7 @@ def cors(limits: LimitSettings) -> list[Middleware]:
     """Return what lets web pages of `cors_origins`, if there are any, read answers and refusals."""
     if not (origins := limits.cors_origins):
         return []
-    shown = ["x-request-id", "retry-after"]
+    shown = ["x-request-id", "request-id", "retry-after"]
     return [Middleware(CORSMiddleware, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)]
 
 

@@ -25,4 +25,4 @@ def _body(error: ErrorFields) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-ANTHROPIC_ERROR = ErrorShape("AnthropicError", ("message", "type"), _body)
+ANTHROPIC_ERROR = ErrorShape("AnthropicError", ("message", "type"), _body, (b"x-request-id", b"request-id"))

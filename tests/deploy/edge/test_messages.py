@@ -6,9 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from deploy.edge.edge_settings import LimitSettings
+from deploy.edge.limits import Limits
+from deploy.edge.routes import create_app
 from tests.support.edge.api_client import user, whole_and_streamed
-from tests.support.edge.http_edge import Edge
+from tests.support.edge.http_edge import Edge, asgi_server
 from tests.support.edge.summed import sse, sum_message
 
 pytestmark = pytest.mark.pure
@@ -259,3 +263,36 @@ def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
     assert "You are Claude Code" in prompt
     assert "billing-header" not in prompt
     assert "declaration:Bash" in prompt
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_replies_have_the_id_under_anthropics_name(edge: Edge, *, echo: bool) -> None:
+    """`request-id`, which its client gives as `message._request_id`: of answers, streams, counts and errors, also where Ray Serve
+    sends `x-request-id`. Other APIs' replies lack it."""
+
+    async def replied() -> list[httpx.Response]:
+        app = httpx.ASGITransport(create_app(edge.service, echo=echo))
+        async with httpx.AsyncClient(base_url="http://a", headers={"x-request-id": "a-1"}, transport=app) as api:
+            replies = [await api.post(PATH, json=body) for body in (asked(), asked(stream=True), {})]
+            replies += [await api.post(path, json=asked()) for path in (COUNT, f"{PATH}/batches")]
+            return [*replies, await api.get("/v1/models")]
+
+    *replies, other = edge.run(replied())
+    assert [reply.status_code for reply in replies] == [200, 200, 400, 200, 404]
+    for reply in replies:
+        assert reply.headers.get_list("request-id") == ["a-1"], reply
+        assert reply.headers.get_list("x-request-id") == (["a-1"] if echo else [])
+    assert "request-id" not in other.headers
+
+
+@pytest.mark.parametrize(("path", "names"), [(PATH, {"request-id", "x-request-id"}), ("/v1/models", {"x-request-id"})])
+def test_what_is_refused_before_it_is_read_has_an_id(path: str, names: set[str]) -> None:
+    """By the guard around Serve, where nothing else brings one."""
+
+    async def unreached(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("the guard let it pass")
+
+    with asgi_server(Limits(unreached, LimitSettings(header_bytes=1024))) as port:
+        reply = httpx.get(f"http://127.0.0.1:{port}{path}", headers={"x-request-id": "a-1", "x-pad": "y" * 2000})
+    assert reply.status_code == 431
+    assert {name for name, value in reply.headers.items() if value == "a-1"} == names
