@@ -112,6 +112,37 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
             until(lambda: edge.service.open == 0, "the end of the answer")
 
 
+@pytest.mark.parametrize("stuck_at", ["head", "first chunk", "last chunk"])
+def test_each_write_is_bounded(edge: Edge, stuck_at: str) -> None:
+    """Where it never ends, the request does, as slow_reader, and nothing more is written."""
+    sent: list[str] = []
+    edge.core.answer_endlessly(0.02)
+    edge.configure(limits=LimitSettings(write_timeout_s=0.1))
+    body = BODY | {"max_tokens": 4 if stuck_at == "last chunk" else 200}
+
+    async def send(message: Message) -> None:
+        is_last = message["type"] == "http.response.body" and not message["more_body"]
+        sent.append("last chunk" if is_last else "first chunk" if sent else "head")
+        if sent[-1] == stuck_at:
+            await asyncio.Future()
+
+    async def answered() -> None:
+        said = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+        async def receive() -> Message:
+            return next(said, None) or await asyncio.Future()
+
+        heads = [(b"host", b"a"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": heads}
+        async with asyncio.timeout(5):
+            await create_app(edge.service)(scope, receive, send)
+
+    edge.run(answered())
+    assert sent.count(stuck_at) == 1
+    assert sent[-1] == stuck_at
+    until(lambda: outcomes(edge) == ["length" if stuck_at == "last chunk" else "slow_reader"], "the end")
+
+
 def test_a_full_queue_is_429_at_once(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """In OpenAI's shape, with Retry-After, counted by choices; when a place is free again the same request is served."""
     edge.core.answer_endlessly(0.02)
