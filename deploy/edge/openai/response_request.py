@@ -6,8 +6,8 @@
 
     function F of a namespace N                                              function N.F
 
-Nothing is stored: a conversation comes whole, and `store` is accepted without effect, as are metadata, prompt_cache_key,
-service_tier, client_metadata, text.verbosity, reasoning.summary and the like. Tools that agents declare everywhere and that are no
+Nothing is stored: a conversation comes whole, and `store` is accepted without effect, as are prompt_cache_key, service_tier,
+client_metadata, text.verbosity, reasoning.summary and the like. Tools that agents declare everywhere and that are no
 functions are not offered to the model: an answer's `tools` are those that were. What else is known and cannot be done is refused by
 name.
 """
@@ -143,6 +143,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
+    metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
     include: Annotated[Raw, kt.shown_as(kt.array(kt.STRING, maxItems=_INCLUDES))] | UnsetType = UNSET
 
     def ask(self) -> Ask:

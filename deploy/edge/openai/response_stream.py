@@ -36,7 +36,7 @@ class ResponseObject(BlockFormat):
         self.id = f"resp_{self._number}"
         self._created = int(time.time())
         functions = request.functions()
-        self._about = {"model": model.name, "metadata": {}, **_NO_STATE, **_repeated(request, functions)}
+        self._about = {"model": model.name, **_NO_STATE, **_repeated(request, functions)}
         self._is_sealed = request.includes_encrypted()
         self._namespaced = {
             function.name: {"name": function.tool.name, "namespace": function.namespace.name}
@@ -160,6 +160,7 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
     """What of the request the response repeats."""
     form = copied(request.text.format) if request.text else None
     return {
+        "metadata": request.metadata or {},
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "temperature": request.temperature,

@@ -82,6 +82,14 @@ def test_thoughts_text_and_calls_are_items(edge: Edge, batch: int) -> None:
     assert sum_response(events) == ["Two calls.", "Let me see.", *ARGUMENTS]
 
 
+@pytest.mark.parametrize("metadata", [None, {}, {"user": "7", "é": ""}])
+def test_metadata_comes_back(edge: Edge, metadata: dict[str, str] | None) -> None:
+    """In the whole response and in each of a stream; without any there is an empty object."""
+    given = asked(metadata=metadata)
+    shown = [post(edge, given).json(), *(event["response"] for event in streamed(edge, given) if "response" in event)]
+    assert [response["metadata"] for response in shown] == [metadata or {}] * 4
+
+
 def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
     """What it shows on the way ends as its final response, which is that of the whole answer."""
     edge.script(f"{THOUGHT}Let me see.{PARIS}<|tool_response>")
@@ -233,6 +241,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "reasoning.effort": ({"effort": "hard"},),
     "text.format": ({"format": {"type": "xml"}},),
     "max_output_tokens": (0,),
+    "metadata": ([], {"a": 1}, {"a": "x" * 513}, dict.fromkeys("abcdefghijklmnopq", "")),
 }
 
 
