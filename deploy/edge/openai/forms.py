@@ -53,14 +53,14 @@ def _counts(prompt: int, completion: int) -> dict[str, Any]:
 class _ChoiceSoFar:
     """One choice in the making: logprobs are encoded as they come, so that no end of an answer takes long.
 
-    `shown`: the text of its tokens, `offset` characters so far; `lists`: of logprobs, by name, as JSON without brackets; `prompt`:
-    entries of the prompt's tokens.
+    `lists`: of logprobs, by name, as JSON without brackets; `prompt`: entries of the prompt's tokens; `shown`: makes the text of
+    tokens with logprobs, `offset` characters so far.
     """
 
-    shown: Detokenizer
     reply: Choice = field(default_factory=Choice)
     lists: dict[str, list[bytes]] = field(default_factory=dict)
     prompt: list[bytes] = field(default_factory=list)
+    shown: Detokenizer | None = None
     offset: int = 0
 
 
@@ -113,7 +113,7 @@ class _Base(DataEvents, abc.ABC):
             self._tail = b'],"usage":%b}\n\n' % encode(_counts(self._prompt_tokens, self._tokens))
         events = b""
         if index not in self._choices:
-            self._choices[index] = _ChoiceSoFar(Detokenizer(self.model.pieces))
+            self._choices[index] = _ChoiceSoFar()
             events = self._event(index, self.FIRST) if self.FIRST else b""
         if delta.parts or delta.logprobs or delta.prompt:
             events += self._chunk(index, delta)
@@ -128,7 +128,7 @@ class _Base(DataEvents, abc.ABC):
 
     def add(self, index: int, delta: Delta) -> None:
         """Add a delta to its choice."""
-        choice = self._choices.setdefault(index, _ChoiceSoFar(Detokenizer(self.model.pieces)))
+        choice = self._choices.setdefault(index, _ChoiceSoFar())
         choice.reply.add(delta)
         for name, values in (self._logprobs(choice, delta) or {}).items():
             choice.lists.setdefault(name, []).append(encode(values)[1:-1])
@@ -240,12 +240,13 @@ class TextFormat(_Base):
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
         """A token's offset is that of the character which it begins or goes on with."""
         tokens, reported = self._reported(delta)
-        starts = [choice.offset]
-        for token in tokens:
-            starts.append(starts[-1] + len(choice.shown.push([token])))
-        choice.offset = starts.pop()
         if not reported:
             return None
+        shown = choice.shown = choice.shown or Detokenizer(self.model.pieces)
+        starts = [choice.offset]
+        for token in tokens:
+            starts.append(starts[-1] + len(shown.push([token])))
+        choice.offset = starts.pop()
         return {
             "tokens": [self.model.text_of(token) for token in tokens],
             "token_logprobs": [None if entry is None else _finite(entry.chosen) for entry in reported],

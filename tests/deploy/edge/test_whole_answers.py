@@ -13,6 +13,7 @@ import pytest
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.blocks import event
 from deploy.edge.native.generate_api import GenerateFormat
+from deploy.edge.openai import forms
 from deploy.edge.openai.forms import ChatFormat, TextFormat
 from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.response_stream import ResponseObject
@@ -20,7 +21,8 @@ from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
 from engine.errors import GenerationFailed
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
 from engine.front.stream import Clock, Stream
-from engine.front.text import TextProcessor
+from engine.front.text import Detokenizer, TextProcessor
+from engine.pieces import Pieces
 from engine.protocol import FinishReason, Logprobs, Output, SamplingParams
 from tests.conftest import Nano
 from tests.support.edge.summed import sse, sum_chat, sum_message, sum_response, text_of
@@ -211,15 +213,29 @@ def test_a_probability_of_zero_is_a_number(text: TextProcessor, form: type[ChatF
         assert json.dumps(answer).count("-9999.0") == 2
 
 
+@pytest.mark.parametrize(("form", "logprobs", "made"), [(ChatFormat, True, 0), (TextFormat, False, 0), (TextFormat, True, 2)])
+def test_only_offsets_need_the_tokens_text(
+    text: TextProcessor, monkeypatch: pytest.MonkeyPatch, form: type[ChatFormat | TextFormat], logprobs: bool, made: int
+) -> None:
+    """Completions with logprobs make a detokenizer, one a choice; other answers none."""
+    makes: list[Pieces] = []
+    monkeypatch.setattr(forms, "Detokenizer", lambda pieces: makes.append(pieces) or Detokenizer(pieces))
+    model = ServedModel("m", text.pieces)
+    deltas = [Delta((), [300], [Logprobs(-0.5, [])] if logprobs else [], finish) for finish in (None, None, "stop")]
+    streamed(form(model, usage_chunks="none"), deltas)
+    whole(form(model, usage_chunks="none"), deltas)
+    assert len(makes) == made
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_failure_is_the_last_event(text: TextProcessor, seed: int) -> None:
     """In each API's own shape, with what had come in that of the responses, and no end of another kind."""
     model, case = ServedModel("m", text.pieces), Case(text, seed, is_chat=True)
     deltas = case.deltas(random.Random(seed))[:-1][: case.fails_at]
     error = GenerationFailed("the logits are not finite")
-    forms: list[ResponseFormat] = [ChatFormat(model, usage_chunks="last"), MessageFormat(model), ResponseObject(model, REQUEST)]
+    kinds: list[ResponseFormat] = [ChatFormat(model, usage_chunks="last"), MessageFormat(model), ResponseObject(model, REQUEST)]
     chat, message, response = (
-        sse(form.begin(USAGE) + b"".join(form.events(0, delta) for delta in deltas) + form.failure(error)) for form in forms
+        sse(form.begin(USAGE) + b"".join(form.events(0, delta) for delta in deltas) + form.failure(error)) for form in kinds
     )
     assert list(chat[-1]) == ["error"]
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chat[:-1])
