@@ -15,7 +15,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.apis import PROBES, endpoint_of, error_shape_of
-from deploy.edge.error_response import ErrorShape
 from deploy.edge.observe.record import RequestRecord, access_fields
 from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID, only, request_id
 from deploy.edge.service import Service
@@ -41,13 +40,12 @@ class AccessLog:
         began = scope.get(BEGAN, time.monotonic())
         deadline = began + self.service.settings.limits.request_timeout_s
         endpoint = endpoint_of(scope["path"].removeprefix(scope.get("root_path", "")))
-        route = endpoint.path  # never the client's own path
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-        record = RequestRecord(request_id(scope["headers"]), method, route, send, began, deadline, endpoint.operation)
+        record = RequestRecord(request_id(scope["headers"]), method, endpoint.path, send, began, deadline, endpoint.operation)
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
-            await self.app({**scope, RECORD: record}, receive, self._stamped(record, error_shape_of(scope["path"])))
+            await self.app({**scope, RECORD: record}, receive, self._stamped(record, scope["path"]))
         except (ClientDisconnect, asyncio.CancelledError):
             record.gone = True
             raise
@@ -59,8 +57,9 @@ class AccessLog:
             self._close(record)
             REQUEST_ID.reset(known)
 
-    def _stamped(self, record: RequestRecord, shape: ErrorShape) -> Send:
-        ids = [(name, record.id.encode()) for name in shape.id_headers if self.echo or name != b"x-request-id"]
+    def _stamped(self, record: RequestRecord, path: str) -> Send:
+        names = error_shape_of(path).id_headers
+        ids = [(name, record.id.encode()) for name in names if self.echo or name != b"x-request-id"]
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -78,5 +77,5 @@ class AccessLog:
         if (logs.access or level >= logging.ERROR) and logger.isEnabledFor(level):
             fields = access_fields(record)
             detail = "".join(f" {name}={value}" for name, value in fields.items()) if logs.format == "text" else ""
-            where = {"request_id": record.id, "http_method": record.method, "http_route": record.route}
-            logger.log(level, "%s %s%s", record.method, record.route, detail, extra={**fields, **where})
+            fields |= {"request_id": record.id, "http_method": record.method, "http_route": record.route}
+            logger.log(level, "%s %s%s", record.method, record.route, detail, extra=fields)

@@ -192,21 +192,20 @@ class CompletionResponse(Response):
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         """One chunk; the first brings the headers along. The chunks go past everybody who only looks at the headers."""
         unsent, self._unsent = self._unsent, None
+        timeout_s = self._limits.write_timeout_s
         try:
-            await finish(unsent, self._limits.write_timeout_s)
+            await finish(unsent, timeout_s)
             if more and not body:
                 return
             if not self._started:
                 self._started = True
-                head = send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                await bounded(head, self._limits.write_timeout_s)
+                await bounded(send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}), timeout_s)
             send = self._send_more if more else self._record.send
-            write = send({"type": "http.response.body", "body": body, "more_body": more})
-            await bounded(write, self._limits.write_timeout_s)
+            await bounded(send({"type": "http.response.body", "body": body, "more_body": more}), timeout_s)
         except TimeoutError as error:
             self._stuck = True
             self._abort(AbortReason.slow_reader)
-            raise SlowReader(f"the client took nothing for {self._limits.write_timeout_s:g} s") from error
+            raise SlowReader(f"the client took nothing for {timeout_s:g} s") from error
 
     async def _fail(self, error: QuartetError, send: Send) -> None:
         """Before the headers an error is its own reply (Starlette's handler writes it); after them, the stream's last event, unless

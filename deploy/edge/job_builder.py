@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -37,7 +37,6 @@ MAX_CHOICES = 64  # of a request, all its prompts together
 CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
 COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-Ids = TypeVar("Ids", bound=Sequence[int])
 _SEED_BITS = 63
 _MIX = 0x9E3779B97F4A7C15  # apart: neighbouring choices must not share noise
 
@@ -78,7 +77,7 @@ class JobBuilder:
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
         _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.settings.max_len, "ids")
-        return self.text.decode(self._in_vocab(tokens, "tokens"), skip_special_tokens=False)
+        return self.text.decode(check_ids(tokens, self.settings.vocab, "tokens"), skip_special_tokens=False)
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
         media = await self._media(chat, ask.keys.prompt)
@@ -171,7 +170,7 @@ class JobBuilder:
 
     def _tokens(self, source: str | list[int], key: str) -> list[int]:
         if not isinstance(source, str):
-            return self._in_vocab(source, key)
+            return check_ids(source, self.settings.vocab, key)
         self._check_size(len(source), key)
         return self.text.encode(source, add_bos=True, most=self.settings.max_len)
 
@@ -191,10 +190,14 @@ class JobBuilder:
             if count > MAX_PROMPT_LOGPROBS:
                 counted = f"{count} logprobs of prompt tokens, alternatives counted,"
                 raise invalid("prompt_logprobs", f"{counted} exceed the limit of {MAX_PROMPT_LOGPROBS} a request")
-        packed = tuple(array("i", prompt) for prompt in prompts)
-        clip = sampling.max_tokens is None
-        shown = sampling.skip_special_tokens
-        return _with(Job(packed, choices, clip, stops=sampling.stops, skip_special_tokens=shown), adjustments=adjustments)
+        job = Job(
+            tuple(array("i", prompt) for prompt in prompts),
+            choices,
+            clip=sampling.max_tokens is None,
+            stops=sampling.stops,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+        return _with(job, adjustments=adjustments)
 
     def _choices(self, ask: Ask, prompt: list[int], limit: int, scored: int) -> list[SamplingParams]:
         """Return the choices of one prompt, with the seeds that it has when it comes alone."""
@@ -222,7 +225,7 @@ class JobBuilder:
             top_p=_given(sampling.top_p, defaults.top_p),
             min_p=sampling.min_p,
             min_tokens=sampling.min_tokens,
-            stop_ids=tuple(dict.fromkeys((*eos, *self._in_vocab(sampling.stop_ids, "stop_token_ids")))),
+            stop_ids=tuple(dict.fromkeys((*eos, *check_ids(sampling.stop_ids, self.settings.vocab, "stop_token_ids")))),
             logprobs=ask.logprobs,
             drafts=sampling.speculative,
         )
@@ -234,10 +237,6 @@ class JobBuilder:
         key = "n" if sampling.n > 1 else ask.keys.prompt
         if prompts * sampling.n > most:
             raise invalid(key, f"{prompts} prompts of {sampling.n} choices each exceed the limit of {most}")
-
-    def _in_vocab(self, ids: Ids, param: str) -> Ids:
-        check_ids(ids, self.settings.vocab, param)
-        return ids
 
 
 def _form(ask: Ask) -> AnswerForm | None:

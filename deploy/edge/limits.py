@@ -264,15 +264,16 @@ def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middl
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
     check_key = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))).may_send if keys else None
     guard = Middleware(Limits, limits=limits, check_key=check_key, bounds_writes=True)
-    return [*([Middleware(Recovery, routes=routes)] if routes else []), guard, *cors(limits), Middleware(Unchunked)]
+    around = [guard, Middleware(with_cors, limits=limits), Middleware(Unchunked)]
+    return [Middleware(Recovery, routes=routes), *around] if routes else around
 
 
-def cors(limits: LimitSettings) -> list[Middleware]:
-    """Return what lets web pages of `cors_origins`, if there are any, read answers and refusals."""
+def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:
+    """Let web pages of `cors_origins`, if there are any, read what `app` answers."""
     if not (origins := limits.cors_origins):
-        return []
+        return app
     shown = ["x-request-id", "request-id", "retry-after"]
-    return [Middleware(CORSMiddleware, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)]
+    return CORSMiddleware(app, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -1,6 +1,7 @@
 """What a request says about its logits, as the engine takes it: penalties, logit_bias, bad_words, allowed_token_ids."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -8,6 +9,7 @@ from deploy.edge.ask import Sampling
 from deploy.edge.raw_json import invalid
 from engine.logit_adjustments import LogitAdjustments
 
+Ids = TypeVar("Ids", bound=Iterable[int])
 BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 
 
@@ -52,7 +54,8 @@ def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tupl
     return tuple(dict.fromkeys(tuple(encode(text)) for text in texts))
 
 
-def check_ids(ids: Iterable[int], vocab: int, param: str) -> None:
-    """InvalidRequest: one of them is outside the vocabulary."""
+def check_ids(ids: Ids, vocab: int, param: str) -> Ids:
+    """Return them. InvalidRequest: one of them is outside the vocabulary."""
     if (largest := max(ids, default=0)) >= vocab:
         raise invalid(param, f"token id {largest} is outside the vocabulary of {vocab}")
+    return ids

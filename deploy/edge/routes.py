@@ -27,7 +27,7 @@ from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, Refusal, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
-from deploy.edge.limits import Limits, cors
+from deploy.edge.limits import Limits, with_cors
 from deploy.edge.observe.record import record_of
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Service
@@ -78,16 +78,12 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     _document_components(app, keys=service.keys is not None)
     limits = service.settings.limits
     check_key = KeyGate(service.keys).check if service.keys is not None else None
-    guarded: ASGIApp = Limits(app, limits, check_key)
-    for middleware, arguments, options in cors(limits):  # here, too: Ray may have been started without our settings
-        guarded = middleware(guarded, *arguments, **options)
+    guarded = with_cors(Limits(app, limits, check_key), limits)  # here, too: Ray may have been started without our settings
     return AccessLog(guarded, service, echo=echo)
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
-    shown = _body(api.body, api.media_type)
-
-    @app.post(api.path, responses=_GENERATED | _errors(api.error), openapi_extra=shown)
+    @app.post(api.path, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body, api.media_type))
     async def generate(request: Request) -> Response:
         return await _generated(service, request, api)
 

@@ -283,7 +283,8 @@ _EDGE = (
     ),
     Fault(
         "slow-client-is-waited-for", "deploy/edge/answer.py",
-        "await bounded(write, self._limits.write_timeout_s)", "await write", "deploy/edge/test_streams.py",
+        'await bounded(send({"type": "http.response.body", "body": body, "more_body": more}), timeout_s)',
+        'await send({"type": "http.response.body", "body": body, "more_body": more})', "deploy/edge/test_streams.py",
     ),
     Fault(
         "choices-share-noise", "deploy/edge/job_builder.py",

@@ -73,8 +73,7 @@ class Tracer:
 
         caller = _PROPAGATOR.extract({"traceparent": (record.traceparent or b"").decode("latin-1")}, Context())
         name = " ".join(filter(None, (record.operation, record.model)))
-        began = wall_ns(record.began)
-        server = self._tracer.start_span(name, caller, SpanKind.SERVER, _attributes(record), start_time=began)
+        server = self._tracer.start_span(name, caller, SpanKind.SERVER, _attributes(record), start_time=wall_ns(record.began))
         if not server.is_recording():
             return None
         inside = set_span_in_context(server, Context())

@@ -77,12 +77,20 @@ class _Base(DataEvents, abc.ABC):
     FIRST: ClassVar[bytes]
     EMPTY: ClassVar[bytes]
 
-    def __init__(self, model: ServedModel, *, usage_chunks: UsageChunks, prompt_logprobs: int | None = None) -> None:
-        """`prompt_logprobs`: alternatives of each token of a whole answer's prompt."""
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        usage_chunks: UsageChunks,
+        prompt_logprobs: int | None = None,
+        echoed_logprobs: int | None = None,
+    ) -> None:
+        """Take alternatives of each token of the prompt: `prompt_logprobs` for a whole answer, `echoed_logprobs` for an echo."""
         self.id = f"{self.PREFIX}-{secrets.token_hex(12)}"
         self.model = model
         self._usage_chunks = usage_chunks
         self._prompt_logprobs = prompt_logprobs
+        self._echoed = echoed_logprobs
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(self.CHUNK))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if usage_chunks == "none" else b'],"usage":null}\n\n'
@@ -204,8 +212,8 @@ class ChatFormat(_Base):
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for call in reply.calls
         ]
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content if reply.content or not calls else None}
-        message |= {"refusal": None, "annotations": []}
+        content = reply.content if reply.content or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
         if reasoning := reply.reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if calls:
@@ -228,10 +236,6 @@ class TextFormat(_Base):
     WHOLE = "text_completion"
     FIRST = b""
     EMPTY = b'"text":""'
-
-    def __init__(self, model: ServedModel, *, echoed_logprobs: int | None = None, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._echoed = echoed_logprobs
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         logprobs = encode(self._logprobs(self._choices[index], delta))

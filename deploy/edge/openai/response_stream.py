@@ -123,8 +123,8 @@ class ResponseObject(BlockFormat):
                 return about | {"type": "message", "role": "assistant", "content": [_part(block, block.text)]}
             case "reasoning":
                 seal = encrypted_content_of(block.text) if self._is_sealed and status != "in_progress" else None
-                thought = {"type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
-                return about | thought | {"encrypted_content": seal}
+                content = [_part(block, block.text)]
+                return about | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
             case "call":
                 return about | {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": block.text}
 

@@ -359,7 +359,7 @@ def test_the_guard_around_serve_reads_no_body_without_a_key(keys_file: Path, mon
         async def send(message: Message) -> None:
             raise AssertionError("the guard answered")
 
-        middleware, _ = outermost()
+        middleware, *_ = outermost()
         scope = {"type": "http", "method": "POST", "path": path, "headers": [*headers]}
         asyncio.run(middleware.cls(app, **middleware.kwargs)(scope, receive, send))
 

@@ -161,7 +161,7 @@ def passed_on(*headers: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
 def test_the_guard_around_serve_has_the_applications_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve reads whole bodies before it calls an app: the application's limits hold there too."""
     monkeypatch.setenv(LIMITS_VARIABLE, guard_limits(LimitSettings(body_bytes=4096, uploads=512), "127.0.0.1"))
-    middleware, _ = outermost()
+    middleware, *_ = outermost()
     assert middleware.cls is Limits
     guard = middleware.kwargs["limits"]
     assert (guard.body_bytes, guard.header_bytes, guard.body_timeout_s, guard.uploads) == (4096, 32768, 30.0, 512)
