@@ -121,9 +121,9 @@ def meta_rank(engine: EngineConfig, size: int) -> "Rank":
     import torch
 
     from engine.rank.builder import load_rank
-    from engine.rank.parallel import Single
+    from engine.rank.parallel import FirstOfGroup
 
-    return load_rank(engine, Single(size), torch.device("meta"), checked=False)
+    return load_rank(engine, FirstOfGroup(size), torch.device("meta"), checked=False)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.rank.builder import build, load_rank
-from engine.rank.parallel import Inboxes, Single, allocated_inboxes
+from engine.rank.parallel import FirstOfGroup
 from kernels.precompile import ListedLaunch, listed, precompile, set_cache_keys
 
 PROCESSES = 8
@@ -35,23 +34,6 @@ class CompileArgs(msgspec.Struct, frozen=True):
     share: int
     shares: int
     parent: int
-
-
-class FirstOfGroup(Single):
-    """Rank 0 of a group whose other ranks do not exist, on the meta device."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
-
-    def exchange_rows(self, x: Tensor) -> Tensor:
-        return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
-
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes | None:  # type: ignore[override]
-        """Make inboxes as `Parallel.inboxes`, of no memory."""
-        return None if self.size == 1 else allocated_inboxes(0, rows, width, dtype, prompt_rows, self.size, self._allocate)
-
-    def _allocate(self, size: int) -> list[Tensor]:
-        return [torch.empty(size, dtype=torch.uint8, device=_META) for _ in range(self.size)]
 
 
 def start(config: EngineConfig) -> list[subprocess.Popen[bytes]]:

@@ -88,12 +88,9 @@ def inboxes_of(inboxes: Inboxes | None, rows: int) -> tuple[AllReduceInbox, Argm
 
 
 class Single:
-    """A group of one; or, on the meta device, the first of `size`."""
+    """A group of one."""
 
-    rank = 0
-
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
+    rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -106,6 +103,31 @@ class Single:
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> None:
         """Makes none: there are no other ranks."""
+
+
+class FirstOfGroup:
+    """Rank 0 of a group whose other ranks do not exist, on the meta device."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
+
+    def exchange_rows(self, x: Tensor) -> Tensor:
+        return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
+
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes | None:
+        """Make inboxes as `Parallel.inboxes`, of no memory."""
+        return None if self.size == 1 else allocated_inboxes(0, rows, width, dtype, prompt_rows, self.size, self._allocate)
+
+    def _allocate(self, size: int) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device="meta") for _ in range(self.size)]
 
 
 class Distributed:

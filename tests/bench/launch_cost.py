@@ -22,7 +22,7 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import Single
+from engine.rank.parallel import FirstOfGroup
 from kernels import launch as launcher
 from kernels import linear
 from kernels.launch import launch
@@ -64,7 +64,7 @@ def main() -> None:
 def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], object]]:
     """From a number of prompt tokens to the forward of a step of them and `decodes` decode rows."""
     shape = geometry(member)
-    model = Gemma4(shape, Single(TP), torch.bfloat16, CPU)
+    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, CPU)
     allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, CPU) for group in kv_groups(shape, TP)])
     attention = attention_backend(AttentionConfig(), shape, cache, TP, (decodes + 1,), CPU)  # of the same parts as `triton`

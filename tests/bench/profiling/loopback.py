@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from engine.rank.parallel import SENT_ROWS, Inboxes, Single
+from engine.rank.parallel import SENT_ROWS, FirstOfGroup, Inboxes
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 
 
-class Loopback(Single):
+class Loopback(FirstOfGroup):
     """Rank 0 of `size`, alone: a sum over ranks is `size` times its own part, a gather `size` copies."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -24,9 +24,7 @@ class Loopback(Single):
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x[:: self.size].expand(self.size, -1, -1).contiguous()
 
-    def inboxes(  # type: ignore[override]  # Single has none
-        self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0
-    ) -> Inboxes | None:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes | None:
         """What goes to peer q arrives in this rank's own inbox, as q's. Fused norms are never sharded: their owner would wait."""
         if self._device.type != "cuda":
             return None

@@ -123,6 +123,15 @@ def test_a_ranks_weights_are_what_the_shapes_say(member: str, engine_of: Make) -
         assert abs(value - other) > 100 * 5e-3 * min(value, other)
 
 
+def test_a_planned_rank_is_of_its_whole_group(nano: Nano) -> None:
+    """What it gathers and exchanges has the shapes of four ranks. Planted: a group of one that says it is of four."""
+    settings = Settings.read({"model": str(nano("31b")), "tp": 4, "device": "cpu"})
+    parallel, x = meta_rank(configured(settings, nano("31b")), 4).parallel, torch.empty((8, 3), device="meta")
+    assert parallel.all_gather(x).shape == (8, 12)
+    assert parallel.exchange_rows(x).shape == (4, 2, 3)
+    assert parallel.all_reduce(x).shape == (8, 3)
+
+
 @pytest.mark.parametrize("member", ["31b", "e2b", "26b-a4b"])
 def test_a_nano_engine_allocates_what_was_planned(member: str, nano: Nano) -> None:
     """Weights, budget, pages, pools and page tables of a loaded rank, byte for byte; one page more would show."""

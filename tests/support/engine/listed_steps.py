@@ -9,7 +9,6 @@ import torch
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.batch import ForwardBatch
-from engine.rank.compile_ahead import FirstOfGroup
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
 from engine.rank.models.assistant import Assistant
@@ -17,7 +16,7 @@ from engine.rank.models.assistant_geometry import read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import Gemma4, frequencies_of
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import Single
+from engine.rank.parallel import FirstOfGroup
 from engine.rank.sampler import Sampler
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
@@ -49,7 +48,7 @@ def geometry(member: str) -> Geometry:
 def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, ...]:
     """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
     shape = geometry(member)
-    model = Gemma4(shape, Single(TP), torch.bfloat16, META)
+    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
     allocate(model, TENSORS)
     caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
     cache = KVCache(caches)
@@ -82,7 +81,7 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
     shape = geometry(member)
     with tempfile.TemporaryDirectory() as folder:
         assistant = read_assistant(drafters.write(model_folder(f"dummy:{member}"), Path(folder)), shape)
-    drafter, stage = Assistant(assistant, Single(TP), torch.bfloat16, META), sampling(shape, count)
+    drafter, stage = Assistant(assistant, FirstOfGroup(TP), torch.bfloat16, META), sampling(shape, count)
     allocate(drafter, ASSISTANT_TENSORS)
     inputs = StepBuffers(stage.slots, frequencies_of(shape, META), 512, (rows,), 1 + count)
     attention = attention_backend(AttentionConfig(), assistant, stage.slots.cache, TP, (rows,), META)
@@ -95,7 +94,7 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
 
 def sampling(shape: Geometry, drafts: int) -> SampleStage:
     """Of a rank whose sequences have so many drafts."""
-    model = Gemma4(shape, Single(TP), torch.bfloat16, META)
+    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
     allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
     slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, drafts)
@@ -126,7 +125,7 @@ def mixed(
 ) -> tuple[Node, ...]:
     """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward, of `every` row to its end."""
     shape, rows = geometry(member), chunk + decodes
-    model = Gemma4(shape, Single(TP), torch.bfloat16, META)
+    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
     allocate(model, TENSORS)
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
     attention = attention_backend(AttentionConfig(), shape, cache, TP, buckets, META)
