@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 
 from deploy.edge import limits
 
@@ -29,7 +30,7 @@ def routes() -> dict[str, bool]:
     """
     try:
         applications = _get_global_client().get_serve_details()["applications"].values()
-    except RayError:
+    except (RayError, RayServeException):
         return {}
     return {app["route_prefix"] or "/": any(map(is_lost, app["deployments"].values())) for app in applications}
 

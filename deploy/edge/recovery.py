@@ -5,6 +5,8 @@ the first request after none. deploy/serve_guard.py tells the difference.
 """
 
 import asyncio
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.edge.apis import error_shape_of
 from deploy.edge.error_response import Refusal
 from engine.errors import EngineDead
+
+logger = logging.getLogger("ray.serve")
 
 PERIOD_S = 0.5  # between two looks at a request that waits, and at what Serve says of the deployments
 
@@ -44,7 +48,7 @@ class Recovery:
         try:
             while not (begun or work.done()):
                 await asyncio.wait({work}, timeout=PERIOD_S)
-                if not (begun or work.done()) and await self._is_lost(scope["path"]) and not begun:
+                if not (begun or work.done()) and await self._is_lost(scope["path"]) and not (begun or work.done()):
                     refused = True
                     break
             if not refused:
@@ -52,6 +56,8 @@ class Recovery:
         finally:
             work.cancel()
             await asyncio.wait({work})
+            if not work.cancelled() and (error := work.exception()) not in (None, sys.exception()):
+                logger.error("a request that was given up failed", exc_info=error)
         if refused:
             await Refusal(EngineDead("the replica is gone"), error_shape_of(scope["path"]))(scope, receive, send)
 
@@ -60,9 +66,17 @@ class Recovery:
         now = asyncio.get_running_loop().time()
         if self._said is None or (self._said.done() and now - self._asked >= PERIOD_S):
             self._asked = now
-            self._said = asyncio.ensure_future(asyncio.to_thread(self.routes))
+            self._said = asyncio.ensure_future(self._ask())
         said = self._said
         await asyncio.wait({said}, timeout=PERIOD_S)
         routes = said.result() if said.done() else {}
         prefixes = [route for route in routes if f"{path}/".startswith(route.rstrip("/") + "/")]
         return routes.get(max(prefixes, key=len, default=""), False)
+
+    async def _ask(self) -> dict[str, bool]:
+        """Ask Serve; what fails then is logged, and says nothing of any application."""
+        try:
+            return await asyncio.to_thread(self.routes)
+        except Exception:
+            logger.exception("Serve's state could not be read")
+            return {}

@@ -1,13 +1,18 @@
 """Requests that wait in Serve's own proxy: refused while a lost replica is replaced, else left alone. Over real sockets."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy import serve_guard
 from deploy.edge import recovery
@@ -103,6 +108,93 @@ def test_what_serve_does_not_say_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert asyncio.run(main()) == [False, False, False, True, True, False, True]
     assert asked == [True] * 3
+
+
+BROKEN = ValueError("the handle broke")
+
+
+async def fails_when_cancelled(scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        raise BROKEN
+
+
+def left_behind(app: ASGIApp, routes: Callable[[], dict[str, bool]], leaves_after: float = 20) -> tuple[list[Message], list[str]]:
+    """(what a client gets that leaves after so many seconds, what asyncio says of errors that nobody has asked for)."""
+    sent: list[Message] = []
+    unasked: list[str] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unasked.append(context["message"]))
+        scope = {"type": "http", "method": "GET", "path": "/v1", "headers": []}
+        request = asyncio.ensure_future(Recovery(app, routes)(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
+        if not (await asyncio.wait({request}, timeout=leaves_after))[0]:
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            await asyncio.sleep(0.2)  # the thread that asks Serve ends
+        else:
+            await request
+        del request
+        gc.collect()
+
+    asyncio.run(main())
+    return sent, unasked
+
+
+@pytest.mark.parametrize(("lost", "leaves_after", "statuses"), [(True, 20, [503]), (False, 0.12, [])], ids=["refused", "left"])
+def test_what_fails_when_it_is_given_up_is_logged(
+    lost: bool, leaves_after: float, statuses: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a request that is refused, and of one whose client leaves: once, with its traceback, and not by the collector."""
+    sent, unasked = left_behind(fails_when_cancelled, lambda: {"/": lost}, leaves_after)
+    assert [message["status"] for message in sent if "status" in message] == statuses
+    assert unasked == []
+    assert [record.exc_info and record.exc_info[1] for record in caplog.records if record.name == "ray.serve"] == [BROKEN]
+
+
+def test_what_fails_while_serve_is_asked_is_the_servers() -> None:
+    """It has ended: it is not refused, and its error goes where any request's goes."""
+    asked, over = threading.Event(), threading.Event()
+
+    def routes() -> dict[str, bool]:
+        asked.set()
+        return {"/": over.wait(20)}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while not asked.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.001)
+        over.set()
+        raise BROKEN
+
+    with pytest.raises(ValueError, match="the handle broke"):
+        left_behind(app, routes)
+
+
+def test_that_serve_cannot_be_asked_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A request waits on, and the error is said though its client has left."""
+
+    def routes() -> NoReturn:
+        time.sleep(0.15)
+        raise KeyError("deployments")
+
+    assert left_behind(WaitingProxy(), routes, 0.08)[1] == []
+    assert ["deployments" in str(record.exc_info) for record in caplog.records if record.name == "ray.serve"] == [True]
+
+
+@pytest.mark.parametrize("error", [RayServeException("There is no Serve instance"), RayError()])
+def test_without_a_controller_serve_says_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's own error for that is none of Ray's."""
+
+    def client() -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(serve_guard, "_get_global_client", client)
+    assert serve_guard.routes() == {}
 
 
 @pytest.mark.parametrize(
