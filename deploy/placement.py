@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from cluster.capability import probe
-from deploy.models.resolve import resolve, suppressed_token_ids
+from deploy.models.resolve import resolve
 from deploy.settings import Settings
+from engine.checkpoint import generation_config
 from engine.config import Device, EngineConfig, engine_config
 
 
@@ -22,6 +23,6 @@ def configure(settings: Settings, folder: Path, drafter: Path | None, device: De
         model=str(folder),
         device=device,
         load_format=settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors"),
-        suppress=suppressed_token_ids(folder),
+        suppress=tuple(generation_config(folder).get("suppress_tokens") or ()),
         **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": settings.mtp.drafts}},
     )

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+import msgspec
 
 from engine.errors import CheckpointError
 
@@ -51,6 +53,23 @@ def _schemes(settings: dict[str, Any]) -> set[str]:
     return {f"W{weights}A{activations}" for weights, activations in bits}
 
 
+class Generation(TypedDict, total=False):
+    """The keys of generation_config.json that are read."""
+
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    eos_token_id: int | list[int] | None
+    suppress_tokens: list[int] | None
+
+
 def generation_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's defaults of generation: sampling, end-of-sequence ids, ids never to be sampled."""
-    return read_optional(folder / "generation_config.json")
+    """The checkpoint's defaults of generation: sampling, end-of-sequence ids, ids never to be sampled. CheckpointError names a key
+    of a wrong type."""
+    config = read_optional(path := folder / "generation_config.json")
+    try:
+        msgspec.convert(config, Generation)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return config

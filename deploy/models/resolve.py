@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 
 from deploy.models.nano import TRAINED, trained
-from engine.checkpoint import generation_config
 from engine.errors import ConfigError
 
 PUBLIC = {name: Path(__file__).parent / "public" / name for name in ("e2b", "e4b", "12b", "26b-a4b", "31b")}
@@ -79,8 +78,3 @@ def _download(model: str, revision: str | None) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise ConfigError(f"model: {model}: {' '.join(str(error).split())[:300]}") from error
-
-
-def suppressed_token_ids(folder: Path) -> tuple[int, ...]:
-    """Token ids that the checkpoint's generation_config.json never wants sampled."""
-    return tuple(generation_config(folder).get("suppress_tokens") or ())

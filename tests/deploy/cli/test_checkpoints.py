@@ -17,6 +17,7 @@ from deploy.models.nano import TRAINED
 from deploy.settings import Settings
 from engine.rank.load.tensor_files import INDEX
 from tests.support.repo_rules import ROOT
+from tests.support.stack.serve_process import free_port
 
 pytestmark = pytest.mark.pure
 
@@ -80,6 +81,28 @@ def test_a_number_that_is_none(copy: Path, capsys: Captured) -> None:
     """A size in quotes is refused with its file."""
     edit(copy / "config.json", lambda config: config["text_config"].update(hidden_size="80"))
     assert "config.json: Expected `int`, got `str` - at `$.hidden`" in refusal(capsys, copy)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"temperature": "hot"}, "Expected `float | null`, got `str` - at `$.temperature`"),
+        ({"do_sample": False, "top_k": 1.5}, "Expected `int | null`, got `float` - at `$.top_k`"),
+        ({"do_sample": "no"}, "Expected `bool | null`, got `str` - at `$.do_sample`"),
+        ({"eos_token_id": "x"}, "Expected `int | array | null`, got `str` - at `$.eos_token_id`"),
+        ({"eos_token_id": [1, None]}, "Expected `int`, got `null` - at `$.eos_token_id[1]`"),
+        ({"suppress_tokens": 7}, "Expected `array | null`, got `int` - at `$.suppress_tokens`"),
+    ],
+)
+def test_defaults_of_generation_of_a_wrong_type(copy: Path, capsys: Captured, values: dict[str, Any], said: str) -> None:
+    """The file and the key are named, by `serve` too, before Ray is up; keys that nobody reads may hold anything."""
+    path = copy / "generation_config.json"
+    edit(path, lambda config: config.update(dict.fromkeys(values), assistant_early_exit="x", max_length=[]))
+    assert refusal(capsys, copy) == ""
+    edit(path, lambda config: config.update(values))
+    assert refusal(capsys, copy).endswith(f"{path}: {said}\n")
+    assert main(["serve", str(copy / "mine.yaml"), "--port", str(free_port())]) == 2
+    assert capsys.readouterr().err == f"quartet: {path}: {said}\n"
 
 
 def test_a_folder_without_weights(copy: Path, capsys: Captured) -> None:
