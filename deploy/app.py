@@ -199,7 +199,7 @@ class Quartet:
         return HeartbeatSender(registry, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
-        return create_app(self._service, echo=False)  # Serve puts the request's id on replies
+        return create_app(self._service)
 
     def check_health(self) -> None:
         """Raises EngineDead once the group is gone, but for an orderly end; Serve asks every health_check_period_s."""

@@ -1,4 +1,4 @@
-"""What is logged of each request: its id on the reply, one access line and one trace at its end.
+"""What is logged of each request: one access line and one trace at its end.
 
     access log (this) -> limits -> FastAPI -> route -> CompletionResponse     the RequestRecord goes along in the scope
        `- at the end: access line, spans
@@ -26,11 +26,10 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 @dataclass
 class AccessLog:
-    """Wraps the whole app. `echo`: put `x-request-id` on replies; under Ray Serve it is Serve that does."""
+    """Wraps the whole app. It is Serve that puts `x-request-id` on replies."""
 
     app: ASGIApp
     service: Service
-    echo: bool = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open a record, serve, close it."""
@@ -58,8 +57,7 @@ class AccessLog:
             REQUEST_ID.reset(known)
 
     def _stamped(self, record: RequestRecord, path: str) -> Send:
-        names = error_shape_of(path).id_headers
-        ids = [(name, record.id.encode()) for name in names if self.echo or name != b"x-request-id"]
+        ids = [(name, record.id.encode()) for name in error_shape_of(path).id_headers if name != b"x-request-id"]
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":

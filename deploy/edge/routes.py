@@ -62,8 +62,8 @@ def _errors(shape: ErrorShape) -> Responses:
     return {status: {"description": text, "content": {"application/json": {"schema": schema}}} for status, text in texts.items()}
 
 
-def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
-    """The whole ASGI app of one replica. `echo`: it puts `x-request-id` on replies; not where Ray Serve does."""
+def create_app(service: Service) -> ASGIApp:
+    """The whole ASGI app of one replica; Ray Serve puts `x-request-id` on its replies."""
     about = "OpenAI's and Anthropic's APIs of a Gemma 4 deployment."
     app = FastAPI(title="Quartet", description=about, redirect_slashes=False, responses=_errors(OPENAI_ERROR))
     app.add_exception_handler(QuartetError, _refusal)
@@ -79,7 +79,7 @@ def create_app(service: Service, *, echo: bool = True) -> ASGIApp:
     limits = service.settings.limits
     check_key = KeyGate(service.keys).check if service.keys is not None else None
     guarded = with_cors(Limits(app, limits, check_key), limits)  # here, too: Ray may have been started without our settings
-    return AccessLog(guarded, service, echo=echo)
+    return AccessLog(guarded, service)
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:

@@ -177,8 +177,7 @@ def call(app: Any, path: str, headers: list[tuple[bytes, bytes]]) -> list[Any]:
 def test_a_line_cannot_be_forged(logged: LoggedEdge, encoding: Any) -> None:
     """Newlines in id, path and method leave one line, which says none of it; what code of ours logs is one line as well."""
     logged.open(LogSettings(format=encoding, level="debug"))
-    sent = call(create_app(logged.edge.service), "/a\nERROR FORGED", [(b"x-request-id", b"a\nERROR FORGED")])
-    assert b"FORGED" not in dict(sent[0]["headers"])[b"x-request-id"]
+    call(create_app(logged.edge.service), "/a\nERROR FORGED", [(b"x-request-id", b"a\nERROR FORGED")])
     text = logged.text()
     assert len(text.splitlines()) == 1
     assert "FORGED" not in text
@@ -419,10 +418,9 @@ def test_a_line_of_anybody_within_a_request_carries_its_id(logged: LoggedEdge) -
 
 
 def test_under_serve_the_id_is_left_to_it(logged: LoggedEdge) -> None:
-    """echo=False: Serve's middleware adds the header, and ours would be a second one."""
-    for echo in (True, False):
-        sent = call(create_app(logged.edge.service, echo=echo), "/health", [(b"x-request-id", b"a-1")])
-        assert ((b"x-request-id", b"a-1") in sent[0]["headers"]) is echo
+    """Serve's middleware adds the header, and ours would be a second one."""
+    sent = call(create_app(logged.edge.service), "/health", [(b"x-request-id", b"a-1")])
+    assert b"x-request-id" not in dict(sent[0]["headers"])
 
 
 CONFIGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [

@@ -1,6 +1,6 @@
 """The HTTP edge without Ray and without ranks: the real app and the real EngineClient, with a scripted core behind its socket.
 
-client --HTTP--> uvicorn --> create_app(Service) --> EngineClient ==socket pair== ScriptedCore
+client --HTTP--> uvicorn --> with_ids --> create_app(Service) --> EngineClient ==socket pair== ScriptedCore
 """
 
 import asyncio
@@ -16,11 +16,12 @@ from typing import Any, Self
 
 import httpx
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.routes import create_app
+from deploy.edge.scope import request_id
 from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings
 from engine.events import Event, RequestFinished
@@ -29,6 +30,23 @@ from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 from engine.protocol import MediaKind
 from tests.support.edge.scripted_core import ScriptedCore
+
+
+def with_ids(app: ASGIApp) -> ASGIApp:
+    """Gives a request without a sane id one, and puts it on the reply: as Ray Serve does behind our guard."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        known = (b"x-request-id", request_id(scope["headers"]).encode())
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), known]}
+            await send(message)
+
+        others = [header for header in scope["headers"] if header[0].lower() != known[0]]
+        await app({**scope, "headers": [*others, known]}, receive, stamped)
+
+    return served
 
 
 class Edge:
@@ -151,7 +169,7 @@ class Edge:
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(create_app(self.service), lifespan="off", ws="none", log_level="critical", loop="asyncio")
+        config = uvicorn.Config(with_ids(create_app(self.service)), lifespan="off", ws="none", log_level="critical", loop="asyncio")
         self._server = server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         running = asyncio.create_task(server._serve([listener]))
