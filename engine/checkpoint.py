@@ -53,7 +53,7 @@ def _schemes(settings: dict[str, Any]) -> set[str]:
     return {f"W{weights}A{activations}" for weights, activations in bits}
 
 
-class Generation(TypedDict, total=False):
+class GenerationDefaults(TypedDict, total=False):
     """The keys of generation_config.json that are read."""
 
     do_sample: bool | None
@@ -69,7 +69,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
     of a wrong type."""
     config = read_optional(path := folder / "generation_config.json")
     try:
-        msgspec.convert(config, Generation)
+        msgspec.convert(config, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return config
