@@ -138,7 +138,7 @@ class Exporter(Collector):
         try:
             server, thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
-            raise ConfigError(f"metrics: cannot listen on {host}:{port}: {error.strerror}") from error
+            raise ConfigError(f"metrics.host, metrics.port: cannot listen on {host}:{port}: {error.strerror}") from error
         for step in (thread.join, server.server_close, server.shutdown):  # the last one is called first
             self._cleanup.callback(step)
         url = f"http://{host}:{server.server_port}/metrics"

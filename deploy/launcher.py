@@ -60,6 +60,15 @@ def private_folder() -> Path:
         raise ConfigError(f"{_TMP}: {error.strerror}") from error
 
 
+def check_log_folder(folder: str) -> None:
+    """Makes the folder as Serve does; ConfigError where no file can be made in it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"logs.folder: {folder} cannot be written: {error.strerror}") from error
+
+
 @dataclass
 class Launch:
     """One run of one config. `say` takes progress lines."""
@@ -83,9 +92,14 @@ class Launch:
             raise ConfigError(f"http_options.port: {error}") from error
 
     def check(self) -> EngineConfig:
-        """Check, before Ray is up, the port, the keys, and that this machine, all that Ray can count, has the GPUs and can run the
-        attention that is asked for; returns the group's settings. ConfigError, CheckpointError: it cannot run like this."""
+        """Check, before Ray is up, the ports, the folder of the logs, the keys, and that this machine, all that Ray can count, has
+        the GPUs and can run the attention that is asked for; returns the group's settings. ConfigError, CheckpointError: it cannot
+        run like this."""
         check_port(*self.address)
+        metrics, logs = self.settings.metrics, self.settings.logs
+        check_port(metrics.host, metrics.port, "metrics.host and metrics.port choose another", least=0)
+        if logs.folder is not None:
+            check_log_folder(logs.folder)
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
         resources = {"CPU": float(os.cpu_count() or 1), "GPU": float(len(probe().gpus))}

@@ -6,6 +6,7 @@ no connection, lets in whoever shares, and keeps everybody else from binding, ot
 """
 
 import socket
+from contextlib import ExitStack
 
 from engine.errors import ConfigError
 
@@ -20,7 +21,7 @@ class Ports:
     """Keeps ports until it is closed, or the process ends."""
 
     def __init__(self) -> None:
-        self._kept: list[socket.socket] = []
+        self._kept = ExitStack()
 
     def choose(self, seed: int) -> dict[str, int]:
         """Choose and keep a port for each variable; returns them by variable."""
@@ -47,27 +48,26 @@ class Ports:
             kept.close()
             raise
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: launchers do not share
-        self._kept.append(kept)
+        self._kept.enter_context(kept)
         return int(kept.getsockname()[1])
 
     def close(self) -> None:
-        for kept in self._kept:
-            kept.close()
-        self._kept.clear()
+        self._kept.close()
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError when clients could not connect here: somebody else listens, or it is no address."""
-    if not host or not port:
-        raise ConfigError(f"cannot listen on {host}:{port}: it is no address that clients could use (--port chooses another)")
+def check_port(host: str, port: int, advice: str = "--port chooses another", least: int = 1) -> None:
+    """Raises ConfigError when clients could not connect here: somebody else listens, or it is no address. least 0: any port will
+    do."""
+    if not host or port < least:
+        raise ConfigError(f"cannot listen on {host}:{port}: it is no address that clients could use ({advice})")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             why = getattr(error, "strerror", error)
-            raise ConfigError(f"cannot listen on {host}:{port}: {why} (--port chooses another)") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {why} ({advice})") from error
 
 
 def free_port(preferred: int) -> int:

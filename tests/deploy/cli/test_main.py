@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import yaml
 
 from deploy import launcher
 from deploy.cli import serve_command
@@ -17,6 +18,7 @@ from deploy.cli.main import main
 from deploy.settings import Settings
 from engine.errors import EngineDead
 from tests.support.repo_rules import ROOT
+from tests.support.stack.serve_process import free_port
 
 pytestmark = pytest.mark.pure
 
@@ -44,6 +46,36 @@ def test_a_taken_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["serve", str(NANO), "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
     assert set(Path("/tmp").glob("q-*")) == before
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["a taken port", "another machine's address"])
+def test_where_no_exporter_can_listen_is_one_line(taken: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before Ray starts, with the settings' names."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        host, port = ("127.0.0.1", other.getsockname()[1]) if taken else ("192.0.2.1", 0)
+        said = refused(tmp_path, capsys, metrics={"host": host, "port": port})
+    why = "Address already in use" if taken else "Cannot assign requested address"
+    assert said == f"quartet: cannot listen on {host}:{port}: {why} (metrics.host and metrics.port choose another)\n"
+
+
+def test_a_folder_of_logs_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor made: said before Ray starts. One that can be made is, and is left empty."""
+    (tmp_path / "file").touch()
+    for folder, why in ((tmp_path / "file" / "logs", "Not a directory"), (Path("/proc/logs"), "No such file or directory")):
+        said = refused(tmp_path, capsys, logs={"folder": str(folder)})
+        assert said == f"quartet: logs.folder: {folder} cannot be written: {why}\n"
+    launcher.check_log_folder(str(tmp_path / "new" / "logs"))
+    assert list((tmp_path / "new" / "logs").iterdir()) == []
+
+
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], **args: object) -> str:
+    """What `serve` says of nano.yaml with such args, and a free port."""
+    config = yaml.safe_load(NANO.read_text())
+    config["applications"][0]["args"] |= args | {"attention": "triton"}  # so that it is refused in any case
+    path = tmp_path / "changed.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert main(["serve", str(path), "--port", str(free_port())]) == 2
+    return capsys.readouterr().err
 
 
 def test_no_room_in_tmp_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
