@@ -49,24 +49,23 @@ HAPROXY_FILES = {
 
 def prepare(environ: MutableMapping[str, str], private: Path, ports: dict[str, int]) -> None:
     """Sets what Ray must find. `private`: a folder for Ray's token and for HAProxy's files, whose default is one folder in /tmp."""
-    for name, value in RAY.items():
-        environ.setdefault(name, value)
-    environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(haproxy_threads(len(os.sched_getaffinity(0)))))
-    environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(haproxy_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
-    for name, file in HAPROXY_FILES.items():
-        environ.setdefault(name, str(private / file))
+    values: dict[str, object] = {
+        **RAY,
+        **ports,
+        **{name: private / file for name, file in HAPROXY_FILES.items()},
+        "RAY_SERVE_HAPROXY_NBTHREAD": haproxy_threads(len(os.sched_getaffinity(0))),
+        "RAY_SERVE_HAPROXY_MAXCONN": haproxy_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+    }
+    if binary := haproxy_binary():
+        values |= {"QUARTET_HAPROXY": binary, "QUARTET_ERRORS": private, "RAY_SERVE_HAPROXY_BINARY_PATH": WRAPPER}
+    for name, value in values.items():
+        environ.setdefault(name, str(value))
     if environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys():
         token = private / "ray-token"
         token.touch(mode=0o600, exist_ok=False)  # which only this user can read
         token.write_text(secrets.token_hex(32))
         environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-    for name, port in ports.items():
-        environ.setdefault(name, str(port))
     environ.pop("PYTHONBREAKPOINT", None)
-    if binary := haproxy_binary():
-        environ.setdefault("QUARTET_HAPROXY", binary)
-        environ.setdefault("QUARTET_ERRORS", str(private))
-        environ.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", str(WRAPPER))
 
 
 def haproxy_threads(cores: int) -> int:

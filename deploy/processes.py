@@ -54,16 +54,17 @@ def lives(pid: int) -> bool:
 
 def _stat(pid: int) -> list[str]:
     """Reads state, parent and so on: the fields of /proc/PID/stat behind the name; empty when the process has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def command_line(pid: int) -> bytes:
     """Reads the arguments, each ended by a zero byte; empty when the process has ended."""
+    return _read(pid, "cmdline")
+
+
+def _read(pid: int, file: str) -> bytes:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/{file}").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return b""
 

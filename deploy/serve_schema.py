@@ -24,7 +24,8 @@ def check_schema(config: dict[str, Any], source: str) -> None:
             if policy.get("policy_function") == POLICY:
                 Scaling(**(policy.get("policy_kwargs") or {}))
     except ValidationError as error:
-        errors = (f"{place}{_path(detail['loc'])}: {detail['msg']}" for detail in error.errors(include_url=False))
+        details = error.errors(include_url=False)
+        errors = (f"{place}{'.'.join(map(str, detail['loc'])) or 'all'}: {detail['msg']}" for detail in details)
         raise ConfigError(f"{source}: {'; '.join(errors)}") from error
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"{source}: autoscaling_config.policy: {error}") from error
@@ -53,7 +54,3 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
         return [annotation]
     models = [model for inner in get_args(annotation) for model in _models(inner)]
     return models if len(models) == 1 and get_origin(annotation) is not dict else []
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, location)) or "all"

@@ -124,10 +124,10 @@ class FirstOfGroup:
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes | None:
         """Make inboxes as `Parallel.inboxes`, of no memory."""
-        return None if self.size == 1 else allocated_inboxes(0, rows, width, dtype, prompt_rows, self.size, self._allocate)
-
-    def _allocate(self, size: int) -> list[Tensor]:
-        return [torch.empty(size, dtype=torch.uint8, device="meta") for _ in range(self.size)]
+        if self.size == 1:
+            return None
+        memory = partial(torch.empty, dtype=torch.uint8, device="meta")
+        return allocated_inboxes(0, rows, width, dtype, prompt_rows, self.size, lambda size: [memory(size)] * self.size)
 
 
 class Distributed:
