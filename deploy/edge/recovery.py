@@ -37,6 +37,14 @@ class Recovery:
             await self.app(scope, receive, send)
             return
         begun = refused = False
+        left = asyncio.get_running_loop().create_future()
+
+        async def received() -> Message:
+            coming = asyncio.ensure_future(receive())
+            try:
+                return (await asyncio.wait({coming, left}, return_when=asyncio.FIRST_COMPLETED))[0].pop().result()
+            finally:
+                coming.cancel()
 
         async def noted(message: Message) -> None:
             nonlocal begun
@@ -44,12 +52,14 @@ class Recovery:
             if not refused:
                 await send(message)
 
-        work = asyncio.ensure_future(self.app(scope, receive, noted))
+        work = asyncio.ensure_future(self.app(scope, received, noted))
         try:
             while not (begun or work.done()):
                 await asyncio.wait({work}, timeout=PERIOD_S)
                 if not (begun or work.done()) and await self._is_lost(scope["path"]) and not (begun or work.done()):
                     refused = True
+                    left.set_result({"type": "http.disconnect"})  # cancelled itself, Serve leaves its handle's error to nobody
+                    await asyncio.wait({work}, timeout=PERIOD_S)
                     break
             if not refused:
                 await work

@@ -11,7 +11,9 @@ from typing import NoReturn
 import httpx
 import pytest
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from ray.serve._private.proxy_response_generator import ProxyResponseGenerator
+from ray.serve.exceptions import RayServeException, RequestCancelledError
+from ray.serve.handle import DeploymentResponseGenerator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy import serve_guard
@@ -140,6 +142,7 @@ def left_behind(app: ASGIApp, routes: Callable[[], dict[str, bool]], leaves_afte
         else:
             await request
         del request
+        await asyncio.sleep(0.05)
         gc.collect()
 
     asyncio.run(main())
@@ -155,6 +158,44 @@ def test_what_fails_when_it_is_given_up_is_logged(
     assert [message["status"] for message in sent if "status" in message] == statuses
     assert unasked == []
     assert [record.exc_info and record.exc_info[1] for record in caplog.records if record.name == "ray.serve"] == [BROKEN]
+
+
+class LostHandle(DeploymentResponseGenerator):  # type: ignore[type-arg]
+    """The answer of a replica that is gone: it never comes, and ends as Serve's own do once it is cancelled."""
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+
+    async def __anext__(self) -> NoReturn:
+        await self._over.wait()
+        raise RequestCancelledError("r1")
+
+    def cancel(self) -> None:
+        self._over.set()
+
+    def cancelled(self) -> bool:
+        return self._over.is_set()
+
+
+async def serves_proxy(scope: Scope, receive: Receive, send: Send) -> None:
+    """What Serve's does with a handle: it waits for its answer, and for the client to leave."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(left())
+    try:
+        async for _ in ProxyResponseGenerator(LostHandle(), disconnected_task=leaving):
+            pass
+    finally:
+        leaving.cancel()
+
+
+def test_serves_handle_of_a_lost_replica_ends_as_if_the_client_had_left() -> None:
+    """Serve asks for its own errors then. Planted: its task is cancelled, and nobody asks for the handle's error."""
+    sent, unasked = left_behind(serves_proxy, lambda: {"/": True})
+    assert (sent[0]["status"], unasked) == (503, [])
 
 
 def test_what_fails_while_serve_is_asked_is_the_servers() -> None:
