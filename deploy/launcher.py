@@ -177,7 +177,9 @@ class Launch:
             applications = serve.status().applications
             for name, status in applications.items():
                 if status.status == "DEPLOY_FAILED":
-                    raise EngineDead(f"{name} could not start: {_failure_of(status)}")
+                    deployments = status.deployments.values()  # whose messages say more than the application's
+                    said = "\n".join([status.message, *(deployment.message for deployment in deployments)])
+                    raise EngineDead(f"{name} could not start: {last_error(said)}")
             if applications and all(status.status == "RUNNING" for status in applications.values()):
                 break
             time.sleep(_POLL_S)
@@ -299,11 +301,6 @@ def _shut_serve() -> None:
     deadline = time.monotonic() + _SHUT_S
     while any(map(lives, controllers)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-
-
-def _failure_of(status: Any) -> str:
-    """Returns what failed by Serve's messages; the deployments' say more than the application's."""
-    return last_error("\n".join([status.message, *(deployment.message for deployment in status.deployments.values())]))
 
 
 def last_error(text: str) -> str:

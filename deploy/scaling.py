@@ -124,7 +124,8 @@ class Scaling:
         if context.current_num_replicas and not any(metrics.get(name) for name in SUMMED_FIGURES):
             return target, {"wanted": target, "settled": settled}
         replicas, why = max(self._needed(sums, 1.0))
-        if late > 1 and sums["waiting_tokens"] and _figures_are_recent(context, settled):
+        seen_s = TTFT_WINDOW_S + context.config.look_back_period_s  # from here on figures speak of the replicas of now alone
+        if late > 1 and sums["waiting_tokens"] and settled is not None and context.current_time - settled >= seen_s:
             replicas, why = max((replicas, why), (math.ceil(target * min(late, 2.0)), "late"))
         if replicas < target:
             replicas, why = max(self._needed(sums, self.downscale_threshold))
@@ -151,8 +152,3 @@ class Scaling:
         if replicas != context.policy_state.get("wanted", context.target_num_replicas):
             shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
             logger.info("scaling: %d replicas wanted, by %s (%s)", replicas, why, shown)
-
-
-def _figures_are_recent(context: "AutoscalingContext", settled: float | None) -> bool:
-    """Tells whether the figures speak of the replicas that there are now, and of no time before."""
-    return settled is not None and context.current_time - settled >= TTFT_WINDOW_S + context.config.look_back_period_s

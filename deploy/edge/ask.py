@@ -62,19 +62,17 @@ class ChatMessage:
     def plain(self) -> dict[str, Any]:
         """Return the turn as chat templates take it, without what is not said."""
         content = self.content
+        parts = () if isinstance(content, str | None) else content
+        plain = [{"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind} for part in parts]
         fields = {
             "role": self.role,
             "name": self.name,
-            "content": content if isinstance(content, str | None) else [_plain_part(part) for part in content],
+            "content": content if isinstance(content, str | None) else plain,
             "reasoning": self.thought,
             "tool_calls": [call.plain() for call in self.calls] or None,
             "tool_call_id": self.call_id,
         }
         return {key: value for key, value in fields.items() if value is not None}
-
-
-def _plain_part(part: Part) -> dict[str, Any]:
-    return {"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind}
 
 
 @dataclass(frozen=True)

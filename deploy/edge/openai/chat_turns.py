@@ -100,20 +100,17 @@ def _message(message: Message, where: str) -> ChatMessage:
     for name in _ONLY_NULL:
         if not_null(getattr(message, name)) is not None:
             raise invalid(f"{where}.{name}", "is not supported, only null", code="unsupported_parameter")
-    if message.content is None and message.role == "user":
+    content = message.content
+    if content is None and message.role == "user":
         raise invalid(f"{where}.content", "a user's message needs content, not null")
     return ChatMessage(
         message.role,
-        _content(message.content, f"{where}.content"),
+        [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)] if isinstance(content, list) else content,
         thought=message.reasoning or message.reasoning_content,
         calls=tuple(map(_call, message.tool_calls or ())),
         call_id=message.tool_call_id,
         name=message.name,
     )
-
-
-def _content(content: str | list[ContentPart] | None, where: str) -> str | list[Part] | None:
-    return [_part(part, f"{where}[{at}]") for at, part in enumerate(content)] if isinstance(content, list) else content
 
 
 def _part(part: ContentPart, where: str) -> Part:
