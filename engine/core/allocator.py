@@ -12,7 +12,7 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from engine.core.pages import NO_HIT, Hit, PagePool, PageRun
+from engine.core.pages import Hit, PagePool, PageRun
 from engine.core.prefix import PrefixCache, equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
@@ -29,13 +29,14 @@ class Changes:
 
 class Allocator:
     """`pages` counts each group's pages with its null page; `share`: how much of each pool the prefix cache may keep idle; None:
-    there is no cache."""
+    nothing is cached."""
 
     def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], share: float | None) -> None:
         self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
         self.page = groups[0].page
         *sliding, self._full = self.pools
-        self.cache = None if share is None else PrefixCache(self._full, sliding[0] if sliding else None, share)
+        self._caches = share is not None
+        self.cache = PrefixCache(self._full, sliding[0] if sliding else None, share or 0.0)
 
     @property
     def bidirectional(self) -> bool:
@@ -49,17 +50,14 @@ class Allocator:
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
-        fitting = count
-        for run in sequence.runs:
-            held = (run.end + max(0, run.pool.available - headroom)) * self.page
-            fitting = min(fitting, held - sequence.high)
-        return max(0, fitting)
+        pages = min(run.end + max(0, run.pool.available - headroom) for run in sequence.runs)
+        return max(0, min(count, pages * self.page - sequence.high))
 
     def hold(self, sequence: Sequence, end: int, changes: Changes) -> None:
         """Take the pages for positions up to `end`."""
         for run in sequence.runs:
             pool, count = run.pool, max(0, -(-end // self.page) - run.end)
-            if self.cache is not None and count > pool.free:
+            if count > pool.free:
                 self.cache.make_free(pool, count)
             pages = pool.take(count)
             run.pages += pages
@@ -98,7 +96,7 @@ class Allocator:
 
         Results of its rows in flight are dropped, so what they write beyond `low` is not known to be finite either.
         """
-        if self.cache is not None and poisoned:
+        if poisoned:
             self.cache.discard(self._keys(sequence, sequence.low // self.page))
         written = max(sequence.high, sequence.dropped)
         for run in sequence.runs:
@@ -106,16 +104,15 @@ class Allocator:
             certain = 0 if poisoned else sequence.low // self.page if written > sequence.low else run.end
             pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders(page) == 1)
             pool.give(run.pages)
-        if self.cache is not None:
-            self.cache.trim()
+        self.cache.trim()
 
     # -- prefixes
 
     def find(self, sequence: Sequence) -> Hit:
         """The cached prefix that a waiting sequence may use; looked up again when it may have changed. The first look makes its
         page keys: it comes when the sequence is queued, for at admission several long prompts would hold up one step."""
-        if self.cache is None:
-            return NO_HIT
+        if not self._caches:
+            return self.cache.find([])
         if sequence.hit is None or sequence.hit.version != self.cache.version:
             self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
             sequence.hit = self._find(sequence, sequence.reusable // self.page)
@@ -123,7 +120,6 @@ class Allocator:
 
     def _find(self, sequence: Sequence, pages: int) -> Hit:
         """The longest cached prefix of at most so many pages that ends within no span."""
-        assert self.cache is not None
         hit = self.cache.find(self._keys(sequence, self._uncut_pages(sequence, pages)))
         return hit if self._uncut_pages(sequence, hit.count) == hit.count else self._find(sequence, hit.count)
 
@@ -135,8 +131,6 @@ class Allocator:
 
     def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
         """Let an admitted sequence share the pages of a hit, and note where it is to leave tails for others."""
-        if self.cache is None:
-            return
         self.cache.use(sequence.keys, hit)
         for run in sequence.runs:
             run.pages = list(hit.full if run.pool is self._full else hit.tail)
@@ -144,10 +138,11 @@ class Allocator:
             run.pool.share(run.pages)
             self._append(sequence, run, run.pages, changes)
         sequence.low = sequence.high = sequence.cached = hit.count * self.page
-        points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
-        points = {self._uncut_pages(sequence, point) for point in points}
-        sequence.cache_points = sorted(point for point in points if point > hit.count)
         self._note_bounds(sequence)
+        if self._caches:
+            points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
+            points = {self._uncut_pages(sequence, point) for point in points}
+            sequence.cache_points = sorted(point for point in points if point > hit.count)
 
     def being_computed(self, sequence: Sequence, hit: Hit, prefills: Iterable[Sequence], gain: int) -> bool:
         """Whether a running prefill is about to compute at least `gain` tokens more of this prompt than the hit has.
@@ -155,7 +150,7 @@ class Allocator:
         That prefill is to leave a tail where the two part, so that the choices of one request, and a burst of requests with
         one system prompt, cost one prefill.
         """
-        for other in () if self.cache is None else prefills:
+        for other in prefills:
             shared = self._uncut_pages(sequence, min(equal_keys(sequence.keys, other.keys), sequence.reusable // self.page))
             if shared * self.page > other.low and (shared - hit.count) * self.page >= gain:
                 if shared not in other.cache_points:
@@ -172,12 +167,11 @@ class Allocator:
     def cache_computed(self, sequence: Sequence) -> None:
         """Cache what a sequence that leaves its slot has computed."""
         pages = sequence.low // self.page
-        if self.cache is not None and self._uncut_pages(sequence, pages) == pages:
+        if self._caches and self._uncut_pages(sequence, pages) == pages:
             self._insert(sequence, pages)
 
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
         """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `low`'s page."""
-        assert self.cache is not None
         *sliding, full = sequence.runs
         tail = [page for run in sliding for page in run.between(first_page(self.pools[0].group, count * self.page), count)]
         self.cache.insert(self._keys(sequence, count), full.between(0, count), tail, supersedes=supersedes)

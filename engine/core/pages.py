@@ -35,12 +35,12 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that a sequence could have: free, or given up by the prefix cache."""
-        return len(self._free) + self.idle
+        return self.free + self.idle
 
     @property
     def used(self) -> int:
         """Pages that sequences hold."""
-        return self.total - len(self._free) - self.idle
+        return self.total - self.available
 
     # -- sequences
 
@@ -113,8 +113,6 @@ class PagePool:
 
     def cleanse(self, pages: Iterable[int]) -> list[int]:
         """The pages among these that must be zeroed before use; from now on they count as clean."""
-        if not self._poisoned:
-            return []
         dirty = [page for page in pages if page in self._poisoned]
         self._poisoned.difference_update(dirty)
         return dirty
@@ -162,6 +160,3 @@ class Hit:
     branch: int
     idle_full: int
     version: int
-
-
-NO_HIT = Hit(0, array("i"), array("i"), 0, 0, 0)

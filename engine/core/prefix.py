@@ -44,11 +44,9 @@ def extend_keys(
     key = keys[-1] if keys else root
     size = page * tokens.itemsize
     data = tokens[len(keys) * page : count * page].tobytes()
-    pictured = _media_by_page(media, page) if media else {}
+    described = _media_by_page(media, page)
     for offset in range(0, len(data), size):
-        content = data[offset : offset + size]
-        if pictured:
-            content += pictured.get(len(keys), b"")
+        content = data[offset : offset + size] + described.get(len(keys), b"")
         key = sha256(key + content).digest()
         keys.append(key)
 
@@ -187,14 +185,10 @@ class PrefixCache:
 
     def _grow(self, keys: list[bytes], full: list[int]) -> Segment:
         """The segment that ends where `keys` do; what is missing is added."""
-        segment = self._root
-        while segment.end < len(keys):
-            child = segment.children.get(keys[segment.end])
-            if child is None:
-                return self._add(segment, keys[segment.end :], full[segment.end :])
-            equal = equal_keys(child.keys, keys, child.start)
-            segment = child if equal == len(child.keys) else self._split(child, equal)
-        return segment
+        segment, known = self._walk(keys)
+        if segment.end < known:
+            segment = self._split(segment.children[keys[segment.end]], known - segment.end)
+        return self._add(segment, keys[known:], full[known:]) if known < len(keys) else segment
 
     def _add(self, parent: Segment, keys: list[bytes], pages: list[int]) -> Segment:
         self._changes += 1

@@ -112,7 +112,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         changes = self._changes
-        plan = StepPlan(self._step + 1, releases=changes.releases, appends=changes.appends, zeros=changes.zeros)
+        plan = StepPlan(self._step + 1, **vars(changes))
         draft = PlanDraft(plan, changes, InFlightStep(plan), self.config.encoder_rows)
         self._admissions.new_plan(plan, changes)
         encoding = self._encoded < self._encodes
@@ -162,14 +162,14 @@ class Scheduler:
 
     def load(self) -> Load:
         """The figures for the front's admission and for metrics."""
-        requests, cache = self.requests, self.allocator.cache
+        requests = self.requests
         return Load(
             step=self._results.done,
             waiting=len(requests.waiting),
             running=len(requests.running),
             encoder_waiting=len(self._encoder_waits),
             waiting_tokens=sum(len(sequence.tokens) for sequence in requests.waiting),
-            evicted_pages=0 if cache is None else cache.evicted_pages,
+            evicted_pages=self.allocator.cache.evicted_pages,
             drafts=self._drafting.drafts,
             draft_positions=self._drafting.positions,
             draft_switches=[DraftSwitches(*switches) for switches in self._drafting.switches.items()],
@@ -193,8 +193,7 @@ class Scheduler:
         draft.drafts, draft.in_flight.size = self._drafting.choose(len(decoding))
         draft.budget = self._budget.prompt_tokens(len(decoding) * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
-        cached = [sequence.cached_when_queued for sequence in waiting]  # probably, when they are admitted
-        prompts += [Prompt(len(sequence.tokens) - count, count) for sequence, count in zip(waiting, cached, strict=True)]
+        prompts += map(_queued_prompt, waiting)
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
 
     def _release(self, changes: Changes) -> None:
@@ -358,6 +357,12 @@ def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
     """Note that its token in this step has drafts behind it, unless its next row is to have none."""
     draft.in_flight.drafting += sequence.may_draft
     sequence.drafts = draft.drafts if sequence.may_draft else 0
+
+
+def _queued_prompt(sequence: Sequence) -> Prompt:
+    """What a waiting sequence could compute if it were admitted, probably: what was cached when it was queued still is."""
+    cached = sequence.cached_when_queued
+    return Prompt(len(sequence.tokens) - cached, cached)
 
 
 def _prompt(sequence: Sequence) -> Prompt:

@@ -131,7 +131,6 @@ def test_logits_at_a_branch_point_and_after_evictions(member: str, rank: Callabl
         other = prompt_of(member, window + 3 * visit, start=1000 + visit)
         worst = max(worst, error(plain.ask(other), engine.ask(other)))
     assert hits >= 5 * (len(system) - PAGE)
-    assert engine.scheduler.allocator.cache is not None
     assert engine.scheduler.allocator.cache.evicted_pages > 0
     assert worst <= TOLERANCE
 
@@ -169,7 +168,6 @@ def test_a_page_freed_while_shared_is_noticed(rank: Callable[[str], Rank]) -> No
     prompt = prompt_of("31b", 150)
     cold = engine.ask(prompt)
     full = engine.scheduler.allocator.pools[1]
-    assert engine.scheduler.allocator.cache is not None
     (segment,) = (each for each in engine.scheduler.allocator.cache if each.start == 0)
     full._free.append(segment.pages[1])  # last in, first out: the next request writes there
     engine.ask(prompt_of("31b", PAGE, start=9), 1)

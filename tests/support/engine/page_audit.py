@@ -24,10 +24,10 @@ def complaints(requests: Requests) -> Iterator[str]:
             yield f"group {pool.group.name}: {sentence}"
 
 
-def _kept(pools: Sequence[PagePool], cache: PrefixCache | None) -> list[set[int]]:
+def _kept(pools: Sequence[PagePool], cache: PrefixCache) -> list[set[int]]:
     """The pages of each pool that the prefix cache names."""
     kept: list[set[int]] = [set() for _ in pools]
-    for segment in cache or ():
+    for segment in cache:
         kept[-1].update(segment.pages)
         kept[0].update(segment.tail or ())
     return kept

@@ -368,7 +368,7 @@ def check_tree(scheduler: Scheduler) -> list[set[int]]:
     full: list[int] = []
     tails: set[int] = set()
     seen = set()
-    for segment in scheduler.allocator.cache or ():
+    for segment in scheduler.allocator.cache:
         assert segment.parent not in seen, "a segment would be evicted before what is below it"
         seen.add(segment)
         assert segment.children or segment.tail is not None, "pages that no hit can use"
@@ -390,7 +390,7 @@ def check_windows(scheduler: Scheduler) -> None:
 
 def check_hits(scheduler: Scheduler) -> None:
     """What a waiting sequence is said to find in the cache is what it would find now."""
-    for sequence in scheduler.requests.waiting if scheduler.allocator.cache is not None else ():
+    for sequence in scheduler.requests.waiting:
         if sequence.hit is not None and sequence.hit.version == scheduler.allocator.cache.version:
             page = scheduler.allocator.page
             found = scheduler.allocator._find(sequence, sequence.reusable // page)
