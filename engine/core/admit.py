@@ -6,7 +6,6 @@ limits: nobody of later precedence gets a slot meanwhile, and a request always b
 
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from engine.core.allocator import Allocator, Changes
 from engine.core.pages import Hit
@@ -42,7 +41,7 @@ class AdmissionBudget:
         """
         if not self._running:
             return True
-        for index, pool in reversed(list(enumerate(self._allocator.pools))):  # full pages, of which long ones need most, first
+        for index, pool in enumerate(self._allocator.pools):
             need = pool.group.worst_pages(len(sequence.tokens) + 1)
             if pool.group.window is None:
                 need = max(0, need - len(hit.full)) + hit.idle_full
@@ -93,7 +92,7 @@ class Admissions:
     def candidates(self) -> list[Sequence]:
         """The waiting requests to look at, in order: more than there are free slots."""
         free = self._requests.free_slots
-        return list(islice(self._requests.waiting, free + _LOOKAHEAD)) if free else []
+        return self._requests.waiting[: free + _LOOKAHEAD] if free else []
 
     def admit(self) -> Iterator[Sequence]:
         """Admit while slots, pages and the plan last; yields each admitted sequence, which then begins."""

@@ -111,7 +111,7 @@ class Drafting:
     """Chooses each step's drafts among `options`, ascending; a single one is always chosen. `sizes`: what rows are padded to."""
 
     def __init__(self, options: Sequence[int], sizes: Sequence[int]) -> None:
-        self._options, self._sizes = tuple(options), sizes
+        self._options, self._sizes = options, sizes
         self._by_rows: dict[int, RowStats] = {}
         self.drafts = self._options[len(self._options) // 2]  # of the last step
         self.switches = dict.fromkeys(("trial", "better", "off", "on") if len(self._options) > 1 else (), 0)  # by cause

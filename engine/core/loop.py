@@ -128,7 +128,7 @@ class Core:
             self._timer.submitted(time.monotonic())
             self._submitted = plan.step
             self._log.planned(plan, time.monotonic())
-            self._report = self._report or bool(plan.admissions)  # the front learns of admissions at once
+            self._report |= bool(plan.admissions)  # the front learns of admissions at once
             self._progress()
             planned = True
         if self._scheduler.stuck:

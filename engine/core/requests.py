@@ -84,7 +84,7 @@ class Requests:
     @property
     def unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self.waiting) + len(self.running)
+        return len(self._by_id)
 
     # -- queue and slots
 
