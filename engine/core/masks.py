@@ -166,12 +166,6 @@ class MaskState:
         else:
             sequence.waits.add("mask")
 
-    def cancel(self, *, compiling: bool) -> None:
-        """It has ended: cancel what threads have not started for it; `compiling`: its grammar too."""
-        for future in (self.compiled if compiling else None, self.making):
-            if future is not None:
-                future.cancel()
-
 
 @dataclass(frozen=True)
 class MaskedRow:
@@ -250,18 +244,10 @@ class Masks:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
-        if (refusal := self._refusal(request.params)) is not None:
-            self._requests.refuse(request.id, refusal)
+        if self._vocabulary is None:
+            self._requests.refuse(request.id, _UNAVAILABLE)
         elif (sequence := self._requests.add(request)) is not None:
             self._track(sequence, request.params)
-
-    def _refusal(self, params: SamplingParams) -> str | None:
-        """Why there can be no masks for a request; None: there can."""
-        if self._vocabulary is None:
-            return _UNAVAILABLE
-        if params.thought is not None and not 0 <= params.thought.end < self._vocabulary.size:
-            return f"the id {params.thought.end}, which is to end thoughts, is not one of the vocabulary"
-        return None
 
     def _track(self, sequence: Sequence, params: SamplingParams) -> None:
         """Follow a queued request from now on. If its prompt leaves a thought open, that may have to end at once."""
@@ -288,21 +274,22 @@ class Masks:
         self._states = [state for state in self._states if not state.sequence.ended]
         needed = {id(state.compiled) for state in self._states}
         for state in ended:
-            state.cancel(compiling=id(state.compiled) not in needed)
+            if state.making is not None:
+                state.making.cancel()
+            if state.compiled is not None and id(state.compiled) not in needed:
+                state.compiled.cancel()
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` will give its masks."""
         widths = dict.fromkeys(plan.result_slots, 1) | dict(zip(plan.decodes, plan.rows[1 :: SECTIONS["rows"]], strict=True))
-        sequences = ((state, state.sequence) for state in self._states if state.sequence.masked)
-        rows = [
-            MaskedRow(state, sequence.number, sequence.slot, width, sequence.high - width + 1, sequence.rejected)
-            for state, sequence in sequences
-            if (width := widths.get(sequence.slot))
-        ]
+        rows = []
+        for state in self._states:
+            sequence = state.sequence
+            if sequence.masked and (width := widths.get(sequence.slot)):
+                rows.append(MaskedRow(state, sequence.number, sequence.slot, width, sequence.high - width + 1, sequence.rejected))
+                state.update_wait()
         assert rows, plan
         self._planned.append((plan.step, rows))
-        for row in rows:
-            row.state.update_wait()
 
     def due(self) -> Iterator[bytes]:
         """The masks of planned steps, in order, up to the first step that lacks one."""
