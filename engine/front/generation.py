@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-import msgspec
-
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import EngineClient
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
@@ -156,11 +154,14 @@ class Choice:
 
     @property
     def content(self) -> str:
-        return "".join(block.text for block in self.blocks if block.kind == "text")
+        return self._text_of("text")
 
     @property
     def reasoning(self) -> str:
-        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+        return self._text_of("reasoning")
+
+    def _text_of(self, kind: BlockKind) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
     def calls(self) -> list[ReplyBlock]:
@@ -210,7 +211,8 @@ class Generation:
         self.has_ended = False
         self._reader = _reader(text, job, prompt)
         self._one_call = job.one_call
-        self._stops = StopStrings(job.stops) if job.stops or job.one_call else None
+        self._may_stop_early = bool(job.stops) or job.one_call
+        self._stops = StopStrings(job.stops)
         self._stop_ids = frozenset(params.stop_ids)
         self._own_stop_ids = self._stop_ids.difference(text.eos_ids)
 
@@ -241,8 +243,8 @@ class Generation:
         self.rejected += output.rejected
         if self._echo or self._tells_logprobs or output.prompt_logprobs:
             yield from self._prompt_deltas(output.prompt_logprobs)
-        for piece in _pieces(output) if output.logprobs else (output,):
-            delta = self._made(piece)
+        for piece in _split_logprobs(output) if output.logprobs else (output,):
+            delta = self._delta(piece)
             self.has_ended = delta.finish is not None
             yield delta
             if self.has_ended:
@@ -250,59 +252,54 @@ class Generation:
 
     def _prompt_deltas(self, reported: Sequence[PromptLogprobs]) -> Iterator[Delta]:
         """Text and logprobs of the prompt, with the outputs that have them."""
-        echo, self._echo = self._echo, ""
-        if self._tells_logprobs:
-            self._tells_logprobs = False
-            yield Delta(tuple(_content(echo)), [], [], prompt=PromptPart(self._prompt[:1], [None]))
-        elif echo:
-            yield Delta((Content(echo),), [], [])
+        if self._echo or self._tells_logprobs:
+            first = PromptPart(self._prompt[:1], [None]) if self._tells_logprobs else None
+            yield Delta(tuple(_content(self._echo)), [], [], prompt=first)
+            self._echo, self._tells_logprobs = "", False
         for whole in reported:
             for piece in whole.cut(_MOST_LOGPROBS // (1 + whole.alternatives)):
                 tokens = self._prompt[piece.first : piece.first + piece.count]
                 yield Delta((), [], [], prompt=PromptPart(tokens, piece.entries()))
 
-    def _made(self, output: Output) -> Delta:
+    def _delta(self, output: Output) -> Delta:
         if self._echo_only:
             return Delta((), [], [], FinishReason.length.value if output.finish else None)
-        return self._cut(output, self._stops) if self._stops else self._plain(output)
-
-    def _plain(self, output: Output) -> Delta:
-        if output.finish is None:
+        if output.finish is None and not self._may_stop_early:  # nearly every output
             return Delta(tuple(self._reader.push(output.tokens)), output.tokens, output.logprobs)
-        parts = joined([*self._reader.push(self._shown(output)), *self._end(output.finish)])
-        return Delta(tuple(parts), output.tokens, output.logprobs, self._finish(output.finish), self._stop_id(output))
-
-    def _end(self, finish: FinishReason) -> list[Part]:
-        return self._reader.end(cut=finish is FinishReason.length)
-
-    def _shown(self, output: Output) -> list[int]:
-        """The tokens without the stop id that ended the request."""
-        return output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens
-
-    def _stop_id(self, output: Output) -> int | None:
-        """The stop id that ended it, unless it is one of end of sequence."""
-        return last if (last := _last(output)) in self._own_stop_ids else None
-
-    def _cut(self, output: Output, stops: StopStrings) -> Delta:
         kept: list[Part] = []
         for index, parts in enumerate(self._by_token(output)):
-            matched = _keep(parts, stops, kept)
+            matched = self._keep(parts, kept)
             if matched is not None or (self._one_call and self._reader.ended_calls):
                 self.stream.abort(AbortReason.stop_string)
                 used = min(index + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)
                 return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish, matched)
         if output.finish is not None:
-            kept += _content(stops.flush())
-        finish, stop = self._finish(output.finish), self._stop_id(output)
-        return Delta(tuple(joined(kept)), output.tokens, output.logprobs, finish, stop)
+            kept += _content(self._stops.flush())
+        stop = last if (last := _last(output)) in self._own_stop_ids else None
+        return Delta(tuple(joined(kept)), output.tokens, output.logprobs, self._finish(output.finish), stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
-        """Yields what each token adds, then what was held back."""
-        for token in self._shown(output):
+        """Yields what each token adds, but for the stop id that ended the request, then what was held back."""
+        for token in output.tokens[:-1] if _last(output) in self._stop_ids else output.tokens:
             yield self._reader.push([token])
         if output.finish is not None:
-            yield self._end(output.finish)
+            yield self._reader.end(cut=output.finish is FinishReason.length)
+
+    def _keep(self, parts: Iterable[Part], kept: list[Part]) -> str | None:
+        """Add to `kept` what precedes a stop string in the content; the stop string that matched, or None.
+
+        No match goes across a thought or a call.
+        """
+        for part in parts:
+            if not isinstance(part, Content):
+                kept += (*_content(self._stops.flush()), part)
+                continue
+            text, match = self._stops.push(part.text)
+            kept += _content(text)
+            if match is not None:
+                return match
+        return None
 
     def _finish(self, finish: FinishReason | None) -> str | None:
         """OpenAI's finish reason. An abort that this side did not ask for is a failure: the text is not complete."""
@@ -313,34 +310,18 @@ class Generation:
         return TOOL_CALLS if finish is FinishReason.stop and self._reader.calls else finish.value
 
 
-def _pieces(output: Output) -> Iterator[Output]:
+def _split_logprobs(output: Output) -> Iterator[Output]:
     """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
-    first, step = 0, max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
-    while len(output.tokens) - first > step:
-        yield Output(id=output.id, tokens=output.tokens[first : first + step], logprobs=output.logprobs[first : first + step])
-        first += step
-    yield output if not first else msgspec.structs.replace(output, tokens=output.tokens[first:], logprobs=output.logprobs[first:])
+    count, step = len(output.tokens), max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
+    for first in range(0, count, step):
+        end = first + step
+        finish = output.finish if end >= count else None
+        yield Output(id=output.id, tokens=output.tokens[first:end], logprobs=output.logprobs[first:end], finish=finish)
 
 
 def _last(output: Output) -> int | None:
     """The stop token at the end of an output."""
     return output.tokens[-1] if output.finish is FinishReason.stop and output.tokens else None
-
-
-def _keep(parts: Iterable[Part], stops: StopStrings, kept: list[Part]) -> str | None:
-    """Add to `kept` what precedes a stop string in the content; the stop string that matched, or None.
-
-    No match goes across a thought or a call.
-    """
-    for part in parts:
-        if not isinstance(part, Content):
-            kept += (*_content(stops.flush()), part)
-            continue
-        text, match = stops.push(part.text)
-        kept += _content(text)
-        if match is not None:
-            return match
-    return None
 
 
 def _content(text: str) -> list[Part]:
