@@ -76,7 +76,8 @@ class ArgumentsParser:
 
     def take(self) -> str:
         """The JSON made since the last call."""
-        made, self._out = "".join(self._out), []
+        made = "".join(self._out)
+        self._out.clear()
         return made
 
     def push(self, text: str) -> None:
@@ -89,17 +90,12 @@ class ArgumentsParser:
         self._new = text
         next(self._reading, None)
 
-    def end(self) -> None:
-        """The model has ended the call, or its turn: what is open is closed."""
-        self._final = True
+    def end(self, *, cut: bool = False) -> None:
+        """Nothing more comes. What is open is closed, unless it was `cut` by a limit of tokens."""
+        self._final, self._cut = True, cut
         self._resume("")
-        self._out += [container.json for container in reversed(self._open)]
-        self._open.clear()
-
-    def cut(self) -> None:
-        """Nothing more comes: nothing is closed that the model has not closed."""
-        self._final = self._cut = True
-        self._resume("")
+        if not cut:
+            self._out += [container.json for container in reversed(self._open)]
         self._open.clear()
 
     # --- the text ---
@@ -217,7 +213,7 @@ class ArgumentsParser:
         streams = quote == MARK and schema.allows("string")
         if streams:
             self._put('"')
-        kept: list[str] = []
+        out = self._out if streams else list[str]()
         over: bool | None = False
         while not over:
             self.in_string, self._streams = True, streams
@@ -225,20 +221,20 @@ class ArgumentsParser:
             closes = self._text[end : end + 1] == quote
             text = self._text[self._at : end if closes or not self._final else None]
             self._at += len(text) + closes
-            (self._out if streams else kept).append(json_inside(text) if streams else text)
+            out.append(json_inside(text) if streams else text)
             if closes:
                 self.in_string = self._streams = False
                 over = yield from self._look(lambda ahead: string_is_over(ahead, self._open))
                 over = self._final if over is None else over
                 if not over:
-                    (self._out if streams else kept).append('\\"' if streams else quote)
+                    out.append('\\"' if streams else quote)
             elif not (yield from self._more()):
                 break
         self.in_string = self._streams = False
         if streams and (over or not self._cut):
             self._out.append('"')
         elif over or not self._cut:
-            self._put(_quoted("".join(kept), quote, schema))
+            self._put(_quoted("".join(out), quote, schema))
 
     def _bare(self, schema: ValueSchema) -> Reading[None]:
         """A number, a word, or a string without its first quote, or without both: the next marker tells which of these."""

@@ -62,11 +62,11 @@ class Markers:
     @classmethod
     def of(cls, text: TextProcessor) -> Self | None:
         """The markers of a checkpoint; None if its vocabulary lacks them."""
-        ids = {name: text.control_id(name) for name in (*_MARKERS, *_BOUNDARIES)}
-        known = {name: number for name, number in ids.items() if number is not None}
+        names = (*_MARKERS, *_BOUNDARIES)
+        known = {name: number for name in names if (number := text.control_id(name)) is not None}
         if not known.keys() >= _MARKERS.keys():
             return None
-        boundaries = frozenset(number for name, number in known.items() if _MARKERS.get(name) != "quote")
+        boundaries = frozenset(number for name, number in known.items() if name != QUOTE)
         return cls(**{field: known[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
 
     def open_thought(self, prompt: Sequence[int]) -> Sequence[int] | None:
@@ -77,17 +77,12 @@ class Markers:
         return None
 
 
-class State(enum.Enum):
-    """How text is read at one point of a reply."""
-
-    CONTENT = enum.auto()
-    LABEL = enum.auto()
-    THOUGHT = enum.auto()
-    GAP = enum.auto()
-    HEAD = enum.auto()
-    ARGUMENTS = enum.auto()
+def _head_of(text: str) -> re.Match[str] | None:
+    """The text as a call's head, or the beginning of one; None: it is none."""
+    return _HEAD.fullmatch(text) if len(text) <= _HEAD_CHARACTERS else None
 
 
+State = enum.Enum("State", "CONTENT LABEL THOUGHT GAP HEAD ARGUMENTS")  # how text is read at one point of a reply
 _THINKING = (State.LABEL, State.THOUGHT)
 
 
@@ -135,7 +130,7 @@ class ReplyParser:
             self._read(text)
         else:
             for token in tokens:
-                self._one(token)
+                self._push_token(token)
         return self._take()
 
     def end(self, *, cut: bool) -> list[Part]:
@@ -165,7 +160,7 @@ class ReplyParser:
 
     # --- tokens ---
 
-    def _one(self, token: int) -> None:
+    def _push_token(self, token: int) -> None:
         if token not in self._pieces.special:
             self._count(1)
             self._read(self._detokenizer.push([token]))
@@ -180,9 +175,9 @@ class ReplyParser:
         """A control token outside of arguments."""
         markers, thinking = self._markers, self._state in _THINKING
         if token == markers.begin_thought:
-            self._count(1, begins=True)
             if not thinking:
                 self._begin_thought()
+            self._count(1)
         elif token == markers.end_thought and thinking:
             self._count(1)
             self._end_thought()
@@ -217,8 +212,8 @@ class ReplyParser:
         if self._arguments is arguments and arguments.ended:
             self._read(self._end_arguments(complete=True))
 
-    def _count(self, tokens: int, *, begins: bool = False) -> None:
-        if begins or self._state in _THINKING:
+    def _count(self, tokens: int) -> None:
+        if self._state in _THINKING:
             self.reasoning_tokens += tokens
 
     def _read(self, text: str) -> None:
@@ -298,19 +293,20 @@ class ReplyParser:
     def _head(self, text: str) -> str:
         self._held += text
         opener = _OPENER.search(self._held)
-        head = self._held[: opener.start()] if opener else self._held
-        name = self._called(head) if opener else None
-        if opener is not None and name is not None:
-            arguments = self._held[opener.end() :]
-            self._begin_call(name, opener[0])
-            return arguments
-        if opener is not None or len(head) > _HEAD_CHARACTERS or not _HEAD.fullmatch(head):
+        if opener is None:
+            if _head_of(self._held) is None:
+                self._no_call()
+            return ""
+        name, arguments = self._called(self._held[: opener.start()]), self._held[opener.end() :]
+        if name is None:
             self._no_call()
-        return ""
+            return ""
+        self._begin_call(name, opener[0])
+        return arguments
 
     def _called(self, head: str) -> str | None:
         """The tool that the text after <|tool_call> names; without `call:` only a declared one. None: it names none."""
-        match = _HEAD.fullmatch(head) if len(head) <= _HEAD_CHARACTERS else None
+        match = _head_of(head)
         if match is None or not match["name"]:
             return None
         name = match["name"]
@@ -344,23 +340,23 @@ class ReplyParser:
         arguments, self._arguments = self._arguments, None
         assert arguments is not None
         if not arguments.ended:
-            arguments.end() if complete else arguments.cut()
+            arguments.end(cut=not complete)
         self._put_arguments(arguments)
         self._state = State.GAP
         self.ended_calls += complete
         return arguments.rest
 
     def _put_arguments(self, arguments: ArgumentsParser) -> None:
-        json_text = arguments.take()
-        if json_text:
+        if json_text := arguments.take():
             self._parts.append(Arguments(self.calls - 1, json_text))
 
     def _end_call(self) -> None:
         """End the call at <tool_call|>."""
-        name = self._called(self._held) if self._state is State.HEAD else None
-        if name is not None:
-            self._begin_call(name, "{")
-        if self._arguments is None and self._state is State.HEAD:
-            self._write_out(self._markers.end_call)
+        if self._state is State.HEAD:
+            name = self._called(self._held)
+            if name is None:
+                self._write_out(self._markers.end_call)
+            else:
+                self._begin_call(name, "{")
         self._end_open_call(complete=True)
         self._call_is_open = False

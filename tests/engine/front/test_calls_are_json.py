@@ -64,6 +64,10 @@ def _one_call_alone(parser: ReplyParser, *, complete: bool) -> None:
         parser._read(parser._end_arguments(complete=complete))
 
 
+def _always_cut(parser: ArgumentsParser, *, cut: bool, end: Callable[..., None] = ArgumentsParser.end) -> None:
+    end(parser, cut=True)
+
+
 def _does_not_wait(parser: ArgumentsParser, decide: Callable[[str], Any]) -> Reading[Any]:
     yield from ()
     return decide(parser._text[parser._at :])
@@ -72,7 +76,7 @@ def _does_not_wait(parser: ArgumentsParser, decide: Callable[[str], Any]) -> Rea
 @pytest.mark.parametrize(
     ("where", "name", "fault", "seen"),
     [
-        (ArgumentsParser, "end", ArgumentsParser.cut, 0),
+        (ArgumentsParser, "end", _always_cut, 0),
         (ReplyParser, "_end_open_call", _one_call_alone, 0),
         (ArgumentsParser, "_look", _does_not_wait, 1),
     ],
