@@ -26,14 +26,14 @@ from engine.matcher import MAX_GRAMMAR_BYTES
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
                           "deprecated", "readOnly", "writeOnly", "strict", "discriminator"))  # fmt: skip
-_KEYWORDS: Mapping[str, frozenset[str]] = {
-    "object": frozenset(("properties", "required", "additionalProperties")),
-    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
-    "string": frozenset(OF_STRINGS),
-    "integer": frozenset((*_NUMERIC, "format")),  # which says how wide programs store it, and that is not kept
-    "number": frozenset((*_NUMERIC, "format")),
-    "boolean": frozenset(),
-    "null": frozenset(),
+_KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "string": OF_STRINGS,
+    "integer": (*_NUMERIC, "format"),  # which says how wide programs store it, and that is not kept
+    "number": (*_NUMERIC, "format"),
+    "boolean": (),
+    "null": (),
 }
 _BARE_KEY = re.compile(f"{KEY_CHARACTER}+(?: {KEY_CHARACTER}+)*")
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
@@ -63,7 +63,7 @@ class CallGrammar:
         self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
         self._root: Any = None  # the schema of the tool whose rules are being made
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
-        self._rules += [f"tool_{index}: {_literal(name)} {rule}" for index, (name, rule) in enumerate(arguments.items())]
+        self._rules += [f"tool_{index}: {json.dumps(name)} {rule}" for index, (name, rule) in enumerate(arguments.items())]
         called = " | ".join(f"tool_{index}" for index in range(len(arguments)))
         self._rules.append(f"call: <[{markers.begin_call}]> called")
         self._rules.append(f'called: "call:" ({called}) <[{markers.end_call}]>')
@@ -117,12 +117,12 @@ class CallGrammar:
                 return self._special(keyword, schema, depth)
         types = schema.get("type", "object" if "properties" in schema else None)
         if types is None:
-            _only(schema, frozenset())
+            _only(schema, ())
             return "value"
         return _either([self._typed(str(name).lower(), schema, depth) for name in _listed(types)])
 
     def _special(self, keyword: str, schema: Mapping[str, Any], depth: int) -> str:
-        _only(schema, frozenset((keyword, "type") if keyword in ("const", "enum") else (keyword,)))
+        _only(schema, (keyword, "type") if keyword in ("const", "enum") else (keyword,))
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
@@ -155,14 +155,13 @@ class CallGrammar:
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, str):
-            return f"{self._quote} {_literal(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
+            return f"{self._quote} {json.dumps(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
         if isinstance(value, bool | int | float) or value is None:
-            return _literal(json.dumps(value))
+            return json.dumps(json.dumps(value))
         raise SchemaError("an object or array in enum or const")
 
     def _typed(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
-        every = frozenset().union(*(_KEYWORDS[str(name).lower()] for name in _listed(schema.get("type", kind))))
-        _only(schema, every | {"type"})
+        _only(schema, {"type"}.union(*(_KEYWORDS[str(name).lower()] for name in _listed(schema.get("type", kind)))))
         match kind:
             case "object":
                 return self._object(schema, depth)
@@ -218,7 +217,7 @@ class CallGrammar:
     def _member(self, key: str, schema: Any, depth: int) -> str:
         if not _BARE_KEY.fullmatch(key):
             raise SchemaError(f"the key {key[:100]!r}")
-        return self._rule("member", f"{_literal(key + ':')} ({self._value(schema, depth + 1)})")
+        return self._rule("member", f"{json.dumps(key + ':')} ({self._value(schema, depth + 1)})")
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
         """Members in order, those that are not required left out or not, commas between what is there."""
@@ -230,7 +229,7 @@ class CallGrammar:
         return first
 
 
-def _only(schema: Mapping[str, Any], known: frozenset[str]) -> None:
+def _only(schema: Mapping[str, Any], known: Collection[str]) -> None:
     for keyword in schema:
         if keyword not in known and keyword not in _ANNOTATIONS:
             raise SchemaError(f"the schema keyword {keyword[:100]!r}")
@@ -278,7 +277,3 @@ def _either(alternatives: Sequence[str]) -> str:
     if not alternatives:
         raise SchemaError("an empty list of what a value may be")
     return " | ".join(alternatives)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)

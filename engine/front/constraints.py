@@ -51,10 +51,12 @@ class Constraints:
         calls, most = self._call_grammar(markers), 1 if self.choice.one else None
         if self.choice.mode == "required":
             thought = Thought.optional if thought is Thought.forced else thought
-            return Grammar(grammar(markers, calls_answer(calls, most), thought))
-        if self.answer is not None:
-            return Grammar(grammar(markers, calls_answer(calls, most, self.answer), thought))
-        return Grammar(begun_call(calls), markers.begin_call)
+            answer = calls_answer(calls, most)
+        elif self.answer is not None:
+            answer = calls_answer(calls, most, self.answer)
+        else:
+            return Grammar(begun_call(calls), markers.begin_call)
+        return Grammar(grammar(markers, answer, thought))
 
     def thought_budget(self, text: TextProcessor, prompt: Sequence[int]) -> ThoughtBudget | None:
         """Tokens that the reply to `prompt` may think; None: without limit, or it cannot think."""

@@ -23,23 +23,18 @@ from engine.front.string_schema import lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
 
 MAX_SCHEMA_BYTES = 64 << 10
-_OTHERS = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties"))
-_COMBINED = frozenset(("allOf", "not", "if", "dependentSchemas"))
-_BRANCHES = frozenset(("anyOf", "oneOf", "$ref"))
-_VALUES = frozenset(("const", "enum", "default", "examples"))
+_OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+_COMBINED = ("allOf", "not", "if", "dependentSchemas")
+_BRANCHES = ("anyOf", "oneOf", "$ref")
+_VALUES = ("const", "enum", "default", "examples")
 _MAX_CHOICES = 1024
 _MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:))", re.MULTILINE)
 
 
-class Thought(enum.Enum):
-    """Whether a thought comes before the answer."""
-
-    none = enum.auto()
-    optional = enum.auto()
-    forced = enum.auto()
-    begun = enum.auto()  # the prompt has begun it
+# Whether a thought comes before the answer; `begun`: the prompt has begun it.
+Thought = enum.Enum("Thought", "none optional forced begun")
 
 
 def json_answer(schema: Mapping[str, Any] | None = None) -> str:

@@ -20,7 +20,7 @@ _LONGEST = 4096  # pattern
 _FUEL = 50_000  # for one string's expressions: two milliseconds; those that people write take a tenth of it
 _ANY = r"(.|\n)*"
 _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
-_LOOKS = frozenset(("(?=", "(?!", "(?<=", "(?<!"))
+_LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 _REFERS = re.compile(r"\\[1-9bBk]")
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r"\t\n\v\f\r "}
 _IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen behind one of _ASCII is no range

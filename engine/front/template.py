@@ -191,11 +191,10 @@ def characters(value: Any) -> int:
 def _sentinel(value: Any) -> str:
     """A candidate that occurs in no string of a JSON value. InvalidRequest: all occur."""
     strings = list(_strings(value))
-    free = (sentinel for sentinel in _SENTINELS if not any(sentinel in text for text in strings))
-    sentinel = next(free, None)
-    if sentinel is None:
-        raise InvalidRequest("messages: the private-use characters U+10FFF6 to U+10FFFD all occur; leave one out", param="messages")
-    return sentinel
+    for sentinel in _SENTINELS:
+        if not any(sentinel in text for text in strings):
+            return sentinel
+    raise InvalidRequest("messages: the private-use characters U+10FFF6 to U+10FFFD all occur; leave one out", param="messages")
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -164,8 +164,9 @@ class TextProcessor:
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
-        switches = {"enable_thinking": enable_thinking, "add_generation_prompt": add_generation_prompt}
-        text, sentinel = self._template.render(messages, tools, **switches, **extra)
+        text, sentinel = self._template.render(
+            messages, tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt, **extra
+        )
         return self._tokenize(expanded(text, media) if media else text, "messages", most, sentinel)
 
     def control_id(self, name: str) -> int | None:

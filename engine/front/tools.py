@@ -11,7 +11,7 @@ from engine.errors import InvalidRequest
 from engine.front.value_schema import ValueSchema, referred
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
-_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
@@ -106,10 +106,10 @@ def _checked_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, A
         raise _wrong(where, "must be a JSON Schema: an object, true or false")
     _check_keywords(schema, where)
     for keyword in SCHEMAS_BY_NAME:
-        for name, inner in _a(Mapping, schema, keyword, where).items():
+        for name, inner in _of_kind(Mapping, schema, keyword, where).items():
             yield _inside(where, f".{keyword}.{name}"), inner
     for keyword in _SCHEMA_LISTS:
-        for index, inner in enumerate(_a(list, schema, keyword, where)):
+        for index, inner in enumerate(_of_kind(list, schema, keyword, where)):
             yield _inside(where, f".{keyword}[{index}]"), inner
     for keyword in _SCHEMAS:
         inner = schema.get(keyword)
@@ -129,15 +129,15 @@ def _check_keywords(schema: Mapping[str, Any], where: str) -> None:
     types = schema.get("type")
     for name in types if isinstance(types, list) else [] if types is None else [types]:
         if not isinstance(name, str) or name.lower() not in _TYPES:
-            raise _wrong(f"{where}.type", f"{_shown(name)} is not one of {', '.join(sorted(_TYPES))}")
-    _a(list, schema, "enum", where)
-    if not all(isinstance(name, str) for name in _a(list, schema, "required", where)):
+            raise _wrong(f"{where}.type", f"{_shown(name)} is not one of {', '.join(_TYPES)}")
+    _of_kind(list, schema, "enum", where)
+    if not all(isinstance(name, str) for name in _of_kind(list, schema, "required", where)):
         raise _wrong(f"{where}.required", "must be a list of strings")
     if not isinstance(schema.get("description", ""), str | None):
         raise _wrong(f"{where}.description", "must be a string")
 
 
-def _a(kind: type[Any], schema: Mapping[str, Any], keyword: str, where: str) -> Any:
+def _of_kind(kind: type[Any], schema: Mapping[str, Any], keyword: str, where: str) -> Any:
     """The value of `keyword`, which must be of this kind; an empty one where there is none."""
     value = schema.get(keyword)
     if value is None:

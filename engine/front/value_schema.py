@@ -129,11 +129,11 @@ def json_kind(text: str) -> str | None:
 
 def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
     """What one schema says without its alternatives; None where it says nothing."""
-    match branch:
-        case {"type": str(name)}:
-            return frozenset({name.lower()})
-        case {"type": [*names]}:
-            return frozenset(str(name).lower() for name in names)
+    names = branch.get("type")
+    if isinstance(names, str):
+        names = [names]
+    if isinstance(names, list):
+        return frozenset(str(name).lower() for name in names)
     constants = _constants_of(branch)
     return None if constants is None else frozenset(_PYTHON_TYPES.get(type(value), "string") for value in constants)
 
@@ -148,10 +148,9 @@ def _constants_of(branch: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _element(branch: Mapping[str, Any], index: int) -> Any:
-    match branch.get("prefixItems") or branch.get("items"):
-        case [*named]:
-            return named[index] if index < len(named) else None if named is branch.get("items") else branch.get("items")
-    return branch.get("items")
+    others = branch.get("items")
+    named = branch.get("prefixItems") or others
+    return named[index] if isinstance(named, list) and index < len(named) else others
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
