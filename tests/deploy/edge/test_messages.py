@@ -12,7 +12,7 @@ from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.limits import Limits
 from deploy.edge.routes import create_app
 from tests.support.edge.api_client import user, whole_and_streamed
-from tests.support.edge.http_edge import Edge, asgi_server
+from tests.support.edge.http_edge import Edge, asgi_server, with_ids
 from tests.support.edge.summed import sse, sum_message
 
 pytestmark = pytest.mark.pure
@@ -265,14 +265,15 @@ def test_what_claude_code_sends_is_served(edge: Edge, name: str) -> None:
     assert "declaration:Bash" in prompt
 
 
-@pytest.mark.parametrize("echo", [True, False])
-def test_replies_have_the_id_under_anthropics_name(edge: Edge, *, echo: bool) -> None:
+@pytest.mark.parametrize("served", [True, False])
+def test_replies_have_the_id_under_anthropics_name(edge: Edge, *, served: bool) -> None:
     """`request-id`, which its client gives as `message._request_id`: of answers, streams, counts and errors, also where Ray Serve
     sends `x-request-id`. Other APIs' replies lack it."""
 
     async def replied() -> list[httpx.Response]:
-        app = httpx.ASGITransport(create_app(edge.service, echo=echo))
-        async with httpx.AsyncClient(base_url="http://a", headers={"x-request-id": "a-1"}, transport=app) as api:
+        app = create_app(edge.service)
+        transport = httpx.ASGITransport(with_ids(app) if served else app)
+        async with httpx.AsyncClient(base_url="http://a", headers={"x-request-id": "a-1"}, transport=transport) as api:
             replies = [await api.post(PATH, json=body) for body in (asked(), asked(stream=True), {})]
             replies += [await api.post(path, json=asked()) for path in (COUNT, f"{PATH}/batches")]
             return [*replies, await api.get("/v1/models")]
@@ -281,7 +282,7 @@ def test_replies_have_the_id_under_anthropics_name(edge: Edge, *, echo: bool) ->
     assert [reply.status_code for reply in replies] == [200, 200, 400, 200, 404]
     for reply in replies:
         assert reply.headers.get_list("request-id") == ["a-1"], reply
-        assert reply.headers.get_list("x-request-id") == (["a-1"] if echo else [])
+        assert reply.headers.get_list("x-request-id") == (["a-1"] if served else [])
     assert "request-id" not in other.headers
 
 
