@@ -9,17 +9,14 @@
 
 import argparse
 import json
-import os
 import random
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
-from engine.rank.parallel import SHARDED_ROWS, Inboxes, Parallel, connect
+from engine.rank.parallel import SHARDED_ROWS, Inboxes, Parallel
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
+from tests.bench.gpu_ranks import milliseconds, run_on_gpus
 
 CHAIN = 120
 EPS = 1e-6
@@ -63,10 +60,9 @@ def expected(parallel: Parallel, parts: list[Tensor], norms: Norms, scalar: Tens
 
 
 @torch.inference_mode()
-def run(rank: int, args: argparse.Namespace, store: str) -> None:
+def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """One rank."""
-    device = torch.device("cuda", rank)
-    parallel = connect(rank, args.tp, device, -1, store, 60.0)
+    rank = parallel.rank
     inboxes = parallel.inboxes(max(args.rows), args.width, torch.bfloat16)
     assert inboxes is not None
     rng = random.Random(rank)
@@ -90,23 +86,12 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
         torch.cuda.synchronize()
         assert not inboxes.allreduce.failed, "a part did not come"
         total = parallel.all_gather(wrong.float())
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        best = float("inf")
-        for _ in range(5):
-            parallel.all_gather(wrong.float())
-            start.record()
-            for _ in range(10):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) * 100 / CHAIN)
+        best = milliseconds(parallel, lambda: [graph.replay() for _ in range(10)]) * 100 / CHAIN  # noqa: B023 (run at once)
         if rank == 0:
             kind = "sharded" if rows >= SHARDED_ROWS else "one-shot"
             row = {"rows": rows, "kind": kind, "us": round(best, 2), "calls": args.check * CHAIN, "wrong": total.tolist()}
             print(json.dumps(row), flush=True)
         assert not total.any(), f"rank {rank}: {total.tolist()} wrong values"
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> None:
@@ -117,9 +102,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 31, 32, 64, 100])
     parser.add_argument("--width", type=int, default=5376)
     parser.add_argument("--check", type=int, default=200, help="rounds of 120 fused norms")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (args, str(Path(folder) / "store")), args.tp)
+    run_on_gpus(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -8,23 +8,19 @@ all ranks. Milliseconds are of one forward, of as many layers as --layers says; 
 
 import argparse
 import json
-import os
 import random
-import sys
-import tempfile
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from engine.rank.models.allreduce_norm import AllReduceNorm, whole
 from engine.rank.models.weight import Weight
-from engine.rank.parallel import Parallel, connect
+from engine.rank.parallel import Parallel
 from engine.weight_formats import PLAIN
 from kernels.norm import rms_norm
 from kernels.sequence_parallel import SequenceParallel
+from tests.bench.gpu_ranks import milliseconds, run_on_gpus
 
 EPS = 1e-6
 
@@ -70,25 +66,10 @@ class Mlps:
         return h
 
 
-def milliseconds(parallel: Parallel, run: Callable[[], Tensor], count: int = 5) -> float:
-    """Of the fastest of `count` runs on this rank, all of which begin together."""
-    best = float("inf")
-    for _ in range(count):
-        parallel.all_reduce(torch.zeros(1 << 20, device="cuda"))
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return best
-
-
 @torch.inference_mode()
-def run(rank: int, args: argparse.Namespace, store: str) -> None:
+def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """One rank."""
-    device = torch.device("cuda", rank)
-    parallel = connect(rank, args.tp, device, -1, store, 60.0)
+    rank = parallel.rank
     inboxes = parallel.inboxes(8, args.hidden, torch.bfloat16, max(args.rows))
     assert inboxes is not None
     sequence = inboxes.sequence
@@ -116,8 +97,6 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
             print(json.dumps({"rows": rows, "relative": worst, "equal": equal, **times}), flush=True)
         assert equal, f"rank {rank}: ranks have different rows"
         assert worst < args.tolerance, f"rank {rank}: {worst}"
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> None:
@@ -131,9 +110,7 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=21504)
     parser.add_argument("--check", type=int, default=30, help="rounds")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of final rows, relative, to those of all-reduces")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (args, str(Path(folder) / "store")), args.tp)
+    run_on_gpus(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ The ranks run at once, as on GPUs: each kernel sends its part and polls for the 
 """
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from torch import Tensor
 import kernels.choose
 import kernels.fused_allreduce_norm
 import kernels.linear
-from engine.channel import create_shared, map_shared
 from engine.errors import ConfigError
 from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes
 from engine.rank.start_checks import check_inboxes
@@ -29,6 +27,7 @@ from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.inbox_check import inbox_checks
 from kernels.selfcheck import RandomInputs
 from tests.support import interpreter
+from tests.support.engine.shared_memory import mapped
 from tests.support.launches import kernel_name, record
 
 pytestmark = pytest.mark.cpu
@@ -56,21 +55,13 @@ class Shared:
     @classmethod
     def made(cls) -> "Shared":
         size = AllReduceInbox.bytes(RANKS, ROWS, 2 * N, torch.float32) + ArgmaxInbox.bytes(RANKS, ROWS)
-        return cls(_mapped(shared_bytes(RANKS)), [torch.frombuffer(_mapped(size), dtype=torch.uint8) for _ in range(RANKS)])
+        return cls(mapped(shared_bytes(RANKS)), [torch.frombuffer(mapped(size), dtype=torch.uint8) for _ in range(RANKS)])
 
     def inboxes(self, rank: int) -> Inboxes:
         pointers = torch.tensor([memory.data_ptr() for memory in self.memories])
         split = AllReduceInbox.bytes(RANKS, ROWS, 2 * N, torch.float32)
         allreduce = AllReduceInbox(self.memories[rank][:split], pointers, rank, ROWS, 2 * N, torch.float32, SHARDED, sent=ROWS)
         return Inboxes(allreduce, ArgmaxInbox(self.memories[rank][split:], pointers + split, rank, ROWS, allreduce.errors))
-
-
-def _mapped(size: int) -> memoryview:
-    fd = create_shared("inboxes", size)
-    try:
-        return map_shared(fd)
-    finally:
-        os.close(fd)
 
 
 def planted(meddle: Meddle) -> None:

@@ -4,7 +4,6 @@ Ranks pause at random before they wait for others and before they copy. What a G
 """
 
 import multiprocessing
-import os
 import random
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 import kernels.sequence_parallel
-from engine.channel import create_shared, map_shared
 from engine.geometry import kv_groups, read_geometry
 from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.batch import Chunk, eager_batch
@@ -32,6 +30,7 @@ from kernels.sequence_parallel import SequenceParallel
 from tests.bench.sequence_parallel import Mlps
 from tests.conftest import Nano
 from tests.support import interpreter
+from tests.support.engine.shared_memory import mapped
 
 pytestmark = pytest.mark.cpu
 
@@ -146,14 +145,6 @@ def layers(parallel: Parallel, folder: Path) -> Forward:
         return model.forward(batch, cache, attention, peers)
 
     return forward
-
-
-def mapped(size: int) -> memoryview:
-    fd = create_shared("peers", size)
-    try:
-        return map_shared(fd)
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.parametrize("size", [2, 3])
