@@ -28,7 +28,7 @@ def check_replicas(config: Mapping[str, Any], settings: Settings, resources: Map
         scaling, asked = options.get("autoscaling_config"), options.get("ray_actor_options") or {}
         count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
         gpus = asked.get("num_gpus", settings.tp if settings.needs_gpus else 0)
-        for resource, each in (("CPU", asked.get("num_cpus", 0)), ("GPU", gpus)):
-            needed = float(each) * (1 if count == "auto" else int(count))
-            if needed > (there := resources.get(resource, 0.0)) and not settings.wait_for_nodes:
-                raise ConfigError(f"{count} replica(s) of {each} {resource}s each need {needed:g}; this machine has {there:g}")
+        for resource, amount in (("CPU", asked.get("num_cpus", 0)), ("GPU", gpus)):
+            needed = float(amount) * (1 if count == "auto" else int(count))
+            if needed > (total := resources.get(resource, 0.0)) and not settings.wait_for_nodes:
+                raise ConfigError(f"{count} replica(s) of {amount} {resource}s each need {needed:g}; this machine has {total:g}")
