@@ -124,13 +124,11 @@ def fused_allreduce_norm(
     scale: float = 1.0,
     peers: AllReduceInbox | None = None,
     keep_full_residual: bool = False,
-    h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
     part is this rank's with `peers`, else the whole sum; an `InboxPart` has a residual and one branch. Without `peers` it
-    may be [parts, T, n], which the fused norm adds (`kernels.linear.linear_parts`, `kernels.sequence_parallel`); then the dtype is
-    the residual's, and `h`, if given, is where h goes.
+    may be [parts, T, n], which the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
     Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
     `keep_full_residual`.
@@ -148,10 +146,8 @@ def fused_allreduce_norm(
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
-        made, x = _reference(part, residual, norms, eps, scalar, scale)
-        return (made if h is None else h.copy_(made)), x
-    if h is None:
-        h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
+        return _reference(part, residual, norms, eps, scalar, scale)
+    h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
     x = None if norms.next_norm is None else torch.empty_like(h)
     sharded = peers is not None and not keep_full_residual and rows >= peers.sharded_rows and x is not None and norms.halves is None
     buffer = 0 if peers is None else peers.next_buffer()
@@ -206,11 +202,11 @@ def _configured(n: int, dtype: torch.dtype, size: int, rows: int, width: int, st
         kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": parts}
     return configured(
         kernel, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SEND=stages[0], **own,
-        warps=_warps(n, dtype), BLOCK=next_power_of_2(n),
+        warps=row_warps(n, dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
 
-def _warps(n: int, dtype: torch.dtype) -> int:
+def row_warps(n: int, dtype: torch.dtype) -> int:
     """No more than a row has words for: of two warps that poll the same word one may see it come, and go on with what the other
     read before."""
     words = next_power_of_2(n) * dtype.itemsize // 4
@@ -221,18 +217,18 @@ def _warps(n: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _normed(x, weight, N: constexpr, eps, dtype: constexpr):
+def normed(x, weight, N: constexpr, eps, dtype: constexpr):
     """rms_norm of one row, rounded to `dtype`; x fp32 with zeros behind n."""
     return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: constexpr):
+def hidden(total, post, residual, scalar, scale, N: constexpr, eps, dtype: constexpr):
     """h of one row from its sum, fp32 holding values of `dtype`."""
     if post is None:
         h = (total * scale).to(dtype).to(tl.float32)
     else:
-        h = (residual.to(tl.float32) + _normed(total, post, N, eps, dtype)).to(dtype).to(tl.float32)
+        h = (residual.to(tl.float32) + normed(total, post, N, eps, dtype)).to(dtype).to(tl.float32)
         if scalar is not None:
             h = (h * scalar).to(dtype).to(tl.float32)
     return h
@@ -386,12 +382,12 @@ def _allreduce_norm(
                 other = _sum(other, SIZE, dtype)
             else:
                 other = tl.load(part + row * (branches * N) + N + lane, live, 0.0).to(tl.float32)
-            one = _normed(total, tl.load(post_a + lane, live, 0.0), N, eps, dtype)
-            total = (one + _normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
-        h = _hidden(total, post_weight, before, factor, scale, N, eps, dtype)
+            one = normed(total, tl.load(post_a + lane, live, 0.0), N, eps, dtype)
+            total = (one + normed(other, tl.load(post_b + lane, live, 0.0), N, eps, dtype)).to(dtype).to(tl.float32)
+        h = hidden(total, post_weight, before, factor, scale, N, eps, dtype)
         tl.store(h_out + row * N + lane, h.to(dtype), live)
         if next_norm is not None:
-            tl.store(x_out + row * N + lane, _normed(h, next_weight, N, eps, dtype).to(dtype), live)
+            tl.store(x_out + row * N + lane, normed(h, next_weight, N, eps, dtype).to(dtype), live)
 
 
 @triton.jit(do_not_specialize=["rank", "buffer"])
@@ -433,9 +429,9 @@ def _allreduce_norm_sharded(
             if post is not None:
                 before = tl.load(residual + row * N + lane, live, 0.0)
             total = _sum(_receive(inbox, parts_at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
-            h = _hidden(total, post_weight, before, factor, scale, N, eps, dtype)
+            h = hidden(total, post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)
-            x = _normed(h, next_weight, N, eps, dtype).to(dtype)
+            x = normed(h, next_weight, N, eps, dtype).to(dtype)
             send(x.to(bits_type, bitcast=True), inboxes, x_at * VALUES, lane, live, SIZE, -(1 << (dtype.primitive_bitwidth - 1)))
     if RECEIVE:
         received = _receive(inbox, x_at, word, live_word, errors, STRIDE, 1, EMPTY)

@@ -40,6 +40,7 @@ from kernels.qkv import qkv_post
 from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits, router_parts
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
+from kernels.sequence_parallel import sum_norm
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows, new_violations
 from kernels.verify import verify_attention
@@ -172,6 +173,15 @@ def _allreduce_norm(draw: RandomInputs) -> Outputs:
     layer = fused_allreduce_norm(draw.floats(3, 2 * n), draw.floats(3, n), norms, _EPS, draw.floats(1))
     first = fused_allreduce_norm(draw.floats(2, n), None, Norms(None, draw.floats(n)), _EPS, scale=8.5)
     return *layer, *first
+
+
+def _own_rows(draw: RandomInputs) -> Outputs:
+    """Of the middle one of three ranks, behind rows of others that it does not add."""
+    n, norms = 72, Norms(draw.floats(72), draw.floats(72))
+    own, others, residual = draw.floats(4, n), draw.floats(2, 5, n)[:, 1:], draw.floats(4, n)
+    h, x = torch.empty_like(residual), torch.empty_like(residual)
+    sum_norm(own, others, 1, residual, norms, _EPS, draw.floats(1), h, x)
+    return h, x
 
 
 def _per_layer_inputs(draw: RandomInputs) -> Outputs:
@@ -383,6 +393,7 @@ CHECKS = (
     Check("kernels.activation", "the gate", _geglu),
     *(Check("kernels.linear", f"products of {rows} rows", _products, (rows,)) for rows in (1, 2, 5, 30, 64)),
     Check("kernels.fused_allreduce_norm", "a fused norm of one rank", _allreduce_norm),
+    Check("kernels.sequence_parallel", "norms of own rows", _own_rows),
     Check("kernels.embed", "the embedding", _embed),
     Check("kernels.ple", "per-layer embeddings", _per_layer_inputs),
     Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),

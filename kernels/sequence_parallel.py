@@ -1,11 +1,11 @@
 """Reduce-scatter, norms of own rows and all-gather of a step with many prompt tokens, by copy engines beside the products.
 
     row-parallel product      part [T, n] of every rank      each rank's share of the rows is copied to that rank
-    fused norm of own rows    sum, norm, residual, next norm (kernels.fused_allreduce_norm)       x is copied to all ranks
+    norm of own rows          sum, norm, residual, next norm                                      x is copied to all other ranks
     column-parallel product   x [T, n]
 
-The rows are cut into two pieces: one is copied while the other is computed. Copies need no multiprocessors, of which a product
-leaves none to a kernel beside it. Behind each copy its number goes to a flag at the receiver, where a kernel waits for it.
+The rows are cut into two pieces: one is copied while the other is computed. Copies to other GPUs need no multiprocessors, of which
+a product leaves none to a kernel beside it. Behind the copies a number goes to a flag at the receiver, where a kernel waits for it.
 
 One buffer each for parts and for x is enough: a rank sends a piece's next part when it has x of all ranks, who sent theirs once
 they had read the parts; and its next x when it has the next parts, whose senders have read x.
@@ -21,11 +21,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm, polled
-from kernels.launch import launch, next_power_of_2, wait
+from kernels.fused_allreduce_norm import Norms, hidden, normed, polled, row_warps
+from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
+from kernels.norm import norm_add, rms_norm
 
-FIRST = 11 / 16  # of the rows are in the first piece: products of it and of the rest have no more waves than of all rows
+FIRST = 9 / 16  # of the rows are in the first piece: products of it and of the rest have no more waves than of all rows
 BLOCK = 128  # rows of a product's tile
+NORM_ROWS = 1280  # rows: their copies begin when they are normed, beside the norms of the next
 _NUMBERS = 1 << 16
 _PARTS, _X = 0, 1
 
@@ -33,6 +35,8 @@ _PARTS, _X = 0, 1
 @dataclass(frozen=True)
 class ScatteredPart:
     """A row-parallel product [T, n] whose rows are on their way to the ranks that add and norm them."""
+
+    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class GatheredRows:
             self.group.wait_for(_X, piece, self.number)
             yield rows
 
+    def whole(self) -> Tensor:
+        """All rows, once the device has them; they hold until the next forward."""
+        list(self.pieces())
+        return self.rows
+
 
 class SequenceParallel:
     """One rank's end, for forwards of up to `rows` rows of `width` elements.
@@ -58,21 +67,26 @@ class SequenceParallel:
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype, errors: Tensor) -> None:
         self.rank, self.size, self.rows, self._errors = rank, len(memories), rows, errors
-        parts, x = (rows + 2 * self.size) * width * dtype.itemsize, rows * width * dtype.itemsize
+        parts = self._part_rows(self.size, rows) * width * dtype.itemsize
+        x = parts + rows * width * dtype.itemsize
         self._parts = [memory[:parts].view(dtype).view(-1, width) for memory in memories]
-        self._x = [memory[parts : parts + x].view(dtype).view(rows, width) for memory in memories]
-        self._flags = [memory[parts + x :].view(torch.int32).view(2, 2, self.size) for memory in memories]
-        device = memories[rank].device
+        self._x = [memory[parts:x].view(dtype).view(rows, width) for memory in memories]
+        self._flags = [memory[x:].view(torch.int32).view(2, 2, self.size - 1) for memory in memories]
+        self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
-        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._number = 0
         self.pieces: tuple[slice, ...] = ()
 
+    @classmethod
+    def bytes(cls, size: int, rows: int, width: int, dtype: torch.dtype) -> int:
+        """Bytes of one rank's memory: its rows' parts of every other rank, x, flags."""
+        return (cls._part_rows(size, rows) + rows) * width * dtype.itemsize + 16 * (size - 1)
+
     @staticmethod
-    def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's memory: its rows' parts of every rank, x, flags."""
-        return 2 * (rows + size) * width * dtype.itemsize + 16 * size
+    def _part_rows(size: int, rows: int) -> int:
+        return (size - 1) * (rows // size + 2)
 
     def begin(self, rows: int) -> "SequenceParallel":
         """A forward of so many rows begins."""
@@ -86,55 +100,105 @@ class SequenceParallel:
         return slice(first + count * rank // self.size, first + count * (rank + 1) // self.size)
 
     def scatter(self, part: Tensor, piece: int) -> None:
-        """Begin to copy this rank's part [T, n], computed up to the end of a piece, to the piece's owners."""
-        with self._beside(part):
-            for owner in self._from_next():
-                self._parts_of(owner, piece)[self.rank].copy_(part[self.own(piece, owner)], non_blocking=True)
-                self._raise_flag(owner, _PARTS, piece)
+        """Begin to copy this rank's part [T, n], computed up to the end of a piece, to the piece's other owners."""
+        with self._beside():
+            for owner, slot in self._peers():
+                self._parts_of(owner, piece)[slot].copy_(part[self.own(piece, owner)], non_blocking=True)
+                self._raise_flag(owner, slot, _PARTS, piece)
+        if self._stream is not None:
+            part.record_stream(self._stream)
 
-    def norm(self, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None) -> tuple[Tensor, GatheredRows]:
-        """Adds the parts of own rows, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which own rows are
-        written, x). residual [T, n], of which own rows are read."""
-        h = torch.empty_like(residual)
+    def norm(
+        self, part: ScatteredPart, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
+    ) -> tuple[Tensor, GatheredRows]:
+        """Adds the parts of own rows in rank order, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which own
+        rows are written, x). residual [T, n], of which own rows are read."""
+        h, x = torch.empty_like(residual), self._x[self.rank]
         for piece in range(len(self.pieces)):
-            own = self.own(piece, self.rank)
+            own, parts = self.own(piece, self.rank), self._parts_of(self.rank, piece)
             self.wait_for(_PARTS, piece, self._number)
-            _, x = fused_allreduce_norm(self._parts_of(self.rank, piece), residual[own], norms, eps, scalar, h=h[own])
-            assert x is not None, "rows that are gathered are normed"
-            with self._beside(x):
-                for peer in self._from_next():
-                    self._x[peer][own].copy_(x, non_blocking=True)
-                    self._raise_flag(peer, _X, piece)
-        gathered = GatheredRows(self._x[self.rank][: len(h)], self, self._number)
+            for first in range(own.start, own.stop, NORM_ROWS):
+                rows = slice(first, min(first + NORM_ROWS, own.stop))
+                others = parts[:, rows.start - own.start : rows.stop - own.start]
+                sum_norm(part.rows[rows], others, self.rank, residual[rows], norms, eps, scalar, h[rows], x[rows])
+                with self._beside():
+                    for peer, _ in self._peers():
+                        self._x[peer][rows].copy_(x[rows], non_blocking=True)
+            with self._beside():
+                for peer, slot in self._peers():
+                    self._raise_flag(peer, slot, _X, piece)
+        gathered = GatheredRows(x[: len(h)], self, self._number)
         self._number = (self._number + 1) % _NUMBERS
         return h, gathered
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
-        """Let what follows on the current stream wait for every rank's copy of that number."""
-        launch(_wait_for, (1,), self._flags[self.rank][what, piece], self._errors, number, SIZE=self.size,
-               BLOCK=next_power_of_2(self.size), warps=1)  # fmt: skip
+        """Let what follows on the current stream wait for every other rank's copy of that number."""
+        launch(_wait_for, (1,), self._flags[self.rank][what, piece], self._errors, number, SIZE=self.size - 1,
+               BLOCK=next_power_of_2(self.size - 1), warps=1)  # fmt: skip
 
-    def _from_next(self) -> Iterator[int]:
-        """All ranks, beginning with the next one: no two ranks copy to the same one first."""
-        return ((self.rank + 1 + i) % self.size for i in range(self.size))
+    def _peers(self) -> Iterator[tuple[int, int]]:
+        """Other ranks, and which of theirs this one is; from the next one on: no two ranks copy to the same one first."""
+        peers = ((self.rank + i) % self.size for i in range(1, self.size))
+        return ((peer, self.rank - (self.rank > peer)) for peer in peers)
 
     def _parts_of(self, owner: int, piece: int) -> Tensor:
-        """[size, own rows, n]: every rank's part of the owner's rows."""
-        own = self.own(piece, owner)
-        count, first = own.stop - own.start, self.pieces[piece].start + piece * self.size
-        return self._parts[owner][first : first + self.size * count].view(self.size, count, -1)
+        """[size - 1, own rows, n]: every other rank's part of the owner's rows."""
+        own, others = self.own(piece, owner), self.size - 1
+        count, first = own.stop - own.start, piece * others * cdiv(self.pieces[0].stop, self.size)
+        return self._parts[owner][first : first + others * count].view(others, count, -1)
 
-    def _raise_flag(self, peer: int, what: int, piece: int) -> None:
-        flag = self._flags[peer][what, piece, self.rank : self.rank + 1]
+    def _raise_flag(self, peer: int, slot: int, what: int, piece: int) -> None:
+        flag = self._flags[peer][what, piece, slot : slot + 1]
         flag.copy_(self._numbers[self._number : self._number + 1], non_blocking=True)
 
-    def _beside(self, copied: Tensor) -> torch.cuda.StreamContext | nullcontext[None]:
-        """The stream of copies, behind what the current one holds by now; `copied` is read there."""
+    def _beside(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        """The stream of copies, behind what the current one holds by now."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
-        copied.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
+
+
+def sum_norm(
+    own: Tensor, others: Tensor, rank: int, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor, x: Tensor
+) -> None:
+    """own [T, n] and others [size - 1, T, n], parts in rank order but for `rank`'s own -> h, x [T, n]."""
+    assert norms.post is not None
+    assert norms.next_norm is not None
+    if not enabled(own):
+        total = torch.cat([others[:rank], own[None], others[rank:]]).float().sum(0).to(own.dtype)
+        h.copy_(norm_add(residual, total, norms.post, eps, scalar))
+        x.copy_(rms_norm(h, norms.next_norm, eps))
+        return
+    n = own.shape[1]
+    launch(_norm_own, (len(own),), own, others, residual, norms.post, norms.next_norm, scalar, h, x, rank, others.stride(0), eps,
+           N=n, SIZE=len(others) + 1, BLOCK=next_power_of_2(n), warps=row_warps(n, own.dtype))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank", "stride"])
+def _norm_own(
+    own, others, residual, post, next_norm, scalar, h_out, x_out, rank, stride, eps,
+    N: constexpr, SIZE: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
+    dtype: constexpr = h_out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * N
+    lane = tl.arange(0, BLOCK)
+    live = lane < N
+    post_weight, next_weight = tl.load(post + lane, live, 0.0), tl.load(next_norm + lane, live, 0.0)
+    factor = None
+    if scalar is not None:
+        factor = tl.load(scalar).to(tl.float32)
+    wait(PDL)
+    trigger(PDL)
+    before = tl.load(residual + row + lane, live, 0.0)
+    mine = tl.load(own + row + lane, live, 0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(SIZE):
+        slot = i - (i > rank).to(tl.int64)
+        total += tl.where(i == rank, mine, tl.load(others + slot * stride + row + lane, live & (i != rank), 0.0).to(tl.float32))
+    h = hidden(total.to(dtype).to(tl.float32), post_weight, before, factor, 1.0, N, eps, dtype)
+    tl.store(h_out + row + lane, h.to(dtype), live)
+    tl.store(x_out + row + lane, normed(h, next_weight, N, eps, dtype).to(dtype), live)
 
 
 @triton.jit(do_not_specialize=["number"])

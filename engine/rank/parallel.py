@@ -22,8 +22,8 @@ from engine.channel import map_shared
 from engine.errors import ConfigError
 from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce, symmetric_memory
 from kernels.choose import ArgmaxInbox
-from kernels.fused_allreduce_norm import AllReduceInbox
-from kernels.sequence_parallel import SequenceParallel
+from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
+from kernels.sequence_parallel import ScatteredPart, SequenceParallel
 
 SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 SHARDED_ROWS = 32  # from here on a fused norm's rows are shared out
@@ -220,6 +220,22 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
     rows = torch.arange(2 * size, device=device, dtype=dtype)[:, None].expand(-1, 64)
     own = torch.stack([10 * rows[rank::size] + other for other in range(size)])
     _expect(parallel, parallel.exchange_rows(10 * rows + rank), own, "exchange")
+
+
+def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.dtype) -> None:
+    """Parts of known values, of which each rank norms rows of its own: all ranks get what an all-reduce and a norm give.
+
+    Raises ConfigError as `self_check` does.
+    """
+    rows, n, device = 4 * parallel.size, sequence.width, sequence.device
+    part = torch.arange(rows * n, device=device).remainder(7).to(dtype).view(rows, n) * (parallel.rank + 1)
+    norms, residual = Norms(*torch.ones((2, n), device=device, dtype=dtype)), torch.ones_like(part)
+    for piece in range(len(sequence.begin(rows).pieces)):
+        sequence.scatter(part, piece)
+    _, x = sequence.norm(ScatteredPart(part), residual, norms, 1e-6, None)
+    _, expected = fused_allreduce_norm(parallel.all_reduce(part), residual, norms, 1e-6)
+    assert expected is not None
+    _expect(parallel, x.whole(), expected, "norm by rows")
 
 
 def _expect(parallel: Parallel, actual: Tensor, expected: Tensor, what: str) -> None:

@@ -26,7 +26,7 @@ from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header
 from engine.rank import compile_ahead
 from engine.rank.builder import Rank, build, kv_bytes, load_rank
-from engine.rank.parallel import connect, self_check
+from engine.rank.parallel import check_own_rows, connect, self_check
 from engine.rank.runner import Forwarded, Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank.start_checks import residual_rms
@@ -65,6 +65,9 @@ def boot(lifeline: Lifeline) -> Runner:
     runner = build(rank, lifeline.allocate())
     self_check(rank.parallel, rank.device, rank.model.dtype)
     wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
+    if rank.inboxes is not None and rank.inboxes.sequence is not None:
+        with torch.inference_mode():
+            check_own_rows(rank.parallel, rank.inboxes.sequence, rank.model.dtype)
     if rank.device.type == "cuda":
         runner.warm()
     if runner.capturable:

@@ -27,8 +27,8 @@ from tests.support.repo_rules import ROOT
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
-# What needs other ranks: the check of sums and gathers is engine.rank.parallel.self_check; norms of own rows are off.
-OVER_RANKS = {"kernels.allreduce", "kernels.sequence_parallel"}
+# What needs other ranks: the check of sums and gathers is engine.rank.parallel.self_check.
+OVER_RANKS = {"kernels.allreduce"}
 # Checked by kernels.inbox_check, as are those that do more where there are other ranks.
 BETWEEN_RANKS = {"_allreduce_norm_sharded", "_wait_for"}
 

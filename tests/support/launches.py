@@ -24,7 +24,7 @@ def compilations() -> int:
 
 def kernel_name(kernel: Any) -> str:
     """The name of what a call of `launch` starts, a kernel or one that is `Configured`."""
-    return str(getattr(kernel, "kernel", kernel).__name__)
+    return str((kernel.kernel if isinstance(kernel, launch.Configured) else kernel).__name__)
 
 
 def without_overlap() -> AbstractContextManager[object]:

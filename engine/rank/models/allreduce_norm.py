@@ -12,11 +12,8 @@ Rows = Tensor | GatheredRows
 
 
 def whole(x: Rows) -> Tensor:
-    """All rows, once the device has them; gathered ones hold until the next forward."""
-    if isinstance(x, GatheredRows):
-        list(x.pieces())
-        return x.rows
-    return x
+    """All rows, once the device has them."""
+    return x.whole() if isinstance(x, GatheredRows) else x
 
 
 class AllReduceNorm:
@@ -37,7 +34,7 @@ class AllReduceNorm:
         if not isinstance(part, ScatteredPart):
             return self(part, residual, post, next_norm, scalar)
         assert isinstance(self.peers, SequenceParallel)
-        return self.peers.norm(residual, Norms(post, next_norm), self._eps, scalar)
+        return self.peers.norm(part, residual, Norms(post, next_norm), self._eps, scalar)
 
     def __call__(
         self,

@@ -71,7 +71,7 @@ class Weight(Module):
             linear(rows[piece], self.weight, out=out[piece])
             if sequence is not None:
                 sequence.scatter(out, index)
-        return out if sequence is None else ScatteredPart()
+        return out if sequence is None else ScatteredPart(out)
 
     def fp32(self, x: Tensor) -> Tensor:
         """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""

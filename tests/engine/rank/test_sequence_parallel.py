@@ -24,7 +24,7 @@ from engine.rank.load.loader import load
 from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import Parallel
+from engine.rank.parallel import Parallel, check_own_rows
 from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.sequence_parallel import SequenceParallel
 from tests.bench.sequence_parallel import Mlps
@@ -72,6 +72,13 @@ class EarlyFlags(Pausing):
         super().scatter(part, piece)
 
 
+class Unsent(Pausing):
+    """A planted fault: parts are not sent, their flags are."""
+
+    def scatter(self, part: Tensor, piece: int) -> None:
+        super().scatter(torch.zeros_like(part), piece)
+
+
 def pause() -> None:
     time.sleep(random.choice((0.0, 0.0, 0.01)))
 
@@ -89,7 +96,7 @@ class Group:
         return HIDDEN if self.model is None else read_geometry(self.model).hidden
 
     def distance(self) -> float:
-        """The largest over all ranks, inf where one of them failed."""
+        """The largest over all ranks, inf where one of them failed or its check at boot refused."""
         forks, ends, ranks = multiprocessing.get_context("fork"), [], []
         lengths = [SequenceParallel.bytes(self.size, max(ROWS), self.width, torch.float32)] * self.size
         memories = [mapped(length) for length in [*lengths, shared_bytes(self.size)]]
@@ -120,6 +127,7 @@ class Group:
         peers = self.kind(buffers, rank, max(ROWS), self.width, torch.float32, torch.zeros(2, dtype=torch.int32))
         forward = mlps(parallel) if self.model is None else layers(parallel, self.model)
         expected = [forward(rows, None) for rows in ROWS]
+        check_own_rows(parallel, peers, torch.float32)
         actual = [forward(rows, peers.begin(rows)).clone() for rows in ROWS]
         end.send(max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True)))
 
@@ -158,7 +166,7 @@ def test_a_model_gives_the_same_final_rows(nano: Nano) -> None:
     assert Group(2, Pausing, nano("31b")).distance() < 1e-4
 
 
-@pytest.mark.parametrize("fault", [NotWaiting, EarlyFlags])
+@pytest.mark.parametrize("fault", [NotWaiting, EarlyFlags, Unsent])
 def test_rows_that_have_not_come_are_seen(fault: type[SequenceParallel]) -> None:
     """Planted faults: they are taken for those that have."""
     assert Group(2, fault).distance() > 0.01
