@@ -14,6 +14,7 @@ they had read the parts; and its next x when it has the next parts, whose sender
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,13 +23,13 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import Norms, hidden, normed, polled, row_warps
-from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
+from kernels.launch import cdiv, configured, enabled, launch, next_power_of_2, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
 FIRST = 9 / 16  # of the rows are in the first piece: products of it and of the rest have no more waves than of all rows
 BLOCK = 128  # rows of a product's tile
 NORM_ROWS = 1280  # rows: their copies begin when they are normed, beside the norms of the next
-_NUMBERS = 1 << 16
+_NUMBERS = 1 << 10
 _PARTS, _X = 0, 1
 
 
@@ -59,6 +60,16 @@ class GatheredRows:
         return self.rows
 
 
+class _Copy(NamedTuple):
+    """To one other rank: this rank's part of those `rows` that it owns, and this rank's own rows of x; a flag behind each."""
+
+    rows: slice
+    part: Tensor
+    x: Tensor
+    part_flag: Tensor
+    x_flag: Tensor
+
+
 class SequenceParallel:
     """One rank's end, for forwards of up to `rows` rows of `width` elements.
 
@@ -74,10 +85,11 @@ class SequenceParallel:
         self._flags = [memory[x:].view(torch.int32).view(2, 2, self.size - 1) for memory in memories]
         self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
-        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device)
+        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device).split(1)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._number = 0
         self.pieces: tuple[slice, ...] = ()
+        self._copies: list[list[_Copy]] = []  # of each piece
 
     @classmethod
     def bytes(cls, size: int, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -92,19 +104,32 @@ class SequenceParallel:
         """A forward of so many rows begins."""
         first = max(self.size, int(rows * FIRST) // BLOCK * BLOCK)
         self.pieces = slice(0, first), slice(first, rows)
+        peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
+        self._copies = [[self._copy(piece, peer) for peer in peers] for piece in range(len(self.pieces))]
         return self
+
+    def _copy(self, piece: int, peer: int) -> _Copy:
+        slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
+        parts, flags = self._parts_of(peer, piece)[slot], self._flags[peer][:, piece, slot : slot + 1].unbind()
+        return _Copy(self.own(piece, peer), parts, self._x[peer], *flags)
 
     def own(self, piece: int, rank: int) -> slice:
         """Rows of a piece, as rows of all, that `rank` adds and norms."""
         first, count = self.pieces[piece].start, self.pieces[piece].stop - self.pieces[piece].start
         return slice(first + count * rank // self.size, first + count * (rank + 1) // self.size)
 
+    def _parts_of(self, owner: int, piece: int) -> Tensor:
+        """[size - 1, own rows, n]: every other rank's part of the owner's rows."""
+        own, others = self.own(piece, owner), self.size - 1
+        count, first = own.stop - own.start, piece * others * cdiv(self.pieces[0].stop, self.size)
+        return self._parts[owner][first : first + others * count].view(others, count, -1)
+
     def scatter(self, part: Tensor, piece: int) -> None:
         """Begin to copy this rank's part [T, n], computed up to the end of a piece, to the piece's other owners."""
         with self._beside():
-            for owner, slot in self._peers():
-                self._parts_of(owner, piece)[slot].copy_(part[self.own(piece, owner)], non_blocking=True)
-                self._raise_flag(owner, slot, _PARTS, piece)
+            for copy in self._copies[piece]:
+                copy.part.copy_(part[copy.rows], non_blocking=True)
+                copy.part_flag.copy_(self._numbers[self._number], non_blocking=True)
         if self._stream is not None:
             part.record_stream(self._stream)
 
@@ -113,8 +138,8 @@ class SequenceParallel:
     ) -> tuple[Tensor, GatheredRows]:
         """Adds the parts of own rows in rank order, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which own
         rows are written, x). residual [T, n], of which own rows are read."""
-        h, x = torch.empty_like(residual), self._x[self.rank]
-        for piece in range(len(self.pieces)):
+        h, x, number = torch.empty_like(residual), self._x[self.rank], self._numbers[self._number]
+        for piece, copies in enumerate(self._copies):
             own, parts = self.own(piece, self.rank), self._parts_of(self.rank, piece)
             self.wait_for(_PARTS, piece, self._number)
             for first in range(own.start, own.stop, NORM_ROWS):
@@ -122,34 +147,19 @@ class SequenceParallel:
                 others = parts[:, rows.start - own.start : rows.stop - own.start]
                 sum_norm(part.rows[rows], others, self.rank, residual[rows], norms, eps, scalar, h[rows], x[rows])
                 with self._beside():
-                    for peer, _ in self._peers():
-                        self._x[peer][rows].copy_(x[rows], non_blocking=True)
-            with self._beside():
-                for peer, slot in self._peers():
-                    self._raise_flag(peer, slot, _X, piece)
+                    for copy in copies:
+                        copy.x[rows].copy_(x[rows], non_blocking=True)
+                        if rows.stop == own.stop:
+                            copy.x_flag.copy_(number, non_blocking=True)
         gathered = GatheredRows(x[: len(h)], self, self._number)
         self._number = (self._number + 1) % _NUMBERS
         return h, gathered
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
         """Let what follows on the current stream wait for every other rank's copy of that number."""
-        launch(_wait_for, (1,), self._flags[self.rank][what, piece], self._errors, number, SIZE=self.size - 1,
-               BLOCK=next_power_of_2(self.size - 1), warps=1)  # fmt: skip
-
-    def _peers(self) -> Iterator[tuple[int, int]]:
-        """Other ranks, and which of theirs this one is; from the next one on: no two ranks copy to the same one first."""
-        peers = ((self.rank + i) % self.size for i in range(1, self.size))
-        return ((peer, self.rank - (self.rank > peer)) for peer in peers)
-
-    def _parts_of(self, owner: int, piece: int) -> Tensor:
-        """[size - 1, own rows, n]: every other rank's part of the owner's rows."""
-        own, others = self.own(piece, owner), self.size - 1
-        count, first = own.stop - own.start, piece * others * cdiv(self.pieces[0].stop, self.size)
-        return self._parts[owner][first : first + others * count].view(others, count, -1)
-
-    def _raise_flag(self, peer: int, slot: int, what: int, piece: int) -> None:
-        flag = self._flags[peer][what, piece, slot : slot + 1]
-        flag.copy_(self._numbers[self._number : self._number + 1], non_blocking=True)
+        others = self.size - 1
+        wait_kernel = configured(_wait_for, warps=1, SIZE=others, BLOCK=next_power_of_2(others))
+        launch(wait_kernel, (1,), self._flags[self.rank][what, piece], self._errors, number)
 
     def _beside(self) -> torch.cuda.StreamContext | nullcontext[None]:
         """The stream of copies, behind what the current one holds by now."""
@@ -171,8 +181,9 @@ def sum_norm(
         x.copy_(rms_norm(h, norms.next_norm, eps))
         return
     n = own.shape[1]
-    launch(_norm_own, (len(own),), own, others, residual, norms.post, norms.next_norm, scalar, h, x, rank, others.stride(0), eps,
-           N=n, SIZE=len(others) + 1, BLOCK=next_power_of_2(n), warps=row_warps(n, own.dtype))  # fmt: skip
+    kernel = configured(_norm_own, warps=row_warps(n, own.dtype), N=n, SIZE=len(others) + 1, BLOCK=next_power_of_2(n))
+    args = own, others, residual, norms.post, norms.next_norm, scalar, h, x, rank, others.stride(0), eps
+    launch(kernel, (len(own),), *args)
 
 
 @triton.jit(do_not_specialize=["rank", "stride"])

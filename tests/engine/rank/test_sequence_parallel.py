@@ -66,8 +66,8 @@ class EarlyFlags(Pausing):
     """A planted fault: a part's flag comes before the part."""
 
     def scatter(self, part: Tensor, piece: int) -> None:
-        for owner in range(self.size):
-            self._raise_flag(owner, 0, piece)
+        for copy in self._copies[piece]:
+            copy.part_flag.fill_(self._number)
         time.sleep(0.02)
         super().scatter(part, piece)
 
