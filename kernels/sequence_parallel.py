@@ -26,7 +26,7 @@ from kernels.fused_allreduce_norm import Norms, hidden, normed, polled, row_warp
 from kernels.launch import cdiv, configured, enabled, launch, next_power_of_2, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
-FIRST = 9 / 16  # of the rows are in the first piece: products of it and of the rest have no more waves than of all rows
+FIRST = 11 / 16  # of the rows are in the first piece: products of it and of the rest have no more waves than of all rows
 BLOCK = 128  # rows of a product's tile
 NORM_ROWS = 1280  # rows: their copies begin when they are normed, beside the norms of the next
 _NUMBERS = 1 << 10
