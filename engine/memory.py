@@ -17,7 +17,7 @@ PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 INBOX_BYTES = 128 << 20  # that a rank's inboxes may take so that drafts find room too; sums of more rows are collectives
-SEQUENCE_ROWS = 2048  # of a step with prompts, from which on ranks norm rows of their own: with fewer the host is the bound
+SEQUENCE_WORK = 1024 * 5376**2  # rows times hidden^2 of a rank: with less the host would be the bound of `sequence_rows`
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
 CAPTURED_PATCHES = 5184  # of pictures, whose layers are captured
@@ -42,10 +42,11 @@ def reserved_bytes(config: EngineConfig) -> int:
     return sampling + (rows * activations + ENCODER_CACHE_BYTES if activations else 0)
 
 
-def sequence_rows(config: EngineConfig, geometry: Geometry) -> int:
-    """The most rows of a step whose ranks norm rows of their own (`kernels.sequence_parallel`); 0: there are no such steps."""
-    rows = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest
-    return 0 if config.tp == 1 or geometry.residual_is_read or rows < SEQUENCE_ROWS else rows
+def sequence_rows(config: EngineConfig, geometry: Geometry) -> range:
+    """Returns how many rows steps with prompts have whose ranks norm rows of their own (`kernels.sequence_parallel`)."""
+    least = -(-SEQUENCE_WORK * config.tp // geometry.hidden**2)
+    most = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest
+    return range(0) if config.tp == 1 or geometry.residual_is_read else range(least, most + 1)
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:

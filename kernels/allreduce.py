@@ -82,7 +82,7 @@ class MappedCollectives:
         memory is everybody's."""
         return self.all_gather(x).unflatten(1, (self.size, -1))[self.rank :: self.size].transpose(0, 1).contiguous()
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> None:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> None:
         """None: on a CPU every sum is a collective."""
 
     def _exchange(self, piece: Tensor) -> Tensor:

@@ -71,17 +71,17 @@ class _Copy(NamedTuple):
 
 
 class SequenceParallel:
-    """One rank's end, for forwards of up to `rows` rows of `width` elements.
+    """One rank's end, for forwards of so many `rows` of `width` elements.
 
     memories  uint8 [`bytes(...)`] of each rank, which all can write;  errors  int32 [2], as `AllReduceInbox` has it
     """
 
-    def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype, errors: Tensor) -> None:
+    def __init__(self, memories: Sequence[Tensor], rank: int, rows: range, width: int, dtype: torch.dtype, errors: Tensor) -> None:
         self.rank, self.size, self.rows, self._errors = rank, len(memories), rows, errors
-        parts = self._part_rows(self.size, rows) * width * dtype.itemsize
-        x = parts + rows * width * dtype.itemsize
+        parts = self._part_rows(self.size, rows[-1]) * width * dtype.itemsize
+        x = parts + rows[-1] * width * dtype.itemsize
         self._parts = [memory[:parts].view(dtype).view(-1, width) for memory in memories]
-        self._x = [memory[parts:x].view(dtype).view(rows, width) for memory in memories]
+        self._x = [memory[parts:x].view(dtype).view(-1, width) for memory in memories]
         self._flags = [memory[x:].view(torch.int32).view(2, 2, self.size - 1) for memory in memories]
         self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
@@ -93,7 +93,7 @@ class SequenceParallel:
 
     @classmethod
     def bytes(cls, size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's memory: its rows' parts of every other rank, x, flags."""
+        """Bytes of one rank's memory, for up to so many rows: their parts of every other rank, x, flags."""
         return (cls._part_rows(size, rows) + rows) * width * dtype.itemsize + 16 * (size - 1)
 
     @staticmethod

@@ -86,7 +86,8 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
     """
     inboxes = INBOX_BYTES if engine.tp > 1 and engine.widest > 1 else 0  # those of one row a sequence are in the reserve
     geometry = read_geometry(Path(engine.model))
-    inboxes += 2 * sequence_rows(engine, geometry) * geometry.hidden * ITEMSIZE[engine.dtype]
+    if rows := sequence_rows(engine, geometry):
+        inboxes += (2 * engine.tp - 1) * rows[-1] // engine.tp * geometry.hidden * ITEMSIZE[engine.dtype]
     budget = kv_budget(engine, memory, weights + reserve + inboxes)
     if budget <= 0:
         raise ConfigError(

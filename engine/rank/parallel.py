@@ -49,10 +49,10 @@ class Parallel(Protocol):
         r mod size = this rank."""
         ...
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> "Inboxes | None":
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> "Inboxes | None":
         """Memory that the ranks write into each other's, for decode steps of up to `rows` rows and fused norms of up to `width`
-        elements a row, and for steps of up to `prompt_rows` rows whose ranks norm rows of their own (0: none); None where there is
-        none (one rank, or ranks on a CPU). Every rank calls it once, at boot."""
+        elements a row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is none (one
+        rank, or ranks on a CPU). Every rank calls it once, at boot."""
         ...
 
 
@@ -66,10 +66,10 @@ class Inboxes:
 
 
 def allocated_inboxes(
-    rank: int, rows: int, width: int, dtype: torch.dtype, prompt_rows: int, size: int, allocate: Callable[[int], Sequence[Tensor]]
+    rank: int, rows: int, width: int, dtype: torch.dtype, prompt_rows: range, size: int, allocate: Callable[[int], Sequence[Tensor]]
 ) -> Inboxes:
     """Makes a rank's inboxes, of `size` ranks, as `Parallel.inboxes` says. allocate: bytes -> uint8 [bytes] of each rank."""
-    sequence_bytes = SequenceParallel.bytes(size, prompt_rows, width, dtype) if prompt_rows else 0
+    sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype) if prompt_rows else 0
     ends = list(accumulate((sequence_bytes, AllReduceInbox.bytes(size, rows, width, dtype), ArgmaxInbox.bytes(size, rows))))
     memories = allocate(ends[-1])
     memory = memories[rank]
@@ -101,7 +101,7 @@ class Single:
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x[None]
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> None:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> None:
         """Makes none: there are no other ranks."""
 
 
@@ -122,7 +122,7 @@ class FirstOfGroup:
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes | None:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> Inboxes | None:
         """Make inboxes as `Parallel.inboxes`, of no memory."""
         if self.size == 1:
             return None
@@ -165,7 +165,7 @@ class Distributed:
         distributed.all_to_all_single(received, sent)
         return received
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> "Inboxes | None":  # noqa: ARG002
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> "Inboxes | None":  # noqa: ARG002
         """Makes none, of any size."""
         return None
 
@@ -184,7 +184,7 @@ class CudaGroup(Distributed):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._small.all_reduce(x) if self._small.fits(x) else super().all_reduce(x)
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: int = 0) -> Inboxes:
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> Inboxes:
         """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
         allocate = partial(symmetric_memory, self._world, device=self._device)
         inboxes = allocated_inboxes(self.rank, rows, width, dtype, prompt_rows, self.size, allocate)

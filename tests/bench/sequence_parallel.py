@@ -70,7 +70,7 @@ class Mlps:
 def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """One rank."""
     rank = parallel.rank
-    inboxes = parallel.inboxes(8, args.hidden, torch.bfloat16, max(args.rows))
+    inboxes = parallel.inboxes(8, args.hidden, torch.bfloat16, range(max(args.rows) + 1))
     assert inboxes is not None
     sequence = inboxes.sequence
     assert sequence is not None

@@ -6,7 +6,7 @@ from engine import memory
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import ConfigError
-from engine.geometry import KVGroup
+from engine.geometry import KVGroup, read_geometry
 from engine.memory import (
     CACHED_TOKENS,
     CPU_BYTES,
@@ -18,12 +18,14 @@ from engine.memory import (
     longest_sequence,
     pool_pages,
     sampling_bytes,
+    sequence_rows,
 )
 from engine.plan import DEPTH
 from engine.protocol import FinishReason, Output
 from tests.support.engine.conversations import AT_ONCE, GROUPS, WINDOW, Server, Trace, unlimited
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.scheduling import finish, request_of, two_groups
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
 
@@ -60,6 +62,17 @@ def test_tables_of_adjustments_are_for_all_slots_and_the_paddings() -> None:
     for tp in (1, 3, 4):
         sizes = [adjustment_bytes(slots, 262_144, tp) for slots in (7, 8)]
         assert sizes[1] == 9 * (sizes[1] - sizes[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("member", "tp", "least"), [("31b", 2, 2048), ("31b", 4, 4096), ("12b", 2, 4015), ("26b-a4b", 2, 0), ("31b", 1, 0)]
+)
+def test_ranks_norm_rows_of_their_own_where_a_step_has_work_enough(member: str, tp: int, least: int) -> None:
+    """From so many rows on, up to the largest padded step; not one rank, nor ranks that read the residual elsewhere."""
+    geometry = read_geometry(ROOT / "deploy" / "models" / "public" / member)
+    for budget in (2048 - 100, 8192):
+        rows = sequence_rows(EngineConfig(model="", tp=tp, device="cuda", max_seqs=100, prefill_budget=budget), geometry)
+        assert (rows[0], rows[-1]) == (least, budget + 104) if least and budget + 104 >= least else not rows
 
 
 def test_what_sampling_takes_is_reserved() -> None:

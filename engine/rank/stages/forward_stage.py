@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.memory import SEQUENCE_ROWS
 from engine.plan import PlanView
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, SoftTokens
@@ -125,5 +124,5 @@ class ForwardStage:
         """Returns the final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
         peers = self._inboxes.sequence if self._inboxes is not None and batch.chunks else None
         if peers is not None:
-            peers = peers.begin(batch.rows) if SEQUENCE_ROWS <= batch.rows <= peers.rows else None
+            peers = peers.begin(batch.rows) if batch.rows in peers.rows else None
         return self.model.forward(batch, self._cache, self._attention, peers)

@@ -124,7 +124,7 @@ class Group:
         *shared, collectives = memories
         parallel = MappedCollectives(collectives, rank, self.size, WAIT_S)
         buffers = [torch.frombuffer(memory, dtype=torch.uint8) for memory in shared]
-        peers = self.kind(buffers, rank, max(ROWS), self.width, torch.float32, torch.zeros(2, dtype=torch.int32))
+        peers = self.kind(buffers, rank, range(max(ROWS) + 1), self.width, torch.float32, torch.zeros(2, dtype=torch.int32))
         forward = mlps(parallel) if self.model is None else layers(parallel, self.model)
         expected = [forward(rows, None) for rows in ROWS]
         check_own_rows(parallel, peers, torch.float32)
@@ -181,7 +181,7 @@ def interpreted_a_wait_ends_when_all_have_come_or_in_time() -> None:
     """A rank that is gone is an error, not a hung GPU."""
     memories = [torch.zeros(SequenceParallel.bytes(2, 8, HIDDEN, torch.float32), dtype=torch.uint8) for _ in range(2)]
     errors = [torch.tensor([0, 50], dtype=torch.int32) for _ in range(2)]
-    first, second = (SequenceParallel(memories, rank, 8, HIDDEN, torch.float32, errors[rank]).begin(8) for rank in range(2))
+    first, second = (SequenceParallel(memories, rank, range(9), HIDDEN, torch.float32, errors[rank]).begin(8) for rank in range(2))
     for peers in (first, second):
         peers.scatter(torch.zeros(8, HIDDEN), 0)
     first.wait_for(0, 0, 0)
