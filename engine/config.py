@@ -22,7 +22,6 @@ Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning"]
 PolicyName = Literal["fair", "arrival"]
-PageChecks = Literal["off", "sample", "every"]
 ToolGrammar = Literal["strict", "names", "off"]
 Thinking = Literal["on", "off", "auto"]
 WeightsName = Literal["auto", *FORMATS]  # type: ignore[valid-type]
@@ -113,12 +112,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = True
     debug_pages: Annotated[
-        PageChecks,
-        Meta(
-            description="compare the ranks' page tables with the plans; sample: a sixteenth of the tables a "
-            "step; every: all. A violation ends the group"
-        ),
-    ] = "off"
+        bool, Meta(description="compare the ranks' page tables with the plans in each step; a violation ends the group")
+    ] = False
     core_log: Annotated[
         LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")
     ] = "info"

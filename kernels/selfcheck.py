@@ -366,7 +366,7 @@ def _table_check(draw: RandomInputs) -> Outputs:
     table[1, 4], copies[0, 1], copies[0, 40 // _PAGE + 1 :] = 99, 99, 0
     violations, row, every_slot = new_violations(draw.device), (draw.ints(0), draw.ints(40)), (draw.rising(2), draw.filled(143, 2))
     for kind, actual, rows in ((TABLE_ENTRY, table, every_slot), (ROW_ENTRY, gathered, row), (COPIED_ENTRY, copies, row)):
-        check_rows(kind, 0, draw.ints(0), 0, actual, expected, 20, *rows, _PAGE, None, 1, violations)
+        check_rows(kind, 0, actual, expected, 20, *rows, _PAGE, None, violations)
     return table, copies, violations
 
 

@@ -6,8 +6,7 @@
                    its position, and the null page behind it and in all of a padding row
 
 What differs is recorded, RECORDS of them at most, and counted. An id outside the pool is replaced by the expected one, so that the
-kernels behind do not fault before anybody has read the record. With `every` = n a step looks at the rows that are equal to its
-number modulo n.
+kernels behind do not fault before anybody has read the record.
 
     violations int32 [RECORD * (RECORDS + 1)]    [0] how many there were; record r from RECORD * (r + 1):
                                                  kind, group, slot, entry, actual, expected, row, position
@@ -35,8 +34,6 @@ def new_violations(device: torch.device) -> Tensor:
 def check_rows(
     kind: int,
     group: int,
-    plan: Tensor,
-    step: int,
     actual: Tensor,
     expected: Tensor,
     pages: int,
@@ -44,19 +41,17 @@ def check_rows(
     positions: Tensor,
     page: int,
     window: int | None,
-    every: int,
     violations: Tensor,
 ) -> None:
     """Checks the page ids `actual`, int32 [rows, width], and may change them.
 
-    plan int32, in which the step's low word is number `step`; expected int32 [slots, columns]; pages: of the pool; slots and
-    positions int32 [rows]: column 0 is the first entry that a query at the row's position sees through `window`
+    expected int32 [slots, columns]; pages: of the pool; slots and positions int32 [rows]: column 0 is the first entry that a query
+    at the row's position sees through `window`
     """
     rows, width = actual.shape
     check_contiguous(actual)
     if not enabled(actual):
-        turn = int(plan[step]) % every
-        for row in range(turn, len(actual), every):
+        for row in range(rows):
             slot, position = int(slots[row]), int(positions[row])
             first = 0 if window is None else max(position - window + 1, 0) // page
             needed = min(max(position, -1) // page + 1 - first, actual.shape[1])
@@ -73,8 +68,8 @@ def check_rows(
                     actual[row, entry] = correct[entry]
         return
     launch(
-        _check_rows, (rows,), group, plan, actual, width, expected, expected.shape[1], pages, slots, positions, violations,
-        KIND=kind, STEP=step, PAGE=page, WINDOW=window or 0, EVERY=every, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS,
+        _check_rows, (rows,), group, actual, width, expected, expected.shape[1], pages, slots, positions, violations,
+        KIND=kind, PAGE=page, WINDOW=window or 0, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS,
         warps=4,
     )  # fmt: skip
 
@@ -91,34 +86,32 @@ def _record(violations: Tensor, *values: int) -> None:
 
 @triton.jit(do_not_specialize=["group", "width", "columns", "pages", "slots", "positions"])
 def _check_rows(
-    group, plan, actual, width, expected, columns, pages, slots, positions, violations,
-    KIND: constexpr, STEP: constexpr, PAGE: constexpr, WINDOW: constexpr, EVERY: constexpr, BLOCK: constexpr, LIMIT: constexpr,
-    PDL: constexpr,
+    group, actual, width, expected, columns, pages, slots, positions, violations,
+    KIND: constexpr, PAGE: constexpr, WINDOW: constexpr, BLOCK: constexpr, LIMIT: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A CTA: one row."""
     trigger(PDL)
     wait(PDL)
     row = tl.program_id(0)
-    if row % EVERY == tl.load(plan + STEP) % EVERY:
-        slot = tl.load(slots + row)
-        position = tl.load(positions + row)
-        first = first_entry(position, WINDOW, PAGE)
-        for start in range(0, width, BLOCK):
-            offset = start + tl.arange(0, BLOCK)
-            entry = first + offset
-            needed = (offset < width) & (position >= 0) & (entry * PAGE <= position)
-            address = actual + row.to(tl.int64) * width + offset
-            value = tl.load(address, offset < width, 0)
-            correct = tl.load(expected + slot.to(tl.int64) * columns + entry, needed & (entry < columns), 0)
-            if KIND == _ROW_ENTRY:
-                bad = needed & ((value != correct) | (correct == 0))
-            else:
-                bad = (offset < width) & (value != correct)
-            ones = tl.full(entry.shape, 1, tl.int32)
-            index = tl.atomic_add(violations + entry * 0, ones, mask=bad)
-            kept = bad & (index < LIMIT)
-            record = violations + _RECORD * (index + 1)
-            fields = (ones * KIND, ones * group, ones * slot, entry, value, correct, ones * row, ones * position)
-            for i in tl.static_range(_RECORD):
-                tl.store(record + i, fields[i], kept)
-            tl.store(address, correct, bad & ((value < 0) | (value >= pages)))
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row)
+    first = first_entry(position, WINDOW, PAGE)
+    for start in range(0, width, BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        entry = first + offset
+        needed = (offset < width) & (position >= 0) & (entry * PAGE <= position)
+        address = actual + row.to(tl.int64) * width + offset
+        value = tl.load(address, offset < width, 0)
+        correct = tl.load(expected + slot.to(tl.int64) * columns + entry, needed & (entry < columns), 0)
+        if KIND == _ROW_ENTRY:
+            bad = needed & ((value != correct) | (correct == 0))
+        else:
+            bad = (offset < width) & (value != correct)
+        ones = tl.full(entry.shape, 1, tl.int32)
+        index = tl.atomic_add(violations + entry * 0, ones, mask=bad)
+        kept = bad & (index < LIMIT)
+        record = violations + _RECORD * (index + 1)
+        fields = (ones * KIND, ones * group, ones * slot, entry, value, correct, ones * row, ones * position)
+        for i in tl.static_range(_RECORD):
+            tl.store(record + i, fields[i], kept)
+        tl.store(address, correct, bad & ((value < 0) | (value >= pages)))

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import PageChecks
 from engine.errors import PageViolation
 from engine.geometry import KVGroup
 from engine.plan import PlanView
-from engine.plan_layout import HEADER, STEP
 from engine.rank.batch import ForwardBatch
 from engine.rank.slots import SlotState
 from engine.rank.upload import uploaded
@@ -32,7 +30,6 @@ from kernels.table_check import (
     new_violations,
 )
 
-SAMPLED = 16  # with `sample`, a step checks every 16th slot
 _SHOWN = 4
 _ORDER = (ROW_ENTRY, COPIED_ENTRY, TABLE_ENTRY)
 
@@ -58,15 +55,13 @@ class Violation:
 class PageCheck:
     """The check of one rank. `violations`: device records, which a step copies out with its result."""
 
-    def __init__(self, mode: PageChecks, slots: SlotState) -> None:
+    def __init__(self, slots: SlotState) -> None:
         self._slots = slots
-        self._every = 1 if mode == "every" else SAMPLED
         self._pages = [cache.pool.shape[1] for cache in slots.cache]
         self._tables = [torch.zeros_like(cache.table) for cache in slots.cache]
         self._all_slots = torch.arange(len(self._tables[0]), dtype=torch.int32, device=slots.device)
         self._ends = [torch.full_like(self._all_slots, cache.group.page * cache.table.shape[1] - 1) for cache in slots.cache]
         self.violations = new_violations(slots.device)
-        self._plan = torch.zeros(HEADER, dtype=torch.int32, device=slots.device)  # of the step that `check` saw last
 
     def expect(self, plan: PlanView) -> None:
         """Apply a plan to the expected tables, before its step. PageViolation: it appends an entry or page that is not there."""
@@ -94,9 +89,8 @@ class PageCheck:
         for table in self._tables:
             table.zero_()
 
-    def check(self, plan: Tensor, batch: ForwardBatch) -> None:
+    def check(self, batch: ForwardBatch) -> None:
         """Check on the device, between a step's inputs and its model. Capturable."""
-        self._plan = plan
         first = batch.prompts
         slots, positions = (rows[first :: batch.width].contiguous() for rows in (batch.slots, batch.positions))
         for cache, ends, gathered in zip(self._slots.cache, self._ends, batch.pages, strict=True):
@@ -104,13 +98,12 @@ class PageCheck:
             self._check(ROW_ENTRY, cache.group, gathered, slots, positions, cache.group.window)
 
     def check_copies(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
-        """Check rows that attention copied, as `CopyCheck`, of the step that `check` saw last. Capturable."""
+        """Check rows that attention copied, as `CopyCheck`. Capturable."""
         self._check(COPIED_ENTRY, group, copies, slots, positions, window)
 
     def _check(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
         expected, pages = self._tables[group.index], self._pages[group.index]
-        rows = (actual, expected, pages, slots, positions, group.page, window, self._every, self.violations)
-        check_rows(kind, group.index, self._plan, STEP, *rows)
+        check_rows(kind, group.index, actual, expected, pages, slots, positions, group.page, window, self.violations)
 
     def verify(self, step: int, violations: np.ndarray) -> None:
         """Raise PageViolation, which says where, if the records that step `step` copied out have any."""

@@ -105,7 +105,7 @@ class Runner:
         self._mixed_widths = tuple(sorted({1, *self._widths[::-2]}))  # of decode rows beside chunks: every second one has graphs
         self._inputs = StepBuffers(self.slots, model.frequencies, prefill, self._buckets, widest)
         self._inboxes = inboxes
-        self.pages = PageCheck(config.debug_pages, self.slots) if config.debug_pages != "off" else None
+        self.pages = PageCheck(self.slots) if config.debug_pages else None
         check = self.pages.check_copies if self.pages is not None else None
         chosen = AttentionConfig.of(config, failed_checks)
         attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: 1024; sweep: 1k to 128k)")
     what.add_argument("--steps", type=int, default=64, help="steps timed (default: %(default)s)")
     what.add_argument("--prefill-budget", type=int, default=512, help="of the engine that is measured (default: %(default)s)")
-    what.add_argument("--debug-pages", choices=("off", "sample", "every"), default="off", help="with the check of page tables")
+    what.add_argument("--debug-pages", action="store_true", help="with the check of page tables")
     what.add_argument("--read-rate", type=float, metavar="TB/S", help="of the floors (default: H200's best 4.56, or measured)")
     what.add_argument("--sweep", action="store_true", help="times of whole steps instead of stages")
     out = parser.add_argument_group("output")

@@ -89,7 +89,7 @@ def test_all_bad_settings_are_named_at_once() -> None:
 @pytest.mark.parametrize(("text", "thinking"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on"), ("true", "on")])
 def test_on_and_off_are_words(text: str, thinking: str) -> None:
     """YAML reads on and off as booleans; they are the setting's words, also when settings are handed on as plain values."""
-    assert Settings.read(yaml.safe_load("{model: a/b, debug_pages: off}")).debug_pages == "off"
+    assert Settings.read(yaml.safe_load("{model: a/b, debug_pages: off}")).debug_pages is False
     settings = Settings.read(yaml.safe_load(f"{{model: a/b, thinking: {text}}}"))
     assert settings.thinking == thinking
     assert Settings.read(msgspec.to_builtins(settings)) == settings

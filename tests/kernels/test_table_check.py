@@ -32,7 +32,6 @@ def test_under_the_interpreter() -> None:
 class Tables:
     """A table that is right, and decode rows whose page ids were gathered from it."""
 
-    plan: Tensor
     table: Tensor
     expected: Tensor
     slots: Tensor
@@ -40,11 +39,11 @@ class Tables:
     gathered: Tensor
     window: int | None
 
-    def check(self, every: int, *, reference: bool = False) -> Records:
+    def check(self, *, reference: bool = False) -> Records:
         """The records, sorted."""
         slots = torch.arange(SLOTS, dtype=torch.int32), torch.full((SLOTS,), END, dtype=torch.int32)
         rows = self.slots, self.positions
-        return self.checked(every, reference, (TABLE_ENTRY, self.table, slots, None), (ROW_ENTRY, self.gathered, rows, self.window))
+        return self.checked(reference, (TABLE_ENTRY, self.table, slots, None), (ROW_ENTRY, self.gathered, rows, self.window))
 
     def copies(self) -> Tensor:
         """The rows' page ids as another library's kernel takes them, over what an earlier step left."""
@@ -53,16 +52,16 @@ class Tables:
         block_tables(self.table, self.slots, self.positions, PAGE, self.window, copies, lengths)
         return copies
 
-    def check_copies(self, copies: Tensor, every: int, *, reference: bool = False) -> Records:
+    def check_copies(self, copies: Tensor, *, reference: bool = False) -> Records:
         """The records, sorted."""
-        return self.checked(every, reference, (COPIED_ENTRY, copies, (self.slots, self.positions), self.window))
+        return self.checked(reference, (COPIED_ENTRY, copies, (self.slots, self.positions), self.window))
 
-    def checked(self, every: int, reference: bool, *kinds: tuple[int, Tensor, tuple[Tensor, Tensor], int | None]) -> Records:
+    def checked(self, reference: bool, *kinds: tuple[int, Tensor, tuple[Tensor, Tensor], int | None]) -> Records:
         """The records of these rows, sorted."""
         violations = new_violations(CPU)
         with plain_torch() if reference else nullcontext():
             for kind, actual, rows, window in kinds:
-                check_rows(kind, 1, self.plan, 2, actual, self.expected, PAGES, *rows, PAGE, window, every, violations)
+                check_rows(kind, 1, actual, self.expected, PAGES, *rows, PAGE, window, violations)
         return recorded(violations)
 
 
@@ -84,12 +83,10 @@ def made(seed: int, window: int | None) -> Tables:
         first = 0 if window is None else max(position - window + 1, 0) // PAGE
         for entry in range(first, position // PAGE + 1):
             table[slot, entry] = rng.randrange(1, PAGES)
-    plan = torch.zeros(64, dtype=torch.int32)
-    plan[2] = rng.randrange(1000)
     rows = torch.tensor([*slots, SLOTS - 1], dtype=torch.int32), torch.tensor([*positions, -1], dtype=torch.int32)
     gathered = torch.full((ROWS, WIDTH if window is None else window // PAGE + 2), 2**31 - 7, dtype=torch.int32)
     gather_pages(table, *rows, PAGE, window, gathered)
-    return Tables(plan, table, table.clone(), *rows, gathered, window)
+    return Tables(table, table.clone(), *rows, gathered, window)
 
 
 def spoil(tables: Tables, seed: int) -> None:
@@ -107,7 +104,7 @@ def test_a_right_table_has_no_violations(window: int | None) -> None:
     for seed in range(10):
         tables = made(seed, window)
         before = tables.gathered.clone()
-        assert tables.check(1) == [(0,)]
+        assert tables.check() == [(0,)]
         assert torch.equal(tables.gathered, before)
 
 
@@ -119,7 +116,7 @@ def test_each_planted_fault_is_recorded() -> None:
     tables.table[slot, tail], tables.table[slot, 0] = 9, PAGES + 3
     first = int(tables.expected[slot, 0])
     tables.expected[slot, 1] = tables.table[slot, 1] = tables.gathered[0, 1] = 0
-    assert tables.check(1) == [
+    assert tables.check() == [
         (TABLE_ENTRY, 1, slot, 0, PAGES + 3, first, slot, END),
         (TABLE_ENTRY, 1, slot, tail, 9, 0, slot, END),
         (ROW_ENTRY, 1, slot, 1, 0, 0, 0, position),
@@ -129,19 +126,6 @@ def test_each_planted_fault_is_recorded() -> None:
     assert tables.table[slot, tail] == 9
 
 
-def test_every_slot_is_looked_at_in_turn() -> None:
-    """With `every` 4, each slot and row is checked in one of four consecutive steps, and in that one only."""
-    found = []
-    for step in range(4):
-        tables = made(5, 128)
-        spoil(tables, 8)
-        tables.plan[2] = step
-        found += tables.check(4)[:-1]
-    tables = made(5, 128)
-    spoil(tables, 8)
-    assert sorted(found) == tables.check(1)[:-1]
-
-
 @pytest.mark.parametrize("window", [None, 128])
 def test_right_copies_have_no_violations(window: int | None) -> None:
     """Rows that `block_tables` gathered, padding among them, are as they must be; nothing is changed."""
@@ -149,7 +133,7 @@ def test_right_copies_have_no_violations(window: int | None) -> None:
         tables = made(seed, window)
         copies = tables.copies()
         before = copies.clone()
-        assert tables.check_copies(copies, 1) == [(0,)]
+        assert tables.check_copies(copies) == [(0,)]
         assert torch.equal(copies, before)
 
 
@@ -162,7 +146,7 @@ def test_each_fault_in_a_copy_is_recorded(window: int | None) -> None:
     first = 0 if window is None else max(position - window + 1, 0) // PAGE
     wanted = int(copies[0, 0])
     copies[0, -1], copies[0, 0], copies[ROWS - 1, 2] = 9, 2**31 - 7, 5
-    assert tables.check_copies(copies, 1) == [
+    assert tables.check_copies(copies) == [
         (COPIED_ENTRY, 1, slot, first, 2**31 - 7, wanted, 0, position),
         (COPIED_ENTRY, 1, slot, first + copies.shape[1] - 1, 9, 0, 0, position),
         (COPIED_ENTRY, 1, SLOTS - 1, 2, 5, 0, ROWS - 1, -1),
@@ -171,7 +155,7 @@ def test_each_fault_in_a_copy_is_recorded(window: int | None) -> None:
     assert (int(copies[0, 0]), int(copies[0, -1])) == (wanted, 9)
     copies = tables.copies()
     copies[1] = copies[0]
-    found = tables.check_copies(copies, 1)
+    found = tables.check_copies(copies)
     assert found[-1][0] == int((copies[0] != tables.copies()[1]).sum()) > 0
     assert all(record[2] == int(tables.slots[1]) and record[6] == 1 for record in found[:-1])
 
@@ -180,26 +164,26 @@ interpreted_each_planted_fault_is_recorded = test_each_planted_fault_is_recorded
 
 
 def interpreted_copies_equal_the_reference() -> None:
-    """The same records and repairs, sampled and not, with a window and without; a fault more is a record more."""
-    for seed, window, every in ((0, None, 1), (1, 128, 1), (2, None, 4)):
+    """The same records and repairs, with a window and without; a fault more is a record more."""
+    for seed, window in ((0, None), (1, 128)):
         tables, rng = made(seed, window), random.Random(seed)
         copies = tables.copies()
         for _ in range(6):
             copies[rng.randrange(ROWS), rng.randrange(copies.shape[1])] = rng.choice([0, 7, PAGES, -5])
         again = copies.clone()
         assert enabled(copies)
-        assert tables.check_copies(copies, every) == tables.check_copies(again, every, reference=True)
+        assert tables.check_copies(copies) == tables.check_copies(again, reference=True)
         assert torch.equal(copies, again)
 
 
 def interpreted_kernel_equals_reference() -> None:
-    """The same records and the same repairs, at every sampling, with a window and without; a fault more is a record more."""
-    for seed, (window, every) in enumerate(product((None, 128), (1, 4))):
+    """The same records and the same repairs, with a window and without; a fault more is a record more."""
+    for seed, window in product((0, 1), (None, 128)):
         kernel, reference = made(seed, window), made(seed, window)
         assert enabled(kernel.table)
         for tables in (kernel, reference):
             spoil(tables, seed + 100)
-        assert kernel.check(every) == reference.check(every, reference=True)
+        assert kernel.check() == reference.check(reference=True)
         assert torch.equal(kernel.table, reference.table)
         assert torch.equal(kernel.gathered, reference.gathered)
 
@@ -210,6 +194,6 @@ def interpreted_many_violations_are_counted() -> None:
     tables.table[:] = 3
     tables.expected[:] = 4
     tables.gathered[:] = 4
-    records = tables.check(1)
+    records = tables.check()
     assert records[-1] == (SLOTS * WIDTH,)
     assert len(records) == RECORDS + 1

@@ -79,7 +79,7 @@ class ForwardStage:
         self._inputs.apply(plan)
         batch = self._inputs.decodes(plan, bucket, width=width)
         if self._pages is not None:
-            self._pages.check(plan, batch)
+            self._pages.check(batch)
         peers, _ = inboxes_of(self._inboxes, batch.rows)
         return batch, self.model.forward(batch, self._cache, self._attention, peers)
 
@@ -94,7 +94,7 @@ class ForwardStage:
         self._inputs.apply(plan)
         batch, ends = self._inputs.mixed(plan, sizes, width)
         if self._pages is not None:
-            self._pages.check(plan, batch)
+            self._pages.check(batch)
         return batch, ends
 
     def eager(

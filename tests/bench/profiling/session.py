@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from engine.config import Device, EngineConfig, PageChecks, engine_config
+from engine.config import Device, EngineConfig, engine_config
 from engine.errors import ConfigError
 from engine.geometry import DType, KVGroup
 from engine.memory import CPU_BYTES
@@ -46,7 +46,7 @@ class ProfileRequest:
     steps: int
     prefill_budget: int
     read_rate: float | None = None
-    debug_pages: PageChecks = "off"
+    debug_pages: bool = False
     trace: Path | None = None
 
     def config(self) -> EngineConfig:

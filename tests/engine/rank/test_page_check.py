@@ -17,7 +17,7 @@ from engine.protocol import SamplingParams
 from engine.rank.attention import trtllm
 from engine.rank.builder import Rank, build
 from engine.rank.kv import GroupCache
-from engine.rank.page_check import SAMPLED, PageCheck
+from engine.rank.page_check import PageCheck
 from engine.rank.runner import Runner
 from tests.conftest import Nano
 from tests.golden.record import load
@@ -34,9 +34,8 @@ Plant = Callable[[Runner], None]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> dict[str, Rank]:
-    folder = resolve("nano:31b")
-    return {mode: single(config_of(folder, 1, debug_pages=mode)) for mode in ("sample", "every")}
+def rank() -> Rank:
+    return single(config_of(resolve("nano:31b"), 1, debug_pages=True))
 
 
 def decoding(step: int) -> int:
@@ -63,15 +62,14 @@ def violation(runner: Runner, first: int, count: int = 1) -> str:
 
 
 @pytest.fixture
-def runner(ranks: dict[str, Rank]) -> Runner:
-    """A runner that checks every row, behind the plans before STEP."""
-    return started(ranks["every"], STEP - 1)
+def runner(rank: Rank) -> Runner:
+    """A runner behind the plans before STEP."""
+    return started(rank, STEP - 1)
 
 
-@pytest.mark.parametrize("mode", ["sample", "every"])
-def test_a_real_stream_has_no_violation(ranks: dict[str, Rank], mode: str) -> None:
+def test_a_real_stream_has_no_violation(rank: Rank) -> None:
     """The golden stream, with its preemptions and prefixes, gives its tokens under the check."""
-    runner = build(ranks[mode], PAGES)
+    runner = build(rank, PAGES)
     assert tokens_of([run(runner, plan) for plan in PLANS]) == tokens_of(RESULTS)
 
 
@@ -127,14 +125,6 @@ def test_a_planted_fault_is_found_in_its_step(runner: Runner, plant: Plant) -> N
     assert re.search(PLANTED[plant].format(slot=decoding(STEP)), message), message
 
 
-@pytest.mark.parametrize("plant", [stale_tail, freed_page])
-def test_sampling_finds_it_soon(ranks: dict[str, Rank], plant: Plant) -> None:
-    """Sampled, a lasting fault is found within as many steps as there are shares."""
-    runner = started(ranks["sample"], STEP - 1)
-    plant(runner)
-    violation(runner, STEP - 1, SAMPLED)
-
-
 def test_what_rows_gather_is_checked(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that is right and a row whose page ids are not: the row and its position are named."""
     gather = GroupCache.gather
@@ -165,12 +155,11 @@ def test_two_steps_out(runner: Runner) -> None:
 
 
 @pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Rank]) -> Rank:
+def flashinfer(monkeypatch: pytest.MonkeyPatch, rank: Rank) -> Rank:
     """A rank whose attention is FlashInfer's parts over a stand-in for its kernels, every table checked."""
     monkeypatch.setattr(trtllm, "load", lambda *_, **__: pinned("0.7.2.post1", KernelStandIn()))
     monkeypatch.setattr(trtllm, "processors", lambda _: PROCESSORS)
     monkeypatch.setattr(trtllm, "check_group", lambda *_: None)
-    rank = ranks["every"]
     return replace(rank, config=msgspec.structs.replace(rank.config, attention="trtllm_mha"))
 
 
@@ -257,9 +246,9 @@ def test_a_fault_in_a_chunks_copy_is_found(flashinfer: Rank, monkeypatch: pytest
     (PageAppend(0, 0, 7, 0), "group sliding, entry 7 gets page 0; its pool has"),
     (PageAppend(0, 0, 8, 1), "entry 8 gets page 1; .*, its table 8 entries"),
 ])  # fmt: skip
-def test_an_append_out_of_range_is_refused(ranks: dict[str, Rank], append: PageAppend, why: str) -> None:
+def test_an_append_out_of_range_is_refused(rank: Rank, append: PageAppend, why: str) -> None:
     """No page of its pool, the null page, no entry of the table: the step does not start."""
-    runner = build(ranks["every"], PAGES)
+    runner = build(rank, PAGES)
     with pytest.raises(PageViolation, match=f"plan 1: slot 0, {why}" if "group" in why else why):
         runner.launch(encode_plan(StepPlan(1, appends=[append])))
 
@@ -281,7 +270,7 @@ def test_a_slot_that_changes_its_sequence_in_one_plan(runner: Runner) -> None:
 
 def test_a_violation_ends_the_process(nano: Nano) -> None:
     """Two real ranks: each stops at the plan that is wrong, says why in a sentence, and ends."""
-    config = config_of(nano("31b"), 2, debug_pages="every")
+    config = config_of(nano("31b"), 2, debug_pages=True)
     with Ranks(config) as ranks:
         ranks.boot(PAGES)
         for plan in PLANS[:2]:

@@ -26,7 +26,7 @@ LENGTHS = (5, 30, 70)
 
 @pytest.fixture(scope="module")
 def rank(nano: Nano) -> Rank:
-    return single(config_of(nano("31b"), 1, pages=PAGES, debug_pages="every"))
+    return single(config_of(nano("31b"), 1, pages=PAGES, debug_pages=True))
 
 
 def tokens(rank: Rank, *, back: bool) -> list[list[int]]:

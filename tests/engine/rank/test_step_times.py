@@ -115,7 +115,7 @@ def test_steps_are_measured_with_pages_checked(
 ) -> None:
     """With debug_pages measuring finds nothing, and what is served afterwards is checked and the same; planted fault: the check
     still expects the pages that were measured with."""
-    checked = replace(rank, config=msgspec.structs.replace(rank.config, debug_pages="every"))
+    checked = replace(rank, config=msgspec.structs.replace(rank.config, debug_pages=True))
     assert served(checked, lambda runner: measured(checked, runner)) == untouched
     monkeypatch.setattr(PageCheck, "clear", lambda self: None)
     with pytest.raises(PageViolation, match="names page 0, expected page"):
