@@ -168,7 +168,7 @@ class ReportStage:
             count = len(rows.slots)
             outputs |= {"chosen": sampled.chosen[:count], "drafts": sampled.drafts}
             outputs |= {"logprobs": sampled.logprobs, "prompts": sampled.prompts}
-            if sampled.accepted is not None:
+            if sampled.accepted is not None and rows.width > 1:
                 outputs["accepted"] = sampled.accepted[: count // rows.width]
             if self.debug_hash:
                 outputs["hidden"] = hidden[:count].contiguous().view(torch.uint8)
