@@ -37,7 +37,7 @@ from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
 from deploy.models.fingerprint import fingerprint
-from deploy.nodes import check_nodes
+from deploy.nodes import check_nodes, gpus_of
 from deploy.placement import place
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.scaling import Demand
@@ -65,7 +65,7 @@ def build(args: dict[str, Any]) -> Application:
     """Makes the application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
     settings = Settings.read(args)
     environment.refuse_kernels_distribution()
-    check_nodes(settings, ray.nodes())
+    check_nodes(settings, gpus_of(ray.nodes()))
     options = deployment_options(settings)
     return Quartet.options(**options).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
 

@@ -102,9 +102,9 @@ class Launch:
             check_log_folder(logs.folder)
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
-        resources = {"CPU": float(os.cpu_count() or 1), "GPU": float(len(probe().gpus))}
-        check_nodes(self.settings, [{"Alive": True, "Resources": resources}])
-        check_replicas(self.config, self.settings, resources)
+        gpus = len(probe().gpus)
+        check_nodes(self.settings, [gpus])
+        check_replicas(self.config, self.settings, {"CPU": os.cpu_count() or 1, "GPU": gpus})
         config = place(self.settings)  # a model of the hub is downloaded
         attention_here(config)
         return config

@@ -1,34 +1,36 @@
 """Whether a cluster can hold a group at all: a group lives on one node, so its largest node decides."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deploy.settings import Settings
+from deploy.settings import Settings, deployments
 from engine.errors import ConfigError
 
 FALLBACK = "without GPUs, deploy/nano.yaml runs the embedded nano model on CPU"
 
 
-def check_nodes(settings: Settings, nodes: Iterable[Mapping[str, Any]]) -> None:
-    """Raises ConfigError of one line: what is missing, and what to do instead. `nodes`: as ray.nodes() gives them."""
-    if not settings.needs_gpus or settings.wait_for_nodes:
-        return
-    sizes = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node.get("Alive")]
-    largest = max(sizes, default=0)
-    if largest < (tp := settings.tp):
+def gpus_of(nodes: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Counts the GPUs of each node that lives. `nodes`: as ray.nodes() gives them."""
+    return [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
+
+
+def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
+    """Raises ConfigError of one line: what is missing, and what to do instead. `gpus`: of each node."""
+    largest = max(gpus, default=0)
+    if largest < (tp := settings.tp) and settings.needs_gpus and not settings.wait_for_nodes:
         raise ConfigError(
-            f"tp {tp} needs {tp} GPUs on one node; the largest of {len(sizes)} node(s) has {largest}. "
+            f"tp {tp} needs {tp} GPUs on one node; the largest of {len(gpus)} node(s) has {largest}. "
             f"{FALLBACK}; for a cluster that starts GPU nodes on demand, set wait_for_nodes: true"
         )
 
 
 def check_replicas(config: Mapping[str, Any], settings: Settings, resources: Mapping[str, float]) -> None:
     """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
-    for options in (options for app in config["applications"] for options in app.get("deployments") or ()):
-        scaling, asked = options.get("autoscaling_config"), options.get("ray_actor_options") or {}
+    for _, options in deployments(config):
+        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options") or {}
         count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
-        gpus = asked.get("num_gpus", settings.tp if settings.needs_gpus else 0)
-        for resource, amount in (("CPU", asked.get("num_cpus", 0)), ("GPU", gpus)):
+        gpus = actor.get("num_gpus", settings.tp if settings.needs_gpus else 0)
+        for resource, amount in (("CPU", actor.get("num_cpus", 0)), ("GPU", gpus)):
             needed = float(amount) * (1 if count == "auto" else int(count))
             if needed > (total := resources.get(resource, 0.0)) and not settings.wait_for_nodes:
                 raise ConfigError(f"{count} replica(s) of {amount} {resource}s each need {needed:g}; this machine has {total:g}")

@@ -3,7 +3,7 @@
 An unknown key or a bad value is a ConfigError of one line that names it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isinf
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
@@ -205,6 +205,13 @@ def application(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(deployments, list) or any(not isinstance(one, dict) or one.get("name") != DEPLOYMENT for one in deployments):
         raise ConfigError(f"{source}: deployments: expected a list of mappings named {DEPLOYMENT}, the one deployment there is")
     return quartets[0]
+
+
+def deployments(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the options of each deployment of a Serve config, behind the path of keys that they stand at."""
+    for number, app in enumerate(config["applications"]):
+        for index, options in enumerate(app.get("deployments") or ()):
+            yield f"applications.{number}.deployments.{index}", options
 
 
 def read_settings(config: Mapping[str, Any], source: str) -> Settings:

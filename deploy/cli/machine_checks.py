@@ -234,7 +234,7 @@ def templates(settings: Settings) -> Iterator[Finding]:
 def config(name: str, settings: Settings, gpus: int, *, asked: bool) -> Finding:
     """Says whether this machine alone could hold what a config asks for. `asked`: it was named, so a no is a failure."""
     try:
-        check_nodes(settings, [{"Alive": True, "Resources": {"GPU": gpus}}])
+        check_nodes(settings, [gpus])
     except ConfigError as error:
         return Finding(name, "fail" if asked else "warn", str(error))
     return Finding(name, "ok", "fits this machine's GPUs")

@@ -13,7 +13,7 @@ import yaml
 
 from deploy import environment
 from deploy.models.resolve import resolve
-from deploy.nodes import check_nodes, check_replicas
+from deploy.nodes import check_nodes, check_replicas, gpus_of
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
@@ -245,15 +245,16 @@ def test_a_folder_is_itself_and_must_be_a_checkpoint(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def nodes(*gpus: int) -> list[dict[str, Any]]:
-    return [{"Alive": True, "Resources": {"GPU": float(count)} if count else {}} for count in gpus]
+def nodes(*gpus: int) -> list[int]:
+    return gpus_of({"Alive": True, "Resources": {"GPU": float(count)} if count else {}} for count in gpus)
 
 
 def test_the_largest_node_decides() -> None:
     """Eight GPUs on eight nodes hold no group of four; a dead node holds nothing."""
     settings = Settings(model="a/b", tp=4, device="cuda")
     check_nodes(settings, nodes(1, 4))
-    for too_small in (nodes(1, 1, 1, 1, 1, 1, 1, 1), nodes(0), [], [{"Alive": False, "Resources": {"GPU": 8.0}}]):
+    dead = gpus_of([{"Alive": False, "Resources": {"GPU": 8.0}}])
+    for too_small in (nodes(1, 1, 1, 1, 1, 1, 1, 1), nodes(0), [], dead):
         with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node.*deploy/nano\.yaml.*wait_for_nodes"):
             check_nodes(settings, too_small)
     check_nodes(msgspec.structs.replace(settings, wait_for_nodes=True), [])
