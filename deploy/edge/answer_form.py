@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from deploy.edge.ask import AnswerForm, LazyForm
+from deploy.edge.key_types import JsonObject
 from deploy.edge.raw_json import ANYTHING, Json, not_null, read_small
 from engine.errors import InvalidRequest
 from engine.front.grammar import MAX_SCHEMA_BYTES, Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
@@ -30,7 +31,7 @@ RulesReader = Callable[[Any, str], str | None]  # from what a key holds, and the
 class _Structure(Struct, frozen=True):
     begin: str
     end: str = ""
-    schema: dict[str, Any] | bool = True
+    schema: JsonObject | bool = True
 
 
 class _StructuralTag(Struct, frozen=True):
@@ -38,7 +39,6 @@ class _StructuralTag(Struct, frozen=True):
 
     structures: list[_Structure]
     triggers: list[str]
-    type: str = "structural_tag"
 
 
 def form_of(request: Any) -> LazyForm | None:

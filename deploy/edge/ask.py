@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deploy.edge.key_types import JsonObject
 from engine.front.constraints import ToolChoice
 from engine.protocol import MediaKind
 
@@ -43,7 +44,7 @@ class PastCall:
     arguments: Any = None
     id: str | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         """Return the call as chat templates take it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
@@ -59,7 +60,7 @@ class ChatMessage:
     call_id: str | None = None
     name: str | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         """Return the turn as chat templates take it, without what is not said."""
         content = self.content
         parts = () if isinstance(content, str | None) else content

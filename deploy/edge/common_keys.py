@@ -95,7 +95,7 @@ def content_of(parts: list[Part]) -> str | list[Part]:
     return "".join(texts) if len(texts) == len(parts) else parts
 
 
-def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> dict[str, Any]:
+def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> kt.JsonObject:
     """Return a function as chat templates take it; what is wrong with it is found by engine.front.tools."""
     schema = not_null(parameters)
     about = {

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.edge.http_errors import NO_RETRY, code_of, status_of
+from deploy.edge.key_types import JsonObject
 from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
 
@@ -39,16 +40,16 @@ class ErrorShape:
 
     name: str
     fields: tuple[str, ...]
-    write: Callable[[ErrorFields], dict[str, Any]]
+    write: Callable[[ErrorFields], JsonObject]
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
-    def body(self, error: QuartetError) -> dict[str, Any]:
+    def body(self, error: QuartetError) -> JsonObject:
         """The error, as a reply's body or as a stream's last event."""
         param = error.param if isinstance(error, InvalidRequest) else None
         return self.write(ErrorFields(status_of(error).status, message_of(error), param, code_of(error)))
 
 
-def _openai_body(error: ErrorFields) -> dict[str, Any]:
+def _openai_body(error: ErrorFields) -> JsonObject:
     kind = "rate_limit_error" if error.status == 429 else "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 

@@ -1,4 +1,5 @@
-"""Types of a request's keys: short texts, bounded numbers, and raw JSON with what the API's document says of it."""
+"""Types of what JSON holds: an object, a request's short texts and bounded numbers, and raw JSON with what the API's document says
+of it."""
 
 from typing import Annotated, Any
 
@@ -6,13 +7,15 @@ from msgspec import Meta, Raw, UnsetType
 
 from engine.protocol import MAX_ALTERNATIVES
 
+JsonObject = dict[str, Any]  # as it is decoded, or as it will be encoded
 
-def array(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
+
+def array(items: JsonObject, **bounds: int) -> JsonObject:
     """The schema of an array; `bounds`: minItems, maxItems."""
     return {"type": "array", "items": items, **bounds}
 
 
-def component(kind: str) -> dict[str, Any]:
+def component(kind: str) -> JsonObject:
     """A reference to the schema of that type."""
     return {"$ref": f"#/components/schemas/{kind}"}
 
@@ -39,7 +42,7 @@ RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 
 
-def shown_as(*shapes: dict[str, Any]) -> Meta:
+def shown_as(*shapes: JsonObject) -> Meta:
     """How a key that stays raw JSON shows in the API's document."""
     return Meta(extra_json_schema={"anyOf": [*shapes, {"type": "null"}]})
 

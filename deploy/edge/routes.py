@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -27,6 +26,7 @@ from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, Refusal, plain_error
 from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
+from deploy.edge.key_types import JsonObject
 from deploy.edge.limits import Limits, with_cors
 from deploy.edge.observe.record import record_of
 from deploy.edge.scope import client_address, is_from_loopback
@@ -34,7 +34,7 @@ from deploy.edge.service import Service
 from engine.errors import QuartetError
 
 TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
-Responses = dict[int | str, dict[str, Any]]
+Responses = dict[int | str, JsonObject]
 
 _KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -45,7 +45,7 @@ _GENERATED: Responses = {
 }
 
 
-def _error_schema(shape: ErrorShape) -> dict[str, Any]:
+def _error_schema(shape: ErrorShape) -> JsonObject:
     """Return the schema of an object whose `error` has the shape's fields, each a text or null."""
     fields = {name: {"type": ["string", "null"]} for name in shape.fields}
     inner = {"type": "object", "required": list(shape.fields), "properties": fields}
@@ -215,7 +215,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 @cache
-def _documentation() -> tuple[dict[type[Struct], dict[str, Any]], dict[str, Any]]:
+def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
     """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
     apis = (*GENERATION_APIS, *TOKEN_APIS)
     kinds = [*(api.body for api in apis), *(part for api in GENERATION_APIS for part in api.parts)]
@@ -223,7 +223,7 @@ def _documentation() -> tuple[dict[type[Struct], dict[str, Any]], dict[str, Any]
     return dict(zip(kinds, schemas, strict=True)), components
 
 
-def _body(kind: type[Struct], media_type: str = JSON) -> dict[str, Any]:
+def _body(kind: type[Struct], media_type: str = JSON) -> JsonObject:
     """What /docs shows of a body that FastAPI itself does not read."""
     schema = _documentation()[0][kind]
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
@@ -233,7 +233,7 @@ def _document_components(app: FastAPI, *, keys: bool) -> None:
     """Have the API's document hold what the bodies' schemas refer to and, with `keys`, how to send one."""
     generate = app.openapi
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> JsonObject:
         document = generate()
         document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1] | _ERROR_SCHEMAS)
         if keys:

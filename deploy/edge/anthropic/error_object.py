@@ -3,9 +3,9 @@
     {"type": "error", "error": {"type": ..., "message": ...}}
 """
 
-from typing import Any
 
 from deploy.edge.error_response import ErrorFields, ErrorShape
+from deploy.edge.key_types import JsonObject
 
 # status -> the type that Anthropic gives it; other 4xx are invalid requests, other 5xx faults of the server
 _TYPES = {
@@ -20,7 +20,7 @@ _TYPES = {
 }
 
 
-def _body(error: ErrorFields) -> dict[str, Any]:
+def _body(error: ErrorFields) -> JsonObject:
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 

@@ -15,6 +15,7 @@ import msgspec
 
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.blocks import BlockFormat, encode, event, is_json
+from deploy.edge.key_types import JsonObject
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
@@ -70,7 +71,7 @@ class MessageFormat(BlockFormat):
         before = event("content_block_delta", index=block.index, delta=signed) if block.kind == "reasoning" else b""
         return before + event("content_block_stop", index=block.index)
 
-    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    def _message(self, content: list[JsonObject], usage: Usage) -> JsonObject:
         who = {"id": self.id, "type": "message", "role": "assistant", "model": self._model.name}
         return who | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": _counts(usage)}
 
@@ -81,7 +82,7 @@ class MessageFormat(BlockFormat):
         return {"stop_reason": _REASONS[self.choice.finish], "stop_sequence": None}
 
 
-def _counts(usage: Usage) -> dict[str, Any]:
+def _counts(usage: Usage) -> JsonObject:
     """Tokens that were found in the cache are counted apart."""
     return {
         "input_tokens": usage.prompt - usage.cached,
@@ -92,7 +93,7 @@ def _counts(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _shown(block: ReplyBlock, text: str, arguments: Any) -> dict[str, Any]:
+def _shown(block: ReplyBlock, text: str, arguments: Any) -> JsonObject:
     match block.kind:
         case "text":
             return {"type": "text", "text": text}

@@ -9,7 +9,7 @@ display, is_error and the like; a thinking block's signature is not looked at. W
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -180,12 +180,12 @@ _BLOCKS = ListReader(ContentBlock, PARTS)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)
 
 
-def _tools(raw: Json) -> list[dict[str, Any]]:
+def _tools(raw: Json) -> list[kt.JsonObject]:
     check_bounds([raw], "tools", "they")
     return [_declaration(tool, index) for index, tool in enumerate(_TOOL_LIST.read(raw, "tools"))]
 
 
-def _declaration(tool: ClientTool, index: int) -> dict[str, Any]:
+def _declaration(tool: ClientTool, index: int) -> kt.JsonObject:
     if tool.type not in (None, "custom"):
         raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
     return declared_function(tool.name, tool.description, tool.input_schema, strict=tool.strict)

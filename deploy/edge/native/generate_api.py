@@ -6,7 +6,6 @@ What sampling_params says is a text completion's by the same names, or by SGLang
 """
 
 import secrets
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -14,7 +13,7 @@ from msgspec import UNSET, Raw, Struct
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.ask import Ask, KeyNames, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.key_types import Count, Name, Natural, Priority, RawIds, RawObject, Seed
+from deploy.edge.key_types import Count, JsonObject, Name, Natural, Priority, RawIds, RawObject, Seed
 from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
@@ -108,9 +107,9 @@ class GenerateFormat(OneChoice, DataEvents):
         self._usage = usage
         return msgspec.json.encode(self._said() | {"output_ids": self.choice.tokens})
 
-    def _said(self) -> dict[str, Any]:
+    def _said(self) -> JsonObject:
         tokens = len(self.choice.tokens)
-        finish: dict[str, Any] | None = None
+        finish: JsonObject | None = None
         if self.choice.finish == "length":
             finish = {"type": "length", "length": tokens}
         elif self.choice.finish is not None:

@@ -3,7 +3,7 @@
 A conversation has exactly the ids that a chat completion of it would begin with, so that `count` is its usage.prompt_tokens.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -11,7 +11,7 @@ from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import RawTools
-from deploy.edge.key_types import ID, ModelName, RawObject, array, shown_as
+from deploy.edge.key_types import ID, JsonObject, ModelName, RawObject, array, shown_as
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, read_chat
 from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import invalid, not_null, token_ids
@@ -51,7 +51,7 @@ class DetokenizeRequest(Struct, frozen=True):
     model: ModelName | None = None
 
 
-async def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+async def _tokenized(service: Service, request: TokenizeRequest) -> JsonObject:
     service.jobs.check_model(request.model)
     if (chat := await service.pool.run(request.chat)) is not None:
         tokens = await service.jobs.prompt(chat)

@@ -1,14 +1,14 @@
 """A conversation as OpenAI's chat completions write it: messages, tools, and the chat template's switches."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
-from deploy.edge.key_types import Kind, Name, RawNull, RawTextOrObject, array, component, one_of
+from deploy.edge.key_types import JsonObject, Kind, Name, RawNull, RawTextOrObject, array, component, one_of
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_small
 from engine.front.template import EXTRAS, ROLES
 from engine.protocol import MediaKind
@@ -69,7 +69,7 @@ class Message(Struct, frozen=True):
 
 
 _MESSAGES = ListReader(Message, MESSAGES)
-_TOOLS = ListReader(dict[str, Any], TOOLS)
+_TOOLS = ListReader(JsonObject, TOOLS)
 _SWITCHES = msgspec.json.Decoder(dict[str, bool])
 
 

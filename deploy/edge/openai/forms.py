@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from deploy.edge.key_types import JsonObject
 from deploy.edge.openai.data_events import DONE, DataEvents
 from deploy.edge.response_format import ServedModel, Usage
 from engine.front.generation import Choice, Delta
@@ -33,7 +34,7 @@ UsageChunks = Literal["none", "last", "each"]
 encode = msgspec.json.encode
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
+def usage_json(usage: Usage) -> JsonObject:
     """Token counts in OpenAI's words."""
     return _counts(usage.prompt, usage.completion) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached, **usage.media},
@@ -45,7 +46,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _counts(prompt: int, completion: int) -> dict[str, Any]:
+def _counts(prompt: int, completion: int) -> JsonObject:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -106,7 +107,7 @@ class _Base(DataEvents, abc.ABC):
         """Lists by name, an entry a token each, where there are some."""
 
     @abc.abstractmethod
-    def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
+    def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
         """A choice of a whole answer."""
 
     def begin(self, usage: Usage) -> bytes:
@@ -150,16 +151,16 @@ class _Base(DataEvents, abc.ABC):
         answers = [self._whole(index, choice) | _ended(choice.reply) for index, choice in sorted(self._choices.items())]
         return encode(self._identity(self.WHOLE) | {"choices": answers, "usage": usage_json(usage)} | self._about_prompt())
 
-    def _about_prompt(self) -> dict[str, Any]:
+    def _about_prompt(self) -> JsonObject:
         """What a whole answer says of its prompt."""
         return {}
 
-    def _scored(self, *choices: _ChoiceSoFar) -> dict[str, Any]:
+    def _scored(self, *choices: _ChoiceSoFar) -> JsonObject:
         """The prompt's logprobs, in vLLM's form, where they were asked for."""
         entries = [entry for choice in choices for entry in choice.prompt]
         return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(entries)}
 
-    def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> dict[str, Any]:
+    def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> JsonObject:
         """The token itself comes first."""
         likeliest = enumerate(logprobs.top[: self._prompt_logprobs], 1)
         top = [(other, position, value) for position, (other, value) in likeliest if other != token]
@@ -168,7 +169,7 @@ class _Base(DataEvents, abc.ABC):
             for other, position, value in [(token, rank, logprobs.chosen), *top]
         }
 
-    def _identity(self, kind: str) -> dict[str, Any]:
+    def _identity(self, kind: str) -> JsonObject:
         model = {"model": self.model.name, "system_fingerprint": self.model.fingerprint}
         return {"id": self.id, "object": kind, "created": self._created} | model
 
@@ -187,18 +188,18 @@ class ChatFormat(_Base):
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """A chunk a part; the first has the logprobs of all."""
-        logprobs = encode(self._lists(self._logprobs(self._choices[index], delta))) if delta.logprobs else b"null"
+        logprobs = encode(self._lists(self._logprobs(self._choices[index], delta)))
         events = b""
         for part in delta.parts or (Content(""),):
             events += self._event(index, b'"delta":' + _delta(part), logprobs)
             logprobs = b"null"
         return events
 
-    def _about_prompt(self) -> dict[str, Any]:
+    def _about_prompt(self) -> JsonObject:
         """All choices have one prompt."""
         return self._scored(*self._choices.values())
 
-    def _lists(self, entries: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def _lists(self, entries: Mapping[str, Any] | None) -> JsonObject | None:
         return {**entries, "refusal": None} if entries else None
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:  # noqa: ARG002 - as the text has it
@@ -207,24 +208,24 @@ class ChatFormat(_Base):
             return None
         return {"content": [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)]}
 
-    def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
+    def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
         reply = choice.reply
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for call in reply.calls
         ]
         content = reply.content if reply.content or not calls else None
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
         if reasoning := reply.reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if calls:
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": self._lists(_arrays(choice))}
 
-    def _token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
+    def _token(self, token: int, logprobs: Logprobs) -> JsonObject:
         top = [self._named(other, value) for other, value in logprobs.top]
         return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float) -> JsonObject:
         return {"token": self.model.text_of(token), "logprob": _finite(logprob), "bytes": list(self.model.pieces.bytes_of(token))}
 
 
@@ -258,7 +259,7 @@ class TextFormat(_Base):
             "text_offset": starts,
         }
 
-    def _whole(self, index: int, choice: _ChoiceSoFar) -> dict[str, Any]:
+    def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
         return {"index": index, "text": choice.reply.content, "logprobs": _arrays(choice)} | self._scored(choice)
 
     def _reported(self, delta: Delta) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
@@ -272,10 +273,12 @@ class TextFormat(_Base):
 
     def _top(self, token: int, entry: Logprobs | None) -> dict[str, float] | None:
         """Return logprobs by text, the token's among them, as OpenAI has it; of alternatives that show alike the likeliest."""
+        if entry is None:
+            return None
         by_text: dict[str, float] = {}
-        for other, value in () if entry is None else (*entry.top, (token, entry.chosen)):
+        for other, value in (*entry.top, (token, entry.chosen)):
             by_text.setdefault(self.model.text_of(other), _finite(value))
-        return None if entry is None else by_text
+        return by_text
 
 
 def _ended(choice: Choice | Delta) -> dict[str, str | int | None]:

@@ -17,7 +17,7 @@ import binascii
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import dropwhile
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -113,7 +113,7 @@ class OfferedFunction:
         """The name by which the model calls it."""
         return self.tool.name if self.namespace is None else _full_name(self.namespace.name, self.tool.name or "")
 
-    def declaration(self) -> dict[str, Any]:
+    def declaration(self) -> kt.JsonObject:
         """Return it as chat templates take it."""
         return declared_function(self.name, self.tool.description, self.tool.parameters, strict=self.tool.strict)
 

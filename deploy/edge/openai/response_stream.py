@@ -11,11 +11,11 @@ import secrets
 import time
 from collections.abc import Iterable
 from itertools import count, groupby
-from typing import Any
 
 from deploy.edge.blocks import BlockFormat, encode, event, is_json
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
+from deploy.edge.key_types import JsonObject
 from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
 from deploy.edge.raw_json import copied
 from deploy.edge.response_format import ServedModel, Usage
@@ -24,7 +24,7 @@ from engine.front.generation import ReplyBlock
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-_NO_STATE: dict[str, Any] = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
+_NO_STATE: JsonObject = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
 
 
 class ResponseObject(BlockFormat):
@@ -102,11 +102,11 @@ class ResponseObject(BlockFormat):
     def _done_event(self, block: ReplyBlock, **fields: object) -> bytes:
         return self._event(f"response.{_EVENTS[block.kind]}.done", **self._place(block), **fields)
 
-    def _place(self, block: ReplyBlock) -> dict[str, Any]:
+    def _place(self, block: ReplyBlock) -> JsonObject:
         """What all events of a block say of where they belong."""
         return self._where(block) | ({"logprobs": []} if block.kind == "text" else {})
 
-    def _where(self, block: ReplyBlock) -> dict[str, Any]:
+    def _where(self, block: ReplyBlock) -> JsonObject:
         item = {"item_id": self._item_id(block), "output_index": block.index}
         return item if block.kind == "call" else item | {"content_index": 0}
 
@@ -116,7 +116,7 @@ class ResponseObject(BlockFormat):
     def _item_id(self, block: ReplyBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._number}{block.index:02x}"
 
-    def _item(self, block: ReplyBlock, status: str) -> dict[str, Any]:
+    def _item(self, block: ReplyBlock, status: str) -> JsonObject:
         about = {"id": self._item_id(block), "status": status}
         match block.kind:
             case "text":
@@ -128,7 +128,7 @@ class ResponseObject(BlockFormat):
             case "call":
                 return about | {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": block.text}
 
-    def _called(self, block: ReplyBlock) -> dict[str, Any]:
+    def _called(self, block: ReplyBlock) -> JsonObject:
         """The function's name, in its namespace where it has one."""
         return self._namespaced.get(block.name, {"name": block.name})
 
@@ -141,7 +141,7 @@ class ResponseObject(BlockFormat):
             return "completed"
         return "completed" if block.kind == "call" and is_json(block.text) else "incomplete"
 
-    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+    def _response(self, status: str, usage: Usage | None = None) -> JsonObject:
         is_over = status != "in_progress"
         return {
             "id": self.id,
@@ -156,7 +156,7 @@ class ResponseObject(BlockFormat):
         }
 
 
-def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -> dict[str, Any]:
+def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -> JsonObject:
     """What of the request the response repeats."""
     form = copied(request.text.format) if request.text else None
     return {
@@ -173,7 +173,7 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
     }
 
 
-def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> list[dict[str, Any]]:
+def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> list[JsonObject]:
     """Functions as they were declared, those of a namespace in it."""
     tools = [
         {
@@ -190,7 +190,7 @@ def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunctio
     return [{"type": "namespace", "name": namespace.name, "description": namespace.description or "", "tools": tools}]
 
 
-def _counts(usage: Usage) -> dict[str, Any]:
+def _counts(usage: Usage) -> JsonObject:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0, **usage.media},
@@ -200,7 +200,7 @@ def _counts(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _part(block: ReplyBlock, text: str) -> dict[str, Any]:
+def _part(block: ReplyBlock, text: str) -> JsonObject:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

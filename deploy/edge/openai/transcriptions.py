@@ -5,7 +5,7 @@
 """
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -77,7 +77,7 @@ class TranscriptionFormat(OneChoice, DataEvents):
         """The whole answer."""
         return self.choice.content.encode() if self._plain else msgspec.json.encode(self._said(usage))
 
-    def _said(self, usage: Usage) -> dict[str, Any]:
+    def _said(self, usage: Usage) -> kt.JsonObject:
         details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}
         counts = {"input_tokens": usage.prompt, "output_tokens": usage.completion, "total_tokens": usage.prompt + usage.completion}
         return {"text": self.choice.content, "usage": {"type": "tokens", **counts, "input_token_details": details}}
