@@ -33,9 +33,8 @@ exit codes: 0 it can be deployed; 2 it cannot, and the line on stderr names the 
 
 
 def register(commands: Subparsers) -> None:
-    parser = command(commands, "check-config", "read a config and say what is wrong with it", HELP)
+    parser = command(commands, "check-config", run, "read a config and say what is wrong with it", HELP)
     parser.add_argument("config", type=Path, help="a Serve config: what `serve run` takes")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,12 +26,11 @@ exit codes: 0 nothing fails (with --strict: nothing warns either); 1 something d
 
 
 def register(commands: Subparsers) -> None:
-    parser = command(commands, "doctor", "what this machine can do, and what stands in the way", HELP)
+    parser = command(commands, "doctor", run, "what this machine can do, and what stands in the way", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a config that this machine is to serve")
     parser.add_argument("--as", dest="architecture", type=architecture, metavar="SM100", help="choose attention as for that GPU")
     parser.add_argument("--kernels", action="store_true", help="run each of our kernels once on the first GPU")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ exit codes: 0 made; 2 a limit or the file is wrong, and nothing was changed"""
 
 
 def register(commands: Subparsers) -> None:
-    parser = command(commands, "key", "make an API key, and the line of it for the file of keys", HELP)
+    parser = command(commands, "key", run, "make an API key, and the line of it for the file of keys", HELP)
     parser.add_argument("what", choices=("new",), help="new: a key that nobody has yet")
     parser.add_argument("--name", required=True, help="its holder: 1 to 64 of A-Z a-z 0-9 . _ -; shown in logs and metrics")
     parser.add_argument("--rights", metavar="LIST", help="of generate,tokenize,models,docs (default: all)")
@@ -31,7 +31,6 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("--concurrent", metavar="N", help="requests open at once (default: no limit)")
     parser.add_argument("--expires", metavar="TIME", help="a day, or a time by ISO 8601, in UTC if it has no zone (default: never)")
     parser.add_argument("--append", type=Path, metavar="FILE", help="put the line at this file's end; made where there is none")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

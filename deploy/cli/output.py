@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,14 +19,18 @@ class Table:
 
 
 Part = Table | str
+Run = Callable[[argparse.Namespace], int]
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def command(commands: Subparsers, name: str, summary: str, teach: str, *, as_json: bool = True) -> argparse.ArgumentParser:
-    """Adds a subcommand whose --help ends with `teach`, shown as it stands."""
+def command(
+    commands: Subparsers, name: str, run: Run, summary: str, teach: str, *, as_json: bool = True
+) -> argparse.ArgumentParser:
+    """Adds a subcommand that `run` does, whose --help ends with `teach`, shown as it stands."""
     raw = argparse.RawDescriptionHelpFormatter
     about = f"{summary[:1].upper()}{summary[1:]}."
     parser = commands.add_parser(name, help=summary, description=about, epilog=teach, formatter_class=raw)
+    parser.set_defaults(run=run)
     if as_json:
         parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
     return parser

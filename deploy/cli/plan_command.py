@@ -23,7 +23,6 @@ GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 1
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
 _POOL_COLUMNS = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 HELP = """\
 The numbers come from the engine's own code: model and caches are built without memory, so they are what an engine allocates.
@@ -41,7 +40,7 @@ exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the
 
 
 def register(commands: Subparsers) -> None:
-    parser = command(commands, "plan", "will this model fit: weights, KV pools, concurrency", HELP)
+    parser = command(commands, "plan", run, "will this model fit: weights, KV pools, concurrency", HELP)
     parser.add_argument("config", type=Path, nargs="?", help="a Serve config; the options below win over it")
     parser.add_argument("--model", help="a shape by name, a hub id, or a folder")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
@@ -52,7 +51,6 @@ def register(commands: Subparsers) -> None:
     size.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="bytes of one GPU: 80GiB, 141GB")
     parser.add_argument("--reserve", type=byte_size, metavar="SIZE", help="held beside weights and pools (default: 1.5GiB)")
     parser.add_argument("--context", type=int, nargs="+", metavar="TOKENS", help="lengths to count sequences at")
-    parser.set_defaults(run=run)
 
 
 def sizes() -> dict[str, str]:
@@ -64,10 +62,12 @@ def sizes() -> dict[str, str]:
 
 def byte_size(text: str) -> int:
     """Reads `80GiB`, `141GB`, `512Mi` or plain bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] == "i":
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 141GB, 512MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(ByteSize).validate_python(re.sub("i$", "iB", text.strip()))
+    except ValidationError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 141GB, 512MiB") from None
 
 
 def run(args: argparse.Namespace) -> int:

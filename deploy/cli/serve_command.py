@@ -29,12 +29,11 @@ exit codes: 0 stopped as asked; 1 it could not start or broke; 2 this machine or
 
 def register(commands: Subparsers) -> None:
     summary = "start Ray and serve a config on this machine; Ctrl-C or SIGTERM drains"
-    serve = command(commands, "serve", summary, HELP, as_json=False)
+    serve = command(commands, "serve", run, summary, HELP, as_json=False)
     serve.add_argument("config", type=Path)
     serve.add_argument("--host", help="instead of the config's")
     serve.add_argument("--port", type=int, help="instead of the config's")
     serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="how long open answers may go on at the end")
-    serve.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
