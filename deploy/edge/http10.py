@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deploy.edge.scope import values_of
+
 
 @dataclass
 class Unchunked:
@@ -30,7 +32,7 @@ def _until_close(send: Send) -> Send:
     async def unchunked(message: Message) -> None:
         nonlocal has_length
         if message["type"] == "http.response.start":
-            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            has_length = bool(values_of(message.get("headers", ()), b"content-length"))
         if not has_length:
             cycle.chunked_encoding = False
             cycle.expected_content_length = len(message.get("body", b""))

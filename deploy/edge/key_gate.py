@@ -4,7 +4,6 @@ Each endpoint has the right that it asks for, or is open to anybody; a path that
 scope's, which is what the router will go by; what it does not know is refused to everybody without a key.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from starlette.types import Scope
@@ -14,6 +13,7 @@ from deploy.edge.http_errors import Forbidden, Unauthenticated
 from deploy.edge.keys.key_file import RIGHTS, ApiKey
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe.record import record_of
+from deploy.edge.scope import Headers, values_of
 from engine.errors import QuartetError
 
 
@@ -53,15 +53,12 @@ class KeyGate:
         return key
 
 
-def credentials(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+def credentials(headers: Headers) -> list[bytes]:
     """The keys that a request presents; an Authorization header that holds none counts as an empty one."""
-    presented = []
-    for name, value in headers:
-        if name.lower() == b"x-api-key":
-            presented.append(value.strip())
-        elif name.lower() == b"authorization":
-            scheme, _, token = value.strip().partition(b" ")
-            presented.append(token.strip() if scheme.lower() == b"bearer" else b"")
+    presented = [value.strip() for value in values_of(headers, b"x-api-key")]
+    for value in values_of(headers, b"authorization"):
+        scheme, _, token = value.strip().partition(b" ")
+        presented.append(token.strip() if scheme.lower() == b"bearer" else b"")
     return presented
 
 

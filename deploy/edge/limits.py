@@ -17,7 +17,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,7 +35,7 @@ from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooS
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery
-from deploy.edge.scope import BEGAN, REQUEST_ID_FORM, note_server_send
+from deploy.edge.scope import BEGAN, REQUEST_ID_FORM, Headers, note_server_send, values_of
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
 STRIPPED_HEADERS = frozenset(
@@ -228,7 +228,7 @@ def check_head(scope: Scope, limits: LimitSettings) -> None:
     size = sum(len(name) + len(value) for name, value in headers)
     if size > limits.header_bytes:
         raise HeadersTooLarge(f"the headers have {size} bytes; the limit is {limits.header_bytes}")
-    hosts = [value for name, value in headers if name.lower() == b"host"]
+    hosts = values_of(headers, b"host")
     if not hosts and scope.get("http_version") == "1.1":
         raise InvalidRequest("the Host header is missing")
     _check_host(hosts, limits)
@@ -276,7 +276,7 @@ def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:
     return CORSMiddleware(app, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)
 
 
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _kept(headers: Headers) -> list[tuple[bytes, bytes]]:
     """The headers but those, and an id that is none: nobody behind this sends it back, and the request gets one of our own."""
     return [
         (name, value)

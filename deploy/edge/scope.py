@@ -10,6 +10,8 @@ from contextvars import ContextVar
 
 from starlette.types import Scope, Send
 
+Headers = Iterable[tuple[bytes, bytes]]
+
 RECORD = "quartet.record"  # the scope's key for its request's RequestRecord
 BEGAN = "quartet.began"  # and for when its head was read, by the monotonic clock
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
@@ -19,7 +21,7 @@ _SERVER_SEND: ContextVar[tuple[asyncio.AbstractEventLoop, Send] | None] = Contex
 REQUEST_ID_FORM = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
-def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def request_id(headers: Headers) -> str:
     """The client's id, where it sent exactly one and it is 1 to 128 of A-Z a-z 0-9 . _ -; else a new one."""
     given = only(headers, b"x-request-id")
     return given.decode() if given is not None and REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
@@ -36,9 +38,14 @@ def server_send() -> Send | None:
     return send if loop is asyncio.get_running_loop() else None
 
 
-def only(headers: Iterable[tuple[bytes, bytes]], lower_name: bytes) -> bytes | None:
+def values_of(headers: Headers, lower_name: bytes) -> list[bytes]:
+    """The values of all headers of that (lower-case) name."""
+    return [value for name, value in headers if name.lower() == lower_name]
+
+
+def only(headers: Headers, lower_name: bytes) -> bytes | None:
     """A header's value, where there is exactly one of that (lower-case) name."""
-    values = [value for name, value in headers if name.lower() == lower_name]
+    values = values_of(headers, lower_name)
     return values[0] if len(values) == 1 else None
 
 
@@ -64,7 +71,7 @@ def client_address(scope: Scope) -> str:
 def _peers(scope: Scope) -> list[str]:
     """Who is connected, as uvicorn says it, and the last in X-Forwarded-For."""
     client = scope.get("client")
-    forwarded = [value for name, value in scope["headers"] if name.lower() == b"x-forwarded-for"]
+    forwarded = values_of(scope["headers"], b"x-forwarded-for")
     last = forwarded[-1].decode("latin-1").rpartition(",")[2:] if forwarded else ()
     return [client[0] if client else "", *(peer.strip() for peer in last)]
 
