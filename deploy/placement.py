@@ -1,24 +1,26 @@
 """What a deployment's settings come to on the node where its group will run: folder, device, and the engine's own settings."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.capability import probe
 from deploy.models.resolve import resolve
 from deploy.settings import Settings
 from engine.checkpoint import generation_config
-from engine.config import Device, EngineConfig, engine_config
+from engine.config import EngineConfig, engine_config
 
 
 def place(settings: Settings) -> EngineConfig:
     """Makes the engine's own settings on the node where the group will run: it resolves the model reference and the device.
     ConfigError names what is wrong."""
-    device = settings.device if settings.device != "auto" else ("cuda" if settings.needs_gpus and probe().gpus else "cpu")
-    drafter = resolve(settings.mtp.model) if settings.mtp.model and settings.mtp.drafts else None
-    return configure(settings, resolve(settings.model, settings.revision), drafter, device)
+    return configure(settings, resolve(settings.model, settings.revision), resolve, has_gpus=bool(probe().gpus))
 
 
-def configure(settings: Settings, folder: Path, drafter: Path | None, device: Device) -> EngineConfig:
-    """Makes the engine's own settings for the model in `folder`, with the assistant in `drafter`."""
+def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:
+    """Makes the engine's own settings for the model in `folder`, on a node with GPUs or without. `drafter_of`: from the assistant's
+    name to its folder."""
+    drafter = drafter_of(settings.mtp.model) if settings.mtp.model and settings.mtp.drafts else None
+    device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus and has_gpus else "cpu"
     return engine_config(
         model=str(folder),
         device=device,

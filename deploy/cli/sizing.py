@@ -72,11 +72,13 @@ def known_folder(settings: Settings) -> Path | None:
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
     """Makes the engine's settings as a replica would. ConfigError or CheckpointError names what the shape forbids."""
-    device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus else "cpu"
-    drafter = None
-    if settings.mtp.model and settings.mtp.drafts and (drafter := folder_here(settings.mtp.model)) is None:
-        raise ConfigError(f"mtp.model: {settings.mtp.model} is not on this machine, so that its shape is not known: give a folder")
-    return configure(settings, folder, drafter, device)
+    return configure(settings, folder, _drafter_here, has_gpus=True)
+
+
+def _drafter_here(model: str) -> Path:
+    if (folder := folder_here(model)) is None:
+        raise ConfigError(f"mtp.model: {model} is not on this machine, so that its shape is not known: give a folder")
+    return folder
 
 
 def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:

@@ -34,7 +34,7 @@ from deploy.placement import configure
 from deploy.settings import Settings
 import msgspec
 def made(**args):
-    return configure(Settings.read({"model": "nano:31b", **args}), resolve("nano:31b"), None, "cpu")
+    return configure(Settings.read({"model": "nano:31b", **args}), resolve("nano:31b"), resolve, has_gpus=False)
 print(made().spare_pages, msgspec.msgpack.decode(msgspec.msgpack.encode(made(spare_pages=7)))["spare_pages"])
 """
 
