@@ -36,6 +36,7 @@ TICK_S = 0.5
 _PAUSE_S = 2.0  # the endpoint itself did not run for so long: no replica counts as silent for it
 _REMEMBERED = 4096
 
+HttpSdList = list[dict[str, Any]]  # as Prometheus reads it
 HeartbeatReply = Literal["ok", "gone"]
 
 _DEAD = ("quartet_requests_total", ("dead",))
@@ -138,7 +139,7 @@ class ReplicaRegistry(Collector):
 
     # -- Prometheus
 
-    def targets(self) -> list[dict[str, Any]]:
+    def targets(self) -> HttpSdList:
         """Return the http_sd list: who is to be scraped now, ordered by replica."""
         with self._lock:
             live = [member.target for _, member in sorted(self._members.items()) if not member.silent]
@@ -184,7 +185,7 @@ def _add_counts(
 class DiscoveryServer(ThreadingHTTPServer):
     """`/targets`, `/ray`, `/metrics` and `/health` of a registry, on a thread of its own, which also ticks."""
 
-    def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], list[dict[str, Any]]] = list) -> None:
+    def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], HttpSdList] = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
         self._registry = registry
         self._pages: dict[str, tuple[str, Callable[[], bytes]]] = {

@@ -26,7 +26,7 @@ from cluster.attention_choice import attention_here
 from cluster.capability import probe
 from cluster.children import python_path
 from deploy import environment
-from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, guard_limits
+from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, WILDCARDS, guard_limits
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes, check_replicas
@@ -189,7 +189,7 @@ class Launch:
         """Wait until the ingress routes to the replicas. EngineDead: it does not in time."""
         deadline = time.monotonic() + ROUTED_S
         host, port = self.address
-        url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}/health/ready"  # noqa: S104 - compared, not bound
+        url = f"http://{'127.0.0.1' if host in WILDCARDS else host}:{port}/health/ready"
         while not (_answers(url) and _all_routed()):
             if time.monotonic() > deadline:
                 raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")

@@ -14,8 +14,9 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from dashboards.discovery import DiscoveryServer, HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.discovery import DiscoveryServer, HeartbeatReply, HttpSdList, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
+from deploy.edge.edge_settings import WILDCARDS
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
@@ -26,7 +27,6 @@ _HEARTBEAT_TIMEOUT_S = 2.0
 _DEREGISTER_TIMEOUT_S = 0.5
 _START_TIMEOUT_S = 20.0
 _HEAD = {"node:__internal_head__": 0.001}
-_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 logger = logging.getLogger("ray.serve")
 
@@ -128,7 +128,7 @@ class HeartbeatSender:
             logger.warning("discovery did not hear of the end (%s)", type(error).__name__)
 
 
-def ray_exporters() -> list[dict[str, Any]]:
+def ray_exporters() -> HttpSdList:
     """Makes the http_sd list of Ray's own exporters: each living node's, with or without Ray's dashboard. ConfigError: no reply."""
     try:
         nodes = ray.nodes()
@@ -137,7 +137,7 @@ def ray_exporters() -> list[dict[str, Any]]:
     return listed_nodes(nodes)
 
 
-def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> HttpSdList:
     """Makes an http_sd list of what `ray.nodes()` says: living nodes that export metrics, by address."""
     addresses = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
     return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(addresses) if port > 0]
@@ -154,4 +154,4 @@ def target_here(model: str, metrics_url: str) -> ScrapeTarget:
 def address_of(metrics_url: str, node: str) -> str:
     """Returns host:port as Prometheus reaches it: an exporter on all interfaces is called by its node's address."""
     host, _, port = metrics_url.removeprefix("http://").partition("/")[0].rpartition(":")
-    return f"{node if host in _EVERYWHERE else host}:{port}"
+    return f"{node if host in WILDCARDS else host}:{port}"

@@ -89,6 +89,7 @@ class KeySettings(msgspec.Struct, frozen=True):
 KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
 LIMITS_VARIABLE = "QUARTET_LIMITS"  # in the environment: the limits as JSON of the guard around Serve
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses of all interfaces, compared, not bound
 
 
 def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str:
@@ -98,7 +99,7 @@ def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str
     where requests need `keys`, which no page of another site has.
     """
     hosts = limits.hosts
-    if hosts is None and not keys and host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+    if hosts is None and not keys and host not in WILDCARDS:
         hosts = (*LOOPBACK_NAMES, host)
     return msgspec.json.encode(msgspec.structs.replace(limits, hosts=hosts)).decode()
 
