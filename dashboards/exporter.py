@@ -33,6 +33,7 @@ _MOST_SERIES = 256  # of a row whose labels are free, such as the holders of API
 _NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
 
 Read = Callable[[Any], Any]
+Update = Callable[[Any], None]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Exporter(Collector):
         self.read_gauges = read_gauges
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
         self._metrics: list[Series | FastHistogram] = []
-        self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class
+        self._updates: dict[str, list[Update]] = defaultdict(list)  # by the name of the event's class
         self._levels: list[tuple[str, Series, Read, Read]] = []  # where from, what it sets, label values, value
         for row in ENGINE:
             self._add(row)
@@ -156,7 +157,7 @@ def _labels(row: Metric) -> Read:
     return lambda item: tuple(str(getattr(item, field)) for field in fields)
 
 
-def _count(series: Series, labels: Read, value: Read) -> Callable[[Any], None]:
+def _count(series: Series, labels: Read, value: Read) -> Update:
     """Makes the function that moves a counter at an event."""
 
     def update(event: Any) -> None:
@@ -168,7 +169,7 @@ def _count(series: Series, labels: Read, value: Read) -> Callable[[Any], None]:
     return update
 
 
-def _observation(histogram: FastHistogram, value: Read) -> Callable[[Any], None]:
+def _observation(histogram: FastHistogram, value: Read) -> Update:
     """Makes the function by which a histogram observes an event, which has one value, several or none."""
 
     def update(event: Any) -> None:

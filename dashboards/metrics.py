@@ -68,7 +68,7 @@ class Metric:
     @property
     def stem(self) -> str:
         """The name without a counter's `_total`, as prometheus-client wants it."""
-        return self.name.removesuffix("_total") if self.kind == "counter" else self.name
+        return self.name.removesuffix("_total")
 
 
 ENGINE: tuple[Metric, ...] = (

@@ -89,22 +89,6 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def exporter_facts(settings: Settings, config: EngineConfig, attention: str) -> Facts:
-    """Collects what the exporter states beside what it counts."""
-    return Facts(
-        model_name=settings.name,
-        build=settings.build,
-        attention=attention,
-        tp=settings.tp,
-        slots=config.max_seqs,
-        page_tokens=config.page,
-        step_bound_s=config.step_timeout_s,
-        ttft_objective_s=settings.metrics.ttft_objective_s,
-        tpot_objective_s=settings.metrics.tpot_objective_s,
-        aliases=settings.metrics.aliases,
-    )
-
-
 def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, GrammarCheck]:
     """Loads a checkpoint's tokenizer, with its template or the one given, and the check of grammars, whose vocabulary holds the
     interpreter for 1.6 s at 262 144 pieces: it is made from now on."""
@@ -147,7 +131,19 @@ class Quartet:
         folder = Path(config.model)
         replica = serve.get_replica_context()
         chosen = group.attention.name
-        self._exporter = Exporter(exporter_facts(settings, config, chosen))
+        facts = Facts(
+            model_name=settings.name,
+            build=settings.build,
+            attention=chosen,
+            tp=settings.tp,
+            slots=config.max_seqs,
+            page_tokens=config.page,
+            step_bound_s=config.step_timeout_s,
+            ttft_objective_s=settings.metrics.ttft_objective_s,
+            tpot_objective_s=settings.metrics.tpot_objective_s,
+            aliases=settings.metrics.aliases,
+        )
+        self._exporter = Exporter(facts)
         metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
         self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))

@@ -27,6 +27,7 @@ from engine.front.generation import Delta, DeltaReader, Generation, Job
 from engine.protocol import AbortReason
 
 Deltas = Iterator[tuple[int, Delta]]  # of choices
+Events = tuple[bytes, Deltas | None]  # what the client reads, and the deltas that are still to be made such
 
 _PIECE_BYTES = 1 << 16  # of a stream's events that are made in one go
 _SSE_HEADERS = [
@@ -147,7 +148,7 @@ class CompletionResponse(Response):
                 events, rest = self._events(rest)
                 await self._write(events, send, more=not self._is_complete)
 
-    def _put(self, made: tuple[bytes, Deltas | None]) -> tuple[bytes, Deltas | None] | None:
+    def _put(self, made: Events) -> Events | None:
         """Write a chunk in the midst of the answer at once, outside of the answer's task; what is left to do for that."""
         events, rest = made
         if rest is not None or self._is_complete or not self._started:
@@ -156,7 +157,7 @@ class CompletionResponse(Response):
             self._unsent = start(self._send_more({"type": "http.response.body", "body": events, "more_body": True}))
         return None if self._unsent is None else (b"", None)
 
-    def _events(self, deltas: Deltas) -> tuple[bytes, Deltas | None]:
+    def _events(self, deltas: Deltas) -> Events:
         """What the client reads of them, up to _PIECE_BYTES or a delta more, which takes some milliseconds; and the rest."""
         events = b""
         for index, delta in deltas:

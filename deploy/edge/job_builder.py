@@ -76,7 +76,8 @@ class JobBuilder:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids, control tokens included; takes a while. InvalidRequest: one is none, or they are too many."""
-        _at_most("tokens", len(tokens), COUNTED_CONTEXTS * self.settings.max_len, "ids")
+        if len(tokens) > (most := COUNTED_CONTEXTS * self.settings.max_len):
+            raise invalid("tokens", f"{len(tokens)} ids exceeds the limit of {most}")
         return self.text.decode(check_ids(tokens, self.settings.vocab, "tokens"), skip_special_tokens=False)
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
@@ -232,7 +233,8 @@ class JobBuilder:
 
     def _check_limits(self, ask: Ask, prompts: int) -> None:
         sampling = ask.sampling
-        _at_most("n", sampling.n, self.settings.limits.n)
+        if sampling.n > (most := self.settings.limits.n):
+            raise invalid("n", f"{sampling.n} exceeds the limit of {most}")
         most = min(MAX_CHOICES, self.settings.capacity)
         key = "n" if sampling.n > 1 else ask.keys.prompt
         if prompts * sampling.n > most:
@@ -282,11 +284,6 @@ def _naming(key: str) -> Iterator[None]:
 
 def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _at_most(param: str, value: int, limit: int, what: str = "") -> None:
-    if value > limit:
-        raise invalid(param, f"{value}{what and ' ' + what} exceeds the limit of {limit}")
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:

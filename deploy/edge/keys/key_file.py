@@ -113,20 +113,14 @@ def _key(words: list[str]) -> ApiKey:
     options = dict(word.partition("=")[::2] for word in words[2:])
     if len(options) < len(words) - 2:
         raise ConfigError("an option stands there twice")
-    rights = rights_of(options.pop("rights", ",".join(RIGHTS)))
+    rights = frozenset(options.pop("rights", ",".join(RIGHTS)).split(","))
+    if not rights.issubset(RIGHTS):
+        raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
     quota = Quota(**{name: _count(name, options.pop(name)) for name in _COUNTS if name in options})
     expires = time_of(options.pop("expires", None))
     if options:
         raise ConfigError(f"an option is none of rights, {', '.join(_COUNTS)}, expires")
     return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires)
-
-
-def rights_of(value: str) -> frozenset[str]:
-    """Read `generate,models`. ConfigError: one of them is none."""
-    rights = frozenset(value.split(","))
-    if not rights.issubset(RIGHTS):
-        raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
-    return rights
 
 
 def time_of(value: str | None) -> datetime | None:

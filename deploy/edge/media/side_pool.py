@@ -57,11 +57,10 @@ class SidePool:
             if self._control is None:
                 self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with child_end:
-                    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-                    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
                     environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # else half of a process' time is page faults
                     command = [sys.executable, "-m", "deploy.edge.media.side_process", str(child_end.fileno())]
-                    self._process = subprocess.Popen(
+                    self._process = subprocess.Popen(  # by its folder it finds our packages
                         command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=environment
                     )
             return self._control
