@@ -62,13 +62,13 @@ class ChatMessage:
 
     def plain(self) -> JsonObject:
         """Return the turn as chat templates take it, without what is not said."""
-        content = self.content
-        parts = () if isinstance(content, str | None) else content
-        plain = [{"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind} for part in parts]
+        content: Any = self.content
+        if not isinstance(content, str | None):
+            content = [{"type": "text", "text": part.text} if isinstance(part, Text) else {"type": part.kind} for part in content]
         fields = {
             "role": self.role,
             "name": self.name,
-            "content": content if isinstance(content, str | None) else plain,
+            "content": content,
             "reasoning": self.thought,
             "tool_calls": [call.plain() for call in self.calls] or None,
             "tool_call_id": self.call_id,
@@ -147,19 +147,12 @@ class AnswerForm:
 LazyForm = Callable[[], AnswerForm | None]  # takes a while; InvalidRequest names the key that is wrong
 
 
-@dataclass(frozen=True)
-class KeyNames:
-    """The client's names for what may turn out to be wrong when the job is made."""
-
-    prompt: str = "messages"
-    min_tokens: str = "min_tokens"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """One request. `model`: None: whichever is served; `form`: what its answer must look like.
 
     `logprobs` and `prompt_logprobs`: alternatives of each token, None: no logprobs. Only asks of one `salt` share cached prefixes.
+    `prompt_key` and `min_tokens_key`: the client's names for what may turn out to be wrong when the job is made.
     """
 
     prompt: ChatPrompt | RawPrompts
@@ -171,4 +164,5 @@ class Ask:
     prompt_logprobs: int | None = None
     salt: str = ""
     priority: int = 0
-    keys: KeyNames = KeyNames()
+    prompt_key: str = "messages"
+    min_tokens_key: str = "min_tokens"

@@ -35,13 +35,19 @@ class InputAudio(Struct, frozen=True):
         return f"data:audio/{self.format};base64,{self.data}" if self.data else None
 
 
+class TextForm(Struct, frozen=True):
+    """`format`: of the text."""
+
+    format: kt.RawObject = UNSET
+
+
 class CommonSamplingKeys(Struct, frozen=True):
     """How tokens are chosen, and when they end."""
 
     temperature: kt.Temperature | None = None
     top_p: kt.Fraction | None = None
     top_k: kt.TopK | None = None
-    min_p: kt.MinP | None = None
+    min_p: kt.Share | None = None
     presence_penalty: kt.AddedPenalty | None = None
     frequency_penalty: kt.AddedPenalty | None = None
     repetition_penalty: kt.RepetitionPenalty | None = None

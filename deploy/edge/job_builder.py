@@ -81,7 +81,7 @@ class JobBuilder:
         return self.text.decode(check_ids(tokens, self.settings.vocab, "tokens"), skip_special_tokens=False)
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
-        media = await self._media(chat, ask.keys.prompt)
+        media = await self._media(chat, ask.prompt_key)
         job, tools, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
         rules = form.rules if form else None
         wants = Constraints(tools, chat.choice, rules, self.settings.tool_grammar, chat.thought_tokens)
@@ -99,7 +99,7 @@ class JobBuilder:
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
         """Without its grammar; takes a while."""
         settings = self.settings
-        prompt, tools = self._render(chat, media, ask.keys.prompt, settings.max_len)
+        prompt, tools = self._render(chat, media, ask.prompt_key, settings.max_len)
         if chat.choice.mode == "required":
             _check_end(ask, "a tool_choice that requires a call")
         job = self._job(ask, [prompt], ask.sampling.max_tokens or settings.max_tokens or settings.max_len, scored=1)
@@ -141,7 +141,7 @@ class JobBuilder:
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
         """Without its grammar; takes a while."""
-        prompts = [self._tokens(source, ask.keys.prompt) for source in raw.sources]
+        prompts = [self._tokens(source, ask.prompt_key) for source in raw.sources]
         sampling = ask.sampling
         limit = COMPLETION_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens)
         job = self._job(ask, prompts, limit, scored=sampling.n)
@@ -204,12 +204,12 @@ class JobBuilder:
         """Return the choices of one prompt, with the seeds that it has when it comes alone."""
         context = self.settings.max_len
         if len(prompt) + 1 > context:
-            raise too_long(f"{len(prompt)} tokens", context, ask.keys.prompt)
+            raise too_long(f"{len(prompt)} tokens", context, ask.prompt_key)
         if not prompt:
-            raise invalid(ask.keys.prompt, "must not be empty")
+            raise invalid(ask.prompt_key, "must not be empty")
         limit = min(limit, context - len(prompt))
         if (least := ask.sampling.min_tokens) > limit:
-            raise invalid(ask.keys.min_tokens, f"{least} exceeds the {limit} tokens to generate")
+            raise invalid(ask.min_tokens_key, f"{least} exceeds the {limit} tokens to generate")
         params = self._params(ask, limit)
         alternatives = [ask.prompt_logprobs if choice < scored else None for choice in range(ask.sampling.n)]
         choices = zip(_seeds(ask.sampling.seed, ask.sampling.n), alternatives, strict=True)
@@ -236,7 +236,7 @@ class JobBuilder:
         if sampling.n > (most := self.settings.limits.n):
             raise invalid("n", f"{sampling.n} exceeds the limit of {most}")
         most = min(MAX_CHOICES, self.settings.capacity)
-        key = "n" if sampling.n > 1 else ask.keys.prompt
+        key = "n" if sampling.n > 1 else ask.prompt_key
         if prompts * sampling.n > most:
             raise invalid(key, f"{prompts} prompts of {sampling.n} choices each exceed the limit of {most}")
 
@@ -250,7 +250,7 @@ def _form(ask: Ask) -> AnswerForm | None:
 
 def _check_end(ask: Ask, what: str) -> None:
     """Raise where a request with `what`, whose answer ends when it is complete, asks for more."""
-    for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.keys.min_tokens, ask.sampling.min_tokens)):
+    for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.min_tokens_key, ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")
 

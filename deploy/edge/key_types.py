@@ -26,17 +26,19 @@ OBJECT = {"type": "object"}
 ID = {"type": "integer", "minimum": 0}
 IDS = array(ID)
 
+INT32_MAX = 2**31 - 1
+
 Kind = Annotated[str, Meta(max_length=64)]
 Name = Annotated[str, Meta(max_length=256)]
 ModelName = Annotated[str, Meta(max_length=1024)]
-Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Natural = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Count = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Priority = Annotated[int, Meta(ge=-(2**31 - 1), le=2**31 - 1)]
+Priority = Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
-MinP = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 AddedPenalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]

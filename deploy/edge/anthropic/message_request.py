@@ -21,6 +21,7 @@ from deploy.edge.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
+    TextForm,
     check_bounds,
     content_of,
     declared_function,
@@ -100,12 +101,6 @@ class ThinkingConfig(Struct, frozen=True):
     budget_tokens: kt.Count | None = None
 
 
-class OutputConfig(Struct, frozen=True):
-    """`format`: of the text."""
-
-    format: kt.RawObject = UNSET
-
-
 class CountRequest(Struct, frozen=True):
     """POST /v1/messages/count_tokens"""
 
@@ -115,7 +110,7 @@ class CountRequest(Struct, frozen=True):
     tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("ClientTool"), maxItems=TOOLS))] | UnsetType = UNSET
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
+    output_config: TextForm | None = None
     output_format: kt.RawObject = UNSET
 
     def chat(self) -> ChatPrompt:
@@ -148,7 +143,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     max_tokens: kt.Count
     stream: bool | None = None
     stop_sequences: kt.RawTexts = UNSET
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: kt.Share | None = None
     top_p: kt.Fraction | None = None
     top_k: kt.TopK | None = None
 

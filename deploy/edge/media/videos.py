@@ -25,6 +25,7 @@ FRAMES = 32  # that are looked at
 FRAME_BUDGET = 70
 FILMED_FRAMES = 108_000  # of a container: an hour at 30 a second
 DECODED_FRAMES = 4  # times the pixels of an image: an animation's frames are decoded up to the last that is looked at
+TimedFrames = Iterator[tuple[Image.Image, float]]  # each with its second
 _FILMS = ("mov", "matroska")
 _UNTIMED_FPS = 24  # transformers' for frames without times
 _DEFAULT_MS = 100  # of an animation's frame that does not say how long it stays
@@ -48,7 +49,7 @@ def prepare_video(task: DecodeTask, data: bytes) -> Prepared:
     return prepared("video", raster, text, len(rasters))
 
 
-def _listed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]]:
+def _listed(task: DecodeTask, data: bytes) -> TimedFrames:
     """Frames, each base64 of its own."""
     sources = data.split(b",")
     most = DECODED_FRAMES * task.pixels // min(len(sources), FRAMES)
@@ -56,7 +57,7 @@ def _listed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]
         yield upright(opened(base64.b64decode(sources[index]), most)), index / _UNTIMED_FPS
 
 
-def _animated(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]]:
+def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
     try:
         animation = opened(data, task.pixels)
     except InvalidRequest as error:
@@ -72,7 +73,7 @@ def _animated(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, floa
         time += (frame.info.get("duration") or _DEFAULT_MS) / 1000
 
 
-def _filmed(task: DecodeTask, data: bytes) -> Iterator[tuple[Image.Image, float]]:
+def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
     """Frames of a container, of which those are decoded that a sampled one needs: from the key frame before it on."""
     stream = opened_stream(data, "video", task.video_seconds, task.pixels)
     check_pixels(stream.width, stream.height, task.pixels)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.ask import Ask, KeyNames, RawPrompts
+from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.key_types import Count, JsonObject, Name, Natural, Priority, RawIds, RawObject, Seed
 from deploy.edge.openai.absent_keys import COMMON
@@ -56,13 +56,13 @@ class GenerateTextRequest(Struct, frozen=True):
         if params.n not in (None, 1):
             raise unsupported("sampling_params.n", "1")
         own = {"min_tokens": params.min_new_tokens, "seed": params.sampling_seed, "priority": self.priority}
-        keys = KeyNames(
-            prompt="input_ids" if self.text is None else "text",
-            min_tokens="min_tokens" if params.min_new_tokens is None else "min_new_tokens",
-        )
+        keys = {
+            "prompt_key": "input_ids" if self.text is None else "text",
+            "min_tokens_key": "min_tokens" if params.min_new_tokens is None else "min_new_tokens",
+        }
         params = msgspec.structs.replace(params, **{name: value for name, value in own.items() if value is not None})
         limit = params.max_new_tokens or params.max_tokens or _MAX_NEW_TOKENS
-        return params.asking(RawPrompts([self._prompt()]), limit, stream=self.stream, keys=keys)
+        return params.asking(RawPrompts([self._prompt()]), limit, stream=self.stream, **keys)
 
     def _prompt(self) -> str | list[int]:
         text = self.text

@@ -10,12 +10,12 @@ Where a request has several choices, its queue_s and ttft_s are those of the fir
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.types import Scope, Send
 
 from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.http_errors import DeadlineExceeded, code_of
+from deploy.edge.key_types import JsonObject
 from deploy.edge.keys.quotas import QuotaGrant
 from deploy.edge.scope import RECORD
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
@@ -114,9 +114,9 @@ def record_of(scope: Scope) -> RequestRecord:
     return scope[RECORD]
 
 
-def access_fields(record: RequestRecord) -> dict[str, Any]:
+def access_fields(record: RequestRecord) -> JsonObject:
     """What the access line states beside method, route and id; what does not apply is left out."""
-    shown: dict[str, Any] = {
+    shown: JsonObject = {
         "status": record.shown_status,
         "key": record.key,
         "model": record.model,
@@ -136,11 +136,11 @@ def access_fields(record: RequestRecord) -> dict[str, Any]:
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in shown.items() if value is not None}
 
 
-def _error_fields(error: Exception | None) -> dict[str, Any]:
+def _error_fields(error: Exception | None) -> JsonObject:
     """Which error; its sentence only where it is ours alone: a refusal may quote the client."""
     if error is None:
         return {}
-    fields: dict[str, Any] = {"error": type(error).__name__}
+    fields: JsonObject = {"error": type(error).__name__}
     if isinstance(error, QuartetError):
         fields["error_code"] = code_of(error)
     if isinstance(error, InvalidRequest):

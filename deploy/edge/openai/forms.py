@@ -13,9 +13,9 @@ import abc
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -103,7 +103,7 @@ class _Base(DataEvents, abc.ABC):
         """What a delta adds to it."""
 
     @abc.abstractmethod
-    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
+    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:
         """Lists by name, an entry a token each, where there are some."""
 
     @abc.abstractmethod
@@ -199,10 +199,10 @@ class ChatFormat(_Base):
         """All choices have one prompt."""
         return self._scored(*self._choices.values())
 
-    def _lists(self, entries: Mapping[str, Any] | None) -> JsonObject | None:
+    def _lists(self, entries: JsonObject | None) -> JsonObject | None:
         return {**entries, "refusal": None} if entries else None
 
-    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:  # noqa: ARG002 - as the text has it
+    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:  # noqa: ARG002 - as the text has it
         """An entry a token."""
         if not delta.logprobs:
             return None
@@ -242,7 +242,7 @@ class TextFormat(_Base):
         logprobs = encode(self._logprobs(self._choices[index], delta))
         return self._event(index, b'"text":' + encode(text_of(delta)), logprobs)
 
-    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> dict[str, list[Any]] | None:
+    def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:
         """A token's offset is that of the character which it begins or goes on with."""
         tokens, reported = self._reported(delta)
         if not reported:
@@ -290,7 +290,7 @@ def _array(pieces: list[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
-def _arrays(choice: _ChoiceSoFar) -> dict[str, msgspec.Raw] | None:
+def _arrays(choice: _ChoiceSoFar) -> JsonObject | None:
     return {name: _array(pieces) for name, pieces in choice.lists.items()} or None
 
 

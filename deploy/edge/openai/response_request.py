@@ -23,7 +23,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Part, PastCall
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
     MESSAGES,
@@ -32,6 +32,7 @@ from deploy.edge.common_keys import (
     CommonSamplingKeys,
     InputAudio,
     RawTools,
+    TextForm,
     check_bounds,
     content_of,
     declared_function,
@@ -124,12 +125,6 @@ class ReasoningConfig(Struct, frozen=True):
     effort: kt.Kind | None = None
 
 
-class TextConfig(Struct, frozen=True):
-    """`format`: of the text."""
-
-    format: kt.RawObject = UNSET
-
-
 class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
     """POST /v1/responses"""
 
@@ -142,7 +137,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
     tool_choice: kt.RawToolChoice = UNSET
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
-    text: TextConfig | None = None
+    text: TextForm | None = None
     metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
     include: Annotated[Raw, kt.shown_as(kt.array(kt.STRING, maxItems=_INCLUDES))] | UnsetType = UNSET
 
@@ -159,7 +154,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
             sampling=self.sampling(max_tokens=self.max_output_tokens),
             stream=bool(self.stream),
             form=response_form(self.text.format, "text.format") if self.text else None,
-            keys=KeyNames(prompt="input"),
+            prompt_key="input",
         )
 
     def functions(self) -> list[OfferedFunction]:

@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
-from deploy.edge.ask import Ask, ChatPrompt, KeyNames, RawPrompts
+from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import CommonSamplingKeys, RawTools
 from deploy.edge.media.tasks import BUDGETS
@@ -207,7 +207,7 @@ class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
             model=self.model,
             logprobs=self.logprobs,
             prompt_logprobs=max(scored, default=None),
-            keys=KeyNames(prompt="prompt"),
+            prompt_key="prompt",
         )
 
 

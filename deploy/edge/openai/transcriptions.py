@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from deploy.edge import key_types as kt
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Media, Part, Sampling, Text
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Media, Part, Sampling, Text
 from deploy.edge.form_reader import MEDIA_TYPE, read_form
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
@@ -48,7 +48,7 @@ class TranscriptionRequest(Struct, frozen=True):
             model=self.model,
             sampling=Sampling(temperature=self.temperature),
             stream=self.stream,
-            keys=KeyNames(prompt="file"),
+            prompt_key="file",
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER
 from deploy.edge.api import JSON
 from deploy.edge.apis import GENERATION_APIS
-from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, KeyNames, PastCall, RawPrompts, Sampling, Text
+from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, PastCall, RawPrompts, Sampling, Text
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 from engine.front.grammar import json_answer
@@ -95,10 +95,10 @@ def test_one_conversation_in_three_apis() -> None:
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     wanted = Ask(model="m", prompt=ChatPrompt(messages, tools, ONE, thinks=True), sampling=Sampling(max_tokens=9))
-    names: dict[str, dict[str, str]] = {MESSAGES: {}, RESPONSES: {"prompt": "input"}}
+    names: dict[str, dict[str, str]] = {MESSAGES: {}, RESPONSES: {"prompt_key": "input"}}
     for path, keys in names.items():
         body = json.dumps(LEAST[path] | TALK[path]).replace('"input": 0', f'"input": {CALL}')
-        assert READ[path](body.encode()).ask == replace(wanted, keys=KeyNames(**keys)), path
+        assert READ[path](body.encode()).ask == replace(wanted, **keys), path
 
 
 def test_responses_sample_as_chats_do() -> None:
@@ -153,8 +153,8 @@ def test_a_raw_prompt_in_two_apis() -> None:
     assert text.sampling == generate.sampling
     assert text.sampling != replace(generate.sampling, seed=8)
     assert (text.priority, text.model, generate.model) == (4, "m", None)
-    assert generate.keys == KeyNames(prompt="input_ids", min_tokens="min_new_tokens")
-    assert replace(generate, keys=text.keys, model="m") == text
+    assert (generate.prompt_key, generate.min_tokens_key) == ("input_ids", "min_new_tokens")
+    assert replace(generate, prompt_key=text.prompt_key, min_tokens_key=text.min_tokens_key, model="m") == text
     assert ask_of(GENERATE).sampling.max_tokens == 128
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from deploy.edge import apis, routes
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, KeyNames, Sampling
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Sampling
 from deploy.edge.body_reader import BodyReader
 from deploy.edge.error_response import ErrorFields, ErrorShape
 from deploy.edge.response_format import ServedModel, Usage
@@ -53,7 +53,7 @@ class Haiku:
 def read(body: bytes) -> ParsedRequest:
     request = BodyReader(HaikuRequest, {"rhyme": (False,)}).read(body)
     chat, limit = ChatPrompt([ChatMessage("user", request.about)]), Sampling(max_tokens=request.words)
-    return ParsedRequest(Ask(prompt=chat, sampling=limit, keys=KeyNames(prompt="about")), Haiku)
+    return ParsedRequest(Ask(prompt=chat, sampling=limit, prompt_key="about"), Haiku)
 
 
 def _oops(error: ErrorFields) -> dict[str, Any]:
