@@ -113,9 +113,8 @@ class Quartet:
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
         loop = asyncio.get_running_loop()
         booting = loop.run_in_executor(self._spawner, Group.boot, config)
-        template = Path(self._settings.chat_template) if self._settings.chat_template else None
         # meanwhile: this process only waits for the ranks
-        reading = loop.run_in_executor(None, read_text, Path(config.model), template)
+        reading = loop.run_in_executor(None, read_text, Path(config.model), self._settings.template)
         try:
             self._group = await booting
             await self._open(self._group, config, *await reading)

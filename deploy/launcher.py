@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -33,7 +32,7 @@ from deploy.nodes import check_nodes, check_replicas
 from deploy.placement import place
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
-from deploy.settings import Settings
+from deploy.settings import ServeConfig, Settings
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 
@@ -73,7 +72,7 @@ def check_log_folder(folder: str) -> None:
 class Launch:
     """One run of one config. `say` takes progress lines."""
 
-    config: dict[str, Any]
+    config: ServeConfig
     settings: Settings
     say: Callable[[str], None]
     folder: Path = field(default_factory=private_folder)
@@ -323,7 +322,7 @@ def _all_routed() -> bool:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - our own http address
-            return bool(reply.status == 200)
-    except OSError:  # urllib's own errors, too
+        urllib.request.urlopen(url, timeout=2).close()  # noqa: S310 - our own http address
+    except OSError:  # urllib's own errors, too: any status but a good one
         return False
+    return True

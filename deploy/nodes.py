@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deploy.settings import Settings, deployments
+from deploy.settings import ServeConfig, Settings, deployments
 from engine.errors import ConfigError
 
 FALLBACK = "without GPUs, deploy/nano.yaml runs the embedded nano model on CPU"
@@ -24,7 +24,7 @@ def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
         )
 
 
-def check_replicas(config: Mapping[str, Any], settings: Settings, resources: Mapping[str, float]) -> None:
+def check_replicas(config: ServeConfig, settings: Settings, resources: Mapping[str, float]) -> None:
     """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
     for _, options in deployments(config):
         scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options") or {}

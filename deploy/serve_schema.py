@@ -1,19 +1,17 @@
 """A config held against Ray Serve's own schema, strictly: Serve drops a key that it does not know without a word."""
 
-from typing import Any
-
 from pydantic import ValidationError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.scaling import POLICY, Scaling
-from deploy.settings import deployments
+from deploy.settings import ServeConfig, deployments
 from engine.errors import ConfigError
 
 _UNKNOWN = "unknown key, which Serve would ignore"
 
 
-def check_schema(config: dict[str, Any], source: str) -> None:
+def check_schema(config: ServeConfig, source: str) -> None:
     """Raises ConfigError that names the keys that Serve itself would refuse or ignore, or its controller stumble over."""
     prefix = ""
     try:

@@ -14,10 +14,12 @@ from msgspec import Meta
 
 from deploy.edge.edge_settings import (
     AbsolutePath,
+    Count,
     KeySettings,
     LimitSettings,
     LogSettings,
     MediaSettings,
+    Name,
     Seconds,
     TracingSettings,
 )
@@ -26,9 +28,9 @@ from engine.errors import ConfigError
 
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"
+ServeConfig = dict[str, Any]  # all of a Serve config, or a part of it, as the YAML has it
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class DiscoverySettings(msgspec.Struct, frozen=True):
@@ -74,9 +76,9 @@ class Settings(EngineSettings, frozen=True, kw_only=True):
     """dummy: random weights; none: as `model` says"""
     max_queue: Annotated[int, Meta(ge=0)] | None = None
     """choices that may wait beyond max_seqs; none: 256, or four times max_seqs"""
-    max_queue_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_queue_tokens: Count | None = None
     """prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"""
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Count | None = None
     """default of a chat completion; none: what fits"""
     tool_grammar: ToolGrammar = "strict"
     """what is kept of tool calls that the model begins by itself; strict: names and schemas (of schemas that cannot be kept,
@@ -105,6 +107,11 @@ class Settings(EngineSettings, frozen=True, kw_only=True):
     def name(self) -> str:
         """What clients call the model."""
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def template(self) -> Path | None:
+        """The chat template that is used instead of the checkpoint's."""
+        return Path(self.chat_template) if self.chat_template else None
 
     @property
     def capacity(self) -> int:
@@ -181,7 +188,7 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> ServeConfig:
     """Reads the Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -194,7 +201,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def application(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def application(config: ServeConfig, source: str) -> ServeConfig:
     """Finds our application in a Serve config; there can be one, as it has all paths. ConfigError names the file and the key."""
     quartets = [app for app in config["applications"] if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH]
     if len(quartets) != 1:
@@ -207,14 +214,14 @@ def application(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return quartets[0]
 
 
-def deployments(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def deployments(config: ServeConfig) -> Iterator[tuple[str, ServeConfig]]:
     """Yields the options of each deployment of a Serve config, behind the path of keys that they stand at."""
     for number, app in enumerate(config["applications"]):
         for index, options in enumerate(app.get("deployments") or ()):
             yield f"applications.{number}.deployments.{index}", options
 
 
-def read_settings(config: Mapping[str, Any], source: str) -> Settings:
+def read_settings(config: ServeConfig, source: str) -> Settings:
     """Reads the settings of our application in a Serve config; ConfigError names the file and the key."""
     app = application(config, source)
     try:

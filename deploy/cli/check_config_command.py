@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,7 +15,7 @@ from deploy.cli.model_files import check_files
 from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.keys.key_file import parse, read
 from deploy.models.resolve import folder_here, local_folder
-from deploy.settings import Settings, application, read_config, read_settings
+from deploy.settings import ServeConfig, Settings, application, read_config, read_settings
 from engine.config import Mtp
 from engine.errors import CheckpointError, ConfigError
 
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
+def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:
     """Notes what in `deployments:` would not do what it says."""
     for options in app["deployments"]:
         gpus = (options.get("ray_actor_options") or {}).get("num_gpus")
@@ -73,7 +72,7 @@ def deployment_notes(app: dict[str, Any], settings: Settings) -> Iterator[str]:
             yield f"num_gpus is {gpus}, but tp needs {settings.tp}: Ray would place replicas where they cannot run"
 
 
-def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
+def key_notes(http: ServeConfig, settings: Settings) -> Iterator[str]:
     """Notes how many keys there are, and whether anybody may ask without. ConfigError: the file of keys is not as it should be."""
     if not settings.keys.needed:
         if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
@@ -87,7 +86,7 @@ def key_notes(http: dict[str, Any], settings: Settings) -> Iterator[str]:
     yield f"keys: {len(keys)} of {len({key.name for key in keys})} holders, {expired} of them expired"
 
 
-def time_notes(app: dict[str, Any], http: dict[str, Any], settings: Settings) -> Iterator[str]:
+def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Iterator[str]:
     """Notes where Serve's bounds would cut answers short that limits.request_timeout_s allows, or let a wait have no bound."""
     deployments = app["deployments"]
     bound = http.get("request_timeout_s")
@@ -115,7 +114,7 @@ def model_notes(settings: Settings) -> Iterator[str]:
         settings = msgspec.structs.replace(settings, mtp=Mtp())
     config = configured(settings, folder)
     if local_folder(settings.model) == folder or any(folder.glob("*.safetensors")):  # a hub id's are downloaded by replicas
-        if (template := settings.chat_template) is not None and not Path(template).is_file():
+        if (template := settings.template) is not None and not template.is_file():
             yield f"chat_template: {template} is not on this machine: it was not checked"
             template = None
         check_files(config, template)

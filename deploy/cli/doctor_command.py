@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.capability import probe
+from cluster.capability import ComputeCapability, probe
 from cluster.children import ROOT
 from deploy.cli.finding import Finding
 from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return OK if fine else NO
 
 
-def architecture(text: str) -> tuple[int, int]:
+def architecture(text: str) -> ComputeCapability:
     """Reads `sm100`, `sm_100a` or `10.0` as (10, 0)."""
     match = re.fullmatch(r"(?:sm_?(\d{1,2})|(\d{1,2})\.)(\d)[af]?", text.lower())
     if match is None:
@@ -53,10 +53,10 @@ def architecture(text: str) -> tuple[int, int]:
     return int(match[1] or match[2]), int(match[3])
 
 
-def look(path: Path | None, asked: tuple[int, int] | None, *, kernels: bool) -> Iterator[Finding]:
+def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool) -> Iterator[Finding]:
     """Runs every check, in the order in which one would set a machine up; `kernels` run if they are asked for.
 
-    path: the config that this machine is to serve;   asked: another GPU's compute capability, for attention
+    path: the config that this machine is to serve;   other: another GPU's compute capability, for attention
     """
     from deploy.cli import machine_checks as checks
 
@@ -65,7 +65,7 @@ def look(path: Path | None, asked: tuple[int, int] | None, *, kernels: bool) -> 
     settings = read_settings(config, str(path)) if path else Settings(model="any")
     yield from checks.software()
     yield from checks.devices(capability)
-    yield from checks.attention(capability, settings, asked)
+    yield from checks.attention(capability, settings, other)
     if kernels:
         yield checks.kernels()
     yield from checks.machine()
@@ -75,5 +75,5 @@ def look(path: Path | None, asked: tuple[int, int] | None, *, kernels: bool) -> 
     yield from checks.hub()
     for file in [path] if path else sorted(ROOT.glob("deploy/*.yaml")):
         settings = read_settings(read_config(file), str(file))
-        yield checks.config(file.name, settings, len(capability.gpus), asked=path is not None)
+        yield checks.config(file.name, settings, len(capability.gpus), is_named=path is not None)
         yield from checks.templates(settings)

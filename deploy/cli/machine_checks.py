@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 
 from cluster.attention_choice import choose_attention
-from cluster.capability import Capability
+from cluster.capability import Capability, ComputeCapability
 from cluster.children import ROOT
 from deploy import environment
 from deploy.cli.finding import Finding, State, checked
@@ -83,10 +83,10 @@ def devices(node: Capability) -> Iterator[Finding]:
     yield links([gpu.index for gpu in node.gpus])
 
 
-def attention(node: Capability, settings: Settings, asked: tuple[int, int] | None) -> Iterator[Finding]:
-    """Says which attention backend runs here with `settings`, or on a GPU of compute capability `asked`, and why."""
-    architecture = asked or node.architecture
-    chosen_for = architecture if settings.needs_gpus or asked else None
+def attention(node: Capability, settings: Settings, other: ComputeCapability | None) -> Iterator[Finding]:
+    """Says which attention backend runs here with `settings`, or on another GPU, of compute capability `other`, and why."""
+    architecture = other or node.architecture
+    chosen_for = architecture if settings.needs_gpus or other else None
     try:
         engine = EngineConfig(model="", device="cuda" if chosen_for else "cpu", **settings.engine)
         choice = choose_attention(engine, chosen_for, node.flashinfer)
@@ -217,10 +217,9 @@ def hub() -> Iterator[Finding]:
 def templates(settings: Settings) -> Iterator[Finding]:
     """Says which chat template an application would use, where it is on this machine, and whether Google has corrected it."""
     name = f"template of {settings.name}"
-    instead = Path(settings.chat_template) if settings.chat_template else None
-    if instead is not None and not instead.is_file():
-        yield Finding(name, "warn", f"{instead} is not here", "it must be on every node with replicas")
-    elif (folder := folder_here(settings.model, settings.revision)) and (source := template_source(folder, instead)) is not None:
+    if (template := settings.template) is not None and not template.is_file():
+        yield Finding(name, "warn", f"{template} is not here", "it must be on every node with replicas")
+    elif (folder := folder_here(settings.model, settings.revision)) and (source := template_source(folder, template)) is not None:
         origins = {
             "corrected": f"Google's, of {CORRECTED} or later",
             "older": f"Google's, from before {CORRECTED}",
@@ -231,10 +230,10 @@ def templates(settings: Settings) -> Iterator[Finding]:
         yield checked(name, kind != "older", origins[kind], advice)
 
 
-def config(name: str, settings: Settings, gpus: int, *, asked: bool) -> Finding:
-    """Says whether this machine alone could hold what a config asks for. `asked`: it was named, so a no is a failure."""
+def config(name: str, settings: Settings, gpus: int, *, is_named: bool) -> Finding:
+    """Says whether this machine alone could hold what a config asks for. `is_named`: by the user, so a no is a failure."""
     try:
         check_nodes(settings, [gpus])
     except ConfigError as error:
-        return Finding(name, "fail" if asked else "warn", str(error))
+        return Finding(name, "fail" if is_named else "warn", str(error))
     return Finding(name, "ok", "fits this machine's GPUs")

@@ -7,7 +7,7 @@ from engine.geometry import read_geometry
 from engine.weight_formats import weight_format
 
 
-def check_files(config: EngineConfig, template: str | None = None) -> None:
+def check_files(config: EngineConfig, template: Path | None) -> None:
     """Raises CheckpointError where a replica would refuse the checkpoint, its tokenizer and template, or its drafter. No tensor is
     read."""
     from engine.front.text import TextProcessor
@@ -24,6 +24,6 @@ def check_files(config: EngineConfig, template: str | None = None) -> None:
         assistant = read_assistant(drafter, geometry)
         check_shards(assistant, geometry, config.tp)
         loaded.append((drafter, assistant_weights.TENSORS, assistant))
-    for place, tensors, shape in loaded if config.load_format == "safetensors" else ():
-        checked_headers(place, pieces(tensors, shape, weights=weight_format(place)), tensors, shape)
-    TextProcessor.load(folder, Path(template) if template else None)
+    for checkpoint, tensors, shape in loaded if config.load_format == "safetensors" else ():
+        checked_headers(checkpoint, pieces(tensors, shape, weights=weight_format(checkpoint)), tensors, shape)
+    TextProcessor.load(folder, template)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
+Plan = dict[str, Any]  # as --json prints it
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
 _POOL_COLUMNS = ("pool", ">layers", ">KV heads", ">head dim", ">window", ">pages", ">page", ">size", ">tokens")
@@ -89,7 +90,7 @@ def asked_settings(args: argparse.Namespace) -> Settings:
     return Settings.read({**msgspec.to_builtins(settings), **given})
 
 
-def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
+def report(settings: Settings, args: argparse.Namespace) -> Plan:
     """Returns everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
     from deploy.cli import sizing
 
@@ -113,7 +114,7 @@ def report(settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
         return {**question, "fits": False, "reason": str(error), "fits_at_tp": sizing.fits_at(settings, folder, memory, reserve)}
 
 
-def figures(sized: "Sizing", contexts: Sequence[int] | None) -> dict[str, Any]:
+def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:
     """Returns pools and concurrency, of a model whose weights fit."""
     longest = sized.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
@@ -150,7 +151,7 @@ def gpu_memory(args: argparse.Namespace) -> int:
     return min(gpu.memory for gpu in gpus)
 
 
-def parts(report: dict[str, Any]) -> Iterator[Part]:
+def parts(report: Plan) -> Iterator[Part]:
     where = "on the CPU" if report["device"] == "cpu" else f"on GPUs of {gib(report['gpu_memory'])}"
     yield f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters of text, tp {report['tp']}, {report['dtype']}, {where}"
     yield f"weights per rank  {gib(report['weights_per_rank'])}"

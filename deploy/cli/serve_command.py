@@ -64,7 +64,7 @@ def _run(launch: Launch, drain_s: float) -> int:
     """Starts, waits for a signal, drains; a second signal ends the drain."""
     try:
         with interruptible():
-            check_files(launch.check(), launch.settings.chat_template)
+            check_files(launch.check(), launch.settings.template)
             launch.start()
             print(_ready_line(launch), flush=True)
             threading.Event().wait()

@@ -6,6 +6,8 @@ import msgspec
 from msgspec import Meta
 
 Seconds = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
 
 
@@ -36,7 +38,7 @@ class LimitSettings(msgspec.Struct, frozen=True):
     """a request that has not begun by then is refused with 429"""
     requests: Annotated[int, Meta(ge=16)] = 4096
     """requests of any kind that a replica may have at once; more get 429"""
-    uploads: Annotated[int, Meta(ge=1)] = 512
+    uploads: Count = 512
     """bodies that may be on their way at once; beyond, the oldest is refused with 408"""
     upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
     """bytes held of bodies that are on their way, or not yet read"""
@@ -127,7 +129,7 @@ class TracingSettings(msgspec.Struct, frozen=True):
     """OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here"""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """share of the requests that are traced, where no caller has decided by traceparent"""
-    service_name: Annotated[str, Meta(min_length=1, max_length=256)] = "quartet"
+    service_name: Name = "quartet"
     """the spans' service.name"""
     queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 8192
     """spans that may wait for the collector; beyond, the oldest are dropped"""

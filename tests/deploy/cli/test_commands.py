@@ -161,7 +161,7 @@ def test_a_config_that_this_machine_cannot_hold_fails(capsys: Captured, monkeypa
     assert "tp 4 needs 4 GPUs" in doctor(capsys, gemma, code=1)["gemma4.yaml"]["found"]
     assert doctor(capsys)["gemma4.yaml"]["state"] == "warn"
     settings = read_settings(read_config(Path(gemma)), gemma)
-    assert checks.config("gemma4.yaml", settings, 4, asked=True).state == "ok"
+    assert checks.config("gemma4.yaml", settings, 4, is_named=True).state == "ok"
 
 
 def fake_nvml(monkeypatch: pytest.MonkeyPatch, linked: set[tuple[int, int]], readable: set[tuple[int, int]]) -> None:
