@@ -13,7 +13,7 @@ a fleet may differ. A setting that asks for what cannot be is a ConfigError with
 
 from dataclasses import dataclass
 
-from cluster.capability import check_group, probe
+from cluster.capability import ComputeCapability, check_group, probe
 from engine.attention import BACKENDS, OWN
 from engine.attention.backend_entry import ROW_KINDS, BackendEntry, Obstacle, Platform, RowKind
 from engine.attention.flashinfer_files import FlashInferFiles
@@ -54,7 +54,7 @@ def attention_here(config: EngineConfig) -> AttentionChoice:
     return choose_attention(config, capability.architecture, capability.flashinfer)
 
 
-def choose_attention(config: EngineConfig, architecture: tuple[int, int] | None, flashinfer: FlashInferFiles) -> AttentionChoice:
+def choose_attention(config: EngineConfig, architecture: ComputeCapability | None, flashinfer: FlashInferFiles) -> AttentionChoice:
     """Chooses the backends of a group on GPUs of compute capability `architecture`; None: on the CPU."""
     platform = Platform(architecture, flashinfer, config.page, config.dtype, config.flashinfer_download)
     if architecture is not None and architecture < _OLDEST:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from engine.attention.flashinfer_files import FlashInferFiles, flashinfer_files
 from engine.errors import ConfigError
 
+ComputeCapability = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -17,7 +19,7 @@ class Gpu:
     index: int
     name: str
     uuid: str
-    capability: tuple[int, int]
+    capability: ComputeCapability
     memory: int
 
 
@@ -29,7 +31,7 @@ class Capability:
     flashinfer: FlashInferFiles = field(default_factory=FlashInferFiles)
 
     @property
-    def architecture(self) -> tuple[int, int] | None:
+    def architecture(self) -> ComputeCapability | None:
         """The least compute capability of the GPUs; None where there are none."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 

@@ -7,10 +7,9 @@ import time
 from collections.abc import Sequence
 
 from cluster.group import Group
-from cluster.health import Observation, stalls
+from cluster.health import Observation, Statuses, stalls
 from engine.events import ProcessFigures, ScrapeGauges
 from engine.front.client import EngineClient
-from engine.rank_status import RankStatus
 
 
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
@@ -21,7 +20,7 @@ def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
 
 
 def processes(
-    statuses: Sequence[RankStatus], up: Sequence[bool], now_ns: int, waiting_ns: int | None
+    statuses: Statuses, up: Sequence[bool], now_ns: int, waiting_ns: int | None
 ) -> tuple[ProcessFigures, ...]:
     """Makes figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
     names = [*map(str, range(len(statuses) - 1)), "core"]

@@ -27,7 +27,7 @@ _NS = 1_000_000_000
 
 logger = logging.getLogger(__name__)
 
-
+Statuses = Sequence[RankStatus]  # of the ranks and, last, the core
 Cause = Literal["killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet"]
 
 
@@ -60,7 +60,7 @@ class Observation:
         return (self.now - max(self.since, *stamps)) / _NS
 
 
-def verdict(statuses: Sequence[RankStatus], moment: Observation, heartbeat_s: float, step_s: float) -> Death | None:
+def verdict(statuses: Statuses, moment: Observation, heartbeat_s: float, step_s: float) -> Death | None:
     """Returns why the group with these records (ranks, then the core) must end; None: it is healthy. Pure.
 
     `heartbeat_s`: how old a heartbeat may be;   `step_s`: how long a step.
@@ -72,7 +72,7 @@ def verdict(statuses: Sequence[RankStatus], moment: Observation, heartbeat_s: fl
     )
 
 
-def stalls(statuses: Sequence[RankStatus], moment: Observation) -> list[float]:
+def stalls(statuses: Statuses, moment: Observation) -> list[float]:
     """Returns for how many seconds each process (ranks, then the core) has owed a step; 0.0 if it owes none, however long it idles.
 
     The core owes a commit once all ranks have finished a step, and a plan while requests wait and no plan is out. A rank owes every
@@ -104,7 +104,7 @@ def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observa
     return moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
 
 
-def _diverged(statuses: Sequence[RankStatus]) -> Death | None:
+def _diverged(statuses: Statuses) -> Death | None:
     """Compares the last steps that all ranks have finished; reports the first that differs, ranks with the rarest state first."""
     ranks = statuses[:-1]
     for step in sorted(set.intersection(*(set(rank.hashes) for rank in ranks))):
@@ -118,7 +118,7 @@ def _diverged(statuses: Sequence[RankStatus]) -> Death | None:
     return None
 
 
-def _unscheduled(statuses: Sequence[RankStatus], moment: Observation, bound_s: float) -> Death | None:
+def _unscheduled(statuses: Statuses, moment: Observation, bound_s: float) -> Death | None:
     ages = [moment.age_s(status.heartbeat_ns) for status in statuses]
     late = [index for index, age in enumerate(ages) if age > bound_s]
     if not late:
@@ -127,7 +127,7 @@ def _unscheduled(statuses: Sequence[RankStatus], moment: Observation, bound_s: f
     return Death("unscheduled", f"{_names(late, statuses)} {verb} not scheduled for {max(ages):.1f} s (stopped, or host hung)")
 
 
-def _stalled(statuses: Sequence[RankStatus], stalled_s: Sequence[float], bound_s: float) -> Death | None:
+def _stalled(statuses: Statuses, stalled_s: Sequence[float], bound_s: float) -> Death | None:
     """Blames ranks before the core, and of them those furthest behind: the others may only wait for them."""
     *ranks, core = statuses
     if (age := max(stalled_s[:-1])) > bound_s:
@@ -139,7 +139,7 @@ def _stalled(statuses: Sequence[RankStatus], stalled_s: Sequence[float], bound_s
     return None
 
 
-def _names(indices: Sequence[int], statuses: Sequence[RankStatus]) -> str:
+def _names(indices: Sequence[int], statuses: Statuses) -> str:
     return ", ".join(child_name(index, len(statuses) - 1) for index in indices)
 
 
