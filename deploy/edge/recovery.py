@@ -28,8 +28,8 @@ class Recovery:
 
     app: ASGIApp
     routes: Callable[[], dict[str, bool]]
-    _asked: float = 0.0
-    _said: asyncio.Future[dict[str, bool]] | None = None
+    _looked: float = 0.0
+    _look: asyncio.Future[dict[str, bool]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is answered, or waits for a replica that is to come."""
@@ -74,16 +74,16 @@ class Recovery:
     async def _is_lost(self, path: str) -> bool:
         """Whether Serve said so, at most PERIOD_S ago; False where it does not say."""
         now = asyncio.get_running_loop().time()
-        if self._said is None or (self._said.done() and now - self._asked >= PERIOD_S):
-            self._asked = now
-            self._said = asyncio.ensure_future(self._ask())
-        said = self._said
-        await asyncio.wait({said}, timeout=PERIOD_S)
-        routes = said.result() if said.done() else {}
+        if self._look is None or (self._look.done() and now - self._looked >= PERIOD_S):
+            self._looked = now
+            self._look = asyncio.ensure_future(self._read_routes())
+        look = self._look
+        await asyncio.wait({look}, timeout=PERIOD_S)
+        routes = look.result() if look.done() else {}
         prefixes = [route for route in routes if f"{path}/".startswith(route.rstrip("/") + "/")]
         return routes.get(max(prefixes, key=len, default=""), False)
 
-    async def _ask(self) -> dict[str, bool]:
+    async def _read_routes(self) -> dict[str, bool]:
         """Ask Serve; what fails then is logged, and says nothing of any application."""
         try:
             return await asyncio.to_thread(self.routes)

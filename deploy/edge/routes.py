@@ -118,8 +118,8 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     @app.post(api.path, responses=_errors(api.error), openapi_extra=_body(api.body))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
-            asked = await service.pool.read(api.read, await _body_of(request))
-            answer = await api.answer(service, asked)
+            parsed = await service.pool.read(api.read, await _body_of(request))
+            answer = await api.answer(service, parsed)
             return JsonResponse(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
 
 

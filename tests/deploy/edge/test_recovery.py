@@ -104,7 +104,7 @@ def test_what_serve_does_not_say_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(recovery, "PERIOD_S", 60)
         found = [await guard._is_lost("/x") for _ in range(2)]
         for _ in range(2):
-            guard._asked -= 60
+            guard._looked -= 60
             found.append(await guard._is_lost("/x"))
         return silent + found
 
