@@ -73,13 +73,13 @@ def byte_size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of the config's application, or of the model that is named."""
-    plan = report(asked_settings(args), args)
+    plan = report(settings_from(args), args)
     emit([plan] if args.config else plan, parts(plan), as_json=args.json)
     return OK if plan["fits"] else NO
 
 
-def asked_settings(args: argparse.Namespace) -> Settings:
-    """Reads the settings asked about: a config's, or defaults; options win. ConfigError names a bad one."""
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Reads the settings of the plan: a config's, or defaults; options win. ConfigError names a bad one."""
     names = ("model", "device", *sizes())
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.config is None:

@@ -232,8 +232,14 @@ def check_head(scope: Scope, limits: LimitSettings) -> None:
     if not hosts and scope.get("http_version") == "1.1":
         raise InvalidRequest("the Host header is missing")
     _check_host(hosts, limits)
-    for name, value in headers:
-        _check_header(name.lower(), value, limits)
+    for value in values_of(headers, b"content-encoding"):
+        if value.strip().lower() != b"identity":
+            raise WrongMediaType("the body must not be compressed: leave the header Content-Encoding out")
+    for value in values_of(headers, b"content-length"):
+        if not value.isdigit():
+            raise InvalidRequest("content-length is not a number")
+        if len(value) > 18 or int(value) > limits.body_bytes:
+            raise TooLarge(f"the body exceeds the limit of {limits.body_bytes} bytes")
 
 
 def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
@@ -245,17 +251,6 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
         name = match[1].decode().lower()
         if limits.hosts is not None and name not in limits.hosts:
             raise ForeignHost("this server is not known by the name in the Host header; limits.hosts lists its names")
-
-
-def _check_header(name: bytes, value: bytes, limits: LimitSettings) -> None:
-    if name == b"content-encoding" and value.strip().lower() != b"identity":
-        raise WrongMediaType("the body must not be compressed: leave the header Content-Encoding out")
-    if name != b"content-length":
-        return
-    if not value.isdigit():
-        raise InvalidRequest("content-length is not a number")
-    if len(value) > 18 or int(value) > limits.body_bytes:
-        raise TooLarge(f"the body exceeds the limit of {limits.body_bytes} bytes")
 
 
 def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:

@@ -229,7 +229,7 @@ def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
         return [ChatMessage(turn.role, turn.content or "")]
     if turn.role == "assistant":
         return [_reply(turn.content, f"{where}.content")]
-    return _asked(turn.role, turn.content, f"{where}.content")
+    return _client_messages(turn.role, turn.content, f"{where}.content")
 
 
 def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
@@ -261,7 +261,7 @@ def _call(block: ContentBlock, where: str) -> PastCall:
         raise invalid(f"{where}.input", "it is not UTF-8") from None
 
 
-def _asked(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessage]:
+def _client_messages(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessage]:
     """Results first; a turn that is nothing but results has no message of its own."""
     results: list[ChatMessage] = []
     parts: list[Part] = []

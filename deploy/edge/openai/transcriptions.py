@@ -20,7 +20,7 @@ from deploy.edge.response_format import OneChoice, Usage
 from engine.front.generation import Delta
 
 _ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
-_ASKED = """Transcribe the following speech segment in {language}.
+_INSTRUCTION = """Transcribe the following speech segment in {language}.
 
 Follow these specific instructions for formatting the output:
 * Only output the transcription, with no newlines.
@@ -42,7 +42,7 @@ class TranscriptionRequest(Struct, frozen=True):
         """Greedy, as OpenAI's is."""
         language = f"the language {self.language}" if self.language else "its original language"
         context = f"\n\nContext: {self.prompt}" if self.prompt else ""
-        parts: list[Part] = [Text(_ASKED.format(language=language) + context), Media("audio", f"data:;base64,{self.file}")]
+        parts: list[Part] = [Text(_INSTRUCTION.format(language=language) + context), Media("audio", f"data:;base64,{self.file}")]
         return Ask(
             prompt=ChatPrompt([ChatMessage("user", parts)], thinks=False),
             model=self.model,
