@@ -261,10 +261,14 @@ def template_source(folder: Path, instead: Path | None = None) -> str | None:
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The `*_token` entries of tokenizer_config.json, which may be strings or serialized AddedTokens."""
-    flat = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name.endswith("_token")
-    }
-    return {name: value for name, value in flat.items() if isinstance(value, str)}
+    """The `*_token` entries of tokenizer_config.json, strings or serialized AddedTokens. CheckpointError: an object that is no token."""
+    named: dict[str, str] = {}
+    for name, value in settings.items():
+        if not name.endswith("_token"):
+            continue
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str):
+            named[name] = token
+        elif isinstance(value, dict):
+            raise CheckpointError(f"tokenizer_config.json: {name} is an object without content")
+    return named

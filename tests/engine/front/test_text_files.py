@@ -40,6 +40,25 @@ def test_a_tokenizer_with_more_tokens_than_the_model(folder: Path, tmp_path: Pat
         TextProcessor.load(copy)
 
 
+def test_named_tokens(folder: Path, tmp_path: Path) -> None:
+    """A named token may be an object with its content; one without is an error that names it, and what is no token is left out."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    path = copy / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ bos_token }}{{ messages[0].content }}{{ mask_token }}")
+
+    def load(**changed: object) -> TextProcessor:
+        path.write_text(json.dumps(settings | changed))
+        return TextProcessor.load(copy, template)
+
+    assert shown(load(bos_token={"__type": "AddedToken", "content": "<bos>"}, mask_token=None)) == "<bos>Hi"
+    assert shown(load(bos_token="<bos>", mask_token={"content": "!"}, bos_token_id={})) == "<bos>Hi!"
+    for wrong in ({}, {"content": None}, {"lstrip": False}):
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: mask_token is an object without content"):
+            load(mask_token=wrong)
+
+
 def test_another_template(folder: Path, tmp_path: Path) -> None:
     """A template that is given takes the place of the folder's; one that is not there, or does not compile, is named."""
     file = tmp_path / "other.jinja"
