@@ -14,7 +14,7 @@ NAME = re.compile(r"[\w.:/-]{1,128}")
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_SCHEMAS = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _PLACE = 200  # characters of where a schema stands
 _ANYTHING = ValueSchema()
 

@@ -148,9 +148,11 @@ def _constants_of(branch: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _element(branch: Mapping[str, Any], index: int) -> Any:
-    others = branch.get("items")
-    named = branch.get("prefixItems") or others
-    return named[index] if isinstance(named, list) and index < len(named) else others
+    """By `prefixItems` and `items`; or, as older drafts write it, by a list of `items` and `additionalItems`."""
+    named, others = branch.get("prefixItems") or (), branch.get("items")
+    if isinstance(others, list):
+        named, others = others, branch.get("additionalItems")
+    return named[index] if index < len(named) else others
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

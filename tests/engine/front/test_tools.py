@@ -58,6 +58,7 @@ BAD: list[tuple[list[Any], str]] = [
     ([tool(parameters=of(city={"enum": "x"}))], "tools[0].function.parameters.properties.city.enum"),
     ([tool(parameters=of(city={"description": []}))], "tools[0].function.parameters.properties.city.description"),
     ([tool(parameters=of(a={"items": {"items": {"type": 7}}}))], "tools[0].function.parameters.properties.a.items.items.type"),
+    ([tool(parameters=of(a={"items": [{}], "additionalItems": 5}))], "properties.a.additionalItems: must be a JSON Schema"),
     ([tool(parameters=of(a={"anyOf": [{}, []]}))], "tools[0].function.parameters.properties.a.anyOf[1]"),
     ([tool(parameters=of(a={"$ref": "#/default"}) | {"default": {"anyOf": 5}})], "properties.a.$ref.anyOf: must be a list"),
     ([tool(parameters=of(a={"$ref": "#/default"}) | {"default": {"type": 5}})], "properties.a.$ref.type: 5"),
