@@ -21,6 +21,7 @@ from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenize
 from engine.protocol import MediaKind
 
 _REPLACEMENT = "\ufffd"
+_NO_CHARACTER = re.compile("[\udc80-\udcff]")  # bytes that are none, as `surrogateescape` shows them
 _PLACEHOLDER = re.compile(r"<\|(image|video|audio)\|>")
 NO_BOUND = 1 << 40
 _WINDOW = 1 << 15  # characters that are searched or tokenized at once
@@ -61,17 +62,11 @@ class Detokenizer:
 
     def _decode(self, *, final: bool) -> str:
         """Everything in `_pending` that is a whole character or can no longer become one."""
-        out: list[str] = []
-        while self._pending:
-            try:
-                text, used = codecs.utf_8_decode(self._pending, "strict", final)
-            except UnicodeDecodeError as error:
-                text, used = self._pending[: error.start].decode() + _REPLACEMENT * (error.end - error.start), error.end
-            if used == 0:
-                break
-            out.append(text)
-            self._pending = self._pending[used:]
-        return "".join(out)
+        if not self._pending:  # nearly always
+            return ""
+        text, used = codecs.utf_8_decode(self._pending, "surrogateescape", final)
+        self._pending = self._pending[used:]
+        return _NO_CHARACTER.sub(_REPLACEMENT, text)
 
 
 class StopStrings:
@@ -261,7 +256,7 @@ def template_source(folder: Path, instead: Path | None = None) -> str | None:
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The `*_token` entries of tokenizer_config.json, strings or serialized AddedTokens. CheckpointError: an object that is no token."""
+    """The `*_token` entries of tokenizer_config.json, strings or serialized AddedTokens. CheckpointError: another object."""
     named: dict[str, str] = {}
     for name, value in settings.items():
         if not name.endswith("_token"):
