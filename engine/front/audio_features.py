@@ -52,7 +52,7 @@ def cut_at_silences(samples: Array) -> list[Array]:
 @cache
 def _window() -> Array:
     """The periodic Hann window."""
-    return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_FRAME) / _FRAME)).astype(np.float32)
+    return np.hanning(_FRAME + 1)[:-1].astype(np.float32)
 
 
 @cache
