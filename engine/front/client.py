@@ -112,7 +112,7 @@ class EngineClient(asyncio.Protocol):
         self._last_id += 1
         stream = Stream(self._last_id, self.abort, Clock(self._clock()))
         request = GenerateRequest(
-            id=stream.id, prompt=_packed(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
+            id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
         )
         try:
             message = frame(encode_message(request))
@@ -281,10 +281,3 @@ class EngineClient(asyncio.Protocol):
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
             self._transport.write(data)
-
-
-def _packed(prompt: Sequence[int]) -> bytes:
-    try:
-        return pack_tokens(prompt)
-    except (OverflowError, TypeError) as error:
-        raise InvalidRequest(f"the prompt holds a value that is not a token id: {error}") from error
