@@ -20,7 +20,7 @@ from engine.front.notation import KEY_CHARACTER, KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
-from engine.front.value_schema import ValueSchema, are_apart, referred
+from engine.front.value_schema import ValueSchema, are_apart, listed, referred
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -119,7 +119,7 @@ class CallGrammar:
         if types is None:
             _only(schema, ())
             return "value"
-        return _either([self._typed(str(name).lower(), schema, depth) for name in _listed(types)])
+        return _either([self._typed(str(name).lower(), schema, depth) for name in listed(types)])
 
     def _special(self, keyword: str, schema: Mapping[str, Any], depth: int) -> str:
         _only(schema, (keyword, "type") if keyword in ("const", "enum") else (keyword,))
@@ -161,7 +161,7 @@ class CallGrammar:
         raise SchemaError("an object or array in enum or const")
 
     def _typed(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
-        _only(schema, {"type"}.union(*(_KEYWORDS[str(name).lower()] for name in _listed(schema.get("type", kind)))))
+        _only(schema, {"type"}.union(*(_KEYWORDS[str(name).lower()] for name in listed(schema.get("type", kind)))))
         match kind:
             case "object":
                 return self._object(schema, depth)
@@ -267,10 +267,6 @@ def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     if least and most and max(least) > min(most):
         raise SchemaError("bounds that no number is within")
     return bounds
-
-
-def _listed(types: Any) -> list[Any]:
-    return types if isinstance(types, list) else [types]
 
 
 def _either(alternatives: Sequence[str]) -> str:

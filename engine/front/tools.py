@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.front.value_schema import ValueSchema, referred
+from engine.front.value_schema import ValueSchema, listed, referred
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -112,9 +112,8 @@ def _checked_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, A
         for index, inner in enumerate(_of_kind(list, schema, keyword, where)):
             yield _inside(where, f".{keyword}[{index}]"), inner
     for keyword in _SCHEMAS:
-        inner = schema.get(keyword)
-        if inner is not None:
-            yield from ((_inside(where, f".{keyword}"), item) for item in (inner if isinstance(inner, list) else [inner]))
+        for inner in listed(schema.get(keyword)):
+            yield _inside(where, f".{keyword}"), inner
     target = referred(root, schema.get("$ref"))  # which need not stand where schemas do
     if target is not None:  # else it points nowhere: what it stands for may be anything
         yield _inside(where, ".$ref"), target
@@ -126,8 +125,7 @@ def _inside(where: str, step: str) -> str:
 
 
 def _check_keywords(schema: Mapping[str, Any], where: str) -> None:
-    types = schema.get("type")
-    for name in types if isinstance(types, list) else [] if types is None else [types]:
+    for name in listed(schema.get("type")):
         if not isinstance(name, str) or name.lower() not in _TYPES:
             raise _wrong(f"{where}.type", f"{_shown(name)} is not one of {', '.join(_TYPES)}")
     _of_kind(list, schema, "enum", where)

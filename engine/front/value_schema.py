@@ -26,8 +26,7 @@ class ValueSchema:
     @cached_property
     def types(self) -> frozenset[str] | None:
         """The JSON types that are allowed; None: the schema does not say."""
-        branches = [_types_of(branch) for branch in self._branches()]
-        known = [types for types in branches if types is not None]
+        known = [types for branch in self._branches() if (types := _types_of(branch)) is not None]
         return frozenset().union(*known) if known else None
 
     def allows(self, kind: str) -> bool:
@@ -93,6 +92,13 @@ def referred(root: Any, reference: Any) -> Any:
     return root
 
 
+def listed(value: Any) -> list[Any]:
+    """The values of a keyword that has a list, a single one or none."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
+
+
 def are_apart(left: ValueSchema, right: ValueSchema) -> bool:
     """Whether no value fits both, as far as types, constants and the constants of required members tell."""
     if left.types is not None and right.types is not None and not _with_numbers(left.types) & _with_numbers(right.types):
@@ -129,10 +135,7 @@ def json_kind(text: str) -> str | None:
 
 def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
     """What one schema says without its alternatives; None where it says nothing."""
-    names = branch.get("type")
-    if isinstance(names, str):
-        names = [names]
-    if isinstance(names, list):
+    if names := listed(branch.get("type")):
         return frozenset(str(name).lower() for name in names)
     constants = _constants_of(branch)
     return None if constants is None else frozenset(_PYTHON_TYPES.get(type(value), "string") for value in constants)
