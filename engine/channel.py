@@ -112,22 +112,22 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The one writer. `readers` is their number; each must keep reading or `write` waits for it."""
+    """The one writer. `readers` is their number; each must keep reading or `write` waits for it. `step`: of the last record."""
 
     def __init__(self, memory: memoryview, readers: int, waiter: Waiter | None = None) -> None:
         super().__init__(memory, readers)
         self._readers = readers
         self._waiter = waiter or Waiter()
         self._written = 0
-        self._step = 0
+        self.step = 0
 
     def write(self, step: int, payload: bytes | memoryview) -> None:
         """Publish one record. Waits while a reader is a whole ring behind."""
         size = _RECORD.size + (len(payload) + 7) // 8 * 8
         if size > self._capacity // 2:
             raise ChannelBroken(f"a record of {len(payload)} bytes does not fit a ring of {self._capacity}")
-        if step != self._step + 1:
-            raise ChannelBroken(f"step {step} written after step {self._step}")
+        if step != self.step + 1:
+            raise ChannelBroken(f"step {step} written after step {self.step}")
         at = self._written % self._capacity
         skip = self._capacity - at if self._capacity - at < size else 0
         while self._written + skip + size - min(map(self._load, range(1, 1 + self._readers))) > self._capacity:
@@ -140,7 +140,7 @@ class RingWriter(_Ring):
         self._memory[start + _RECORD.size : start + _RECORD.size + len(payload)] = payload
         _RECORD.pack_into(self._memory, start, len(payload), checksum(payload, step & 0xFFFFFFFF), step)
         self._written += skip + size
-        self._step = step
+        self.step = step
         self._store(0, self._written)
 
 

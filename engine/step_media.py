@@ -23,14 +23,13 @@ class MediaWriter:
     """The core's end."""
 
     def __init__(self, ring: RingWriter) -> None:
-        self._ring, self._records = ring, 0
+        self._ring = ring
 
     def write(self, items: Sequence[MediaItem]) -> None:
         """Send a plan's items. Waits while a rank is a whole ring behind."""
         headers = encode_message([msgspec.structs.replace(item, data=b"") for item in items])
         for record in (memoryview(headers), *_records(item.data for item in items)):
-            self._records += 1
-            self._ring.write(self._records, record)
+            self._ring.write(self._ring.step + 1, record)
 
 
 class MediaReader:

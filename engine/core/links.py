@@ -19,7 +19,6 @@ class RingExecutor:
         waiter = Waiter(args.spin)
         self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
         self._masks = RingWriter(map_shared(args.masks), args.tp, waiter)
-        self._masked = 0  # steps so far that had masks
         self._media = MediaWriter(RingWriter(map_shared(args.media), args.tp, waiter))
         self._results = RingReader(map_shared(args.result), 1, 0)
 
@@ -31,8 +30,7 @@ class RingExecutor:
 
     def submit_masks(self, masks: bytes) -> None:
         """Hand the masks of a `masked` plan to every rank, before or after the plan itself; masks come in the order of plans."""
-        self._masked += 1
-        self._masks.write(self._masked, masks)
+        self._masks.write(self._masks.step + 1, masks)
 
     def poll(self) -> StepResult | None:
         """The next result, if there is one."""

@@ -315,7 +315,7 @@ def test_a_gap_in_the_steps_breaks_the_channel() -> None:
     memory, writer, (reader,) = ring(1)
     writer.write(1, b"a")
     assert reader.poll() == (1, b"a")
-    writer._step = 2  # a writer that lost a step
+    writer.step = 2  # a writer that lost a step
     writer.write(3, b"b")
     with pytest.raises(ChannelBroken, match="step 3 read after step 1"):
         reader.poll()
