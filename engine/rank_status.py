@@ -48,11 +48,6 @@ class RankStatus:
     hashes: Mapping[int, int] = field(default_factory=dict)
     encoder: EncoderFigures = field(default_factory=EncoderFigures)
 
-    @property
-    def state_hash(self) -> int:
-        """The fold after step `finished`."""
-        return self.hashes.get(self.finished & _LOW, 0)
-
 
 class StatusBlock:
     """The shared block of records, index 0..tp-1 the ranks and tp the core.

@@ -125,7 +125,7 @@ def hashes(group: Group) -> set[int]:
     """The ranks' state hashes, once all have finished the same step."""
     while len({status.finished for status in group.status()[:-1]}) > 1:
         time.sleep(0.01)
-    return {status.state_hash for status in group.status()[:-1]}
+    return {status.hashes[status.finished] for status in group.status()[:-1]}
 
 
 def check(case: Case, tp: int, *, tight: bool, name: str) -> Figures:

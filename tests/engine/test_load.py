@@ -118,7 +118,7 @@ async def serve(group: Group, requests: list[Request], streams: int, sample: int
         load = await still(client)
         while len({status.finished for status in group.status()[:-1]}) > 1:  # noqa: ASYNC110 - a test may poll
             await asyncio.sleep(0.01)
-        hashes = {status.state_hash for status in group.status()[:-1]}
+        hashes = {status.hashes[status.finished] for status in group.status()[:-1]}
         served = Served(requests, answers, replace(figures.outcomes), load, hashes)
         loaded = time.monotonic()
         done = completed(requests, answers)

@@ -303,7 +303,6 @@ def test_status_fields_have_one_writer_each() -> None:
     block.encoder(1, figures)
     expected = RankStatus(7, 6, 2**63, 12, 99, 4500, 2**24 - 1, 65535, {6: 0xFFFFFFFF}, figures)
     assert block.read(1) == expected
-    assert expected.state_hash == 0xFFFFFFFF
     block.heartbeat(1, 100)
     assert block.read(1) == replace(expected, heartbeat_ns=100)
     block.device(1, busy_us=2**40, idle_us=2**30, late_compilations=2**20)
