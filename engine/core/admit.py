@@ -60,11 +60,10 @@ class Admissions:
         self._allocator = allocator
         self._policy = policy
         self._budget = budget
-        self._size = 0  # numbers of the admissions of the plan being made
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
     def new_plan(self, plan: StepPlan, changes: Changes) -> None:
-        """Begins a plan, which gets the admissions, and its page changes."""
+        """Begins a plan, which gets the admissions, and its page changes. `_size`: numbers of its admissions."""
         self._plan, self._changes, self._size = plan, changes, 0
 
     def readmit(self, sequence: Sequence) -> bool:
@@ -92,7 +91,7 @@ class Admissions:
     def candidates(self) -> list[Sequence]:
         """The waiting requests to look at, in order: more than there are free slots."""
         free = self._requests.free_slots
-        return self._requests.waiting[: free + _LOOKAHEAD] if free else []
+        return self._requests.waiting[: len(free) + _LOOKAHEAD] if free else []
 
     def admit(self) -> Iterator[Sequence]:
         """Admit while slots, pages and the plan last; yields each admitted sequence, which then begins."""
@@ -144,7 +143,7 @@ class Admissions:
         self._allocator.attach(sequence, hit, self._changes)
         self._add_to_plan(sequence)
         if first:
-            sequence.first_cached = sequence.cached
+            sequence.first_cached = sequence.low
             if not sequence.scores:
                 self._requests.counters.queried_tokens += len(sequence.tokens)
-                self._requests.counters.hit_tokens += sequence.cached
+                self._requests.counters.hit_tokens += sequence.low

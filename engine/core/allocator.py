@@ -102,7 +102,7 @@ class Allocator:
         for run in sequence.runs:
             pool = run.pool
             certain = 0 if poisoned else sequence.low // self.page if written > sequence.low else run.end
-            pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders(page) == 1)
+            pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
             pool.give(run.pages)
         self.cache.trim()
 
@@ -137,7 +137,7 @@ class Allocator:
             run.first = hit.count - len(run.pages)
             run.pool.share(run.pages)
             self._append(sequence, run, run.pages, changes)
-        sequence.low = sequence.high = sequence.cached = hit.count * self.page
+        sequence.low = sequence.high = hit.count * self.page
         self._note_bounds(sequence)
         if self._caches:
             points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}

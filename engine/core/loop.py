@@ -132,7 +132,7 @@ class Core:
             self._progress()
             planned = True
         if self._scheduler.stuck:
-            raise RuntimeError(f"{self._requests.unfinished} requests wait, but none can run: {self._scheduler.load()}")
+            raise RuntimeError(f"{len(self._requests.unfinished)} requests wait, but none can run: {self._scheduler.load()}")
         return planned
 
     def _commit(self) -> bool:

@@ -116,11 +116,6 @@ class MaskState:
         return self.sequence.masked and not self.ending
 
     @property
-    def waits_for_thread(self) -> bool:
-        """It cannot go on until a thread has compiled its grammar, or made its mask."""
-        return self.constrained and (self.matcher is None or self.making is not None)
-
-    @property
     def late(self) -> bool:
         """Its rows are planned before their masks are made: masks come while the forward runs."""
         return self.ending or not self.slow
@@ -239,8 +234,8 @@ class Masks:
 
     @property
     def making(self) -> bool:
-        """Whether a request waits for a thread: then `advance` must be called again and again."""
-        return any(state.waits_for_thread for state in self._states)
+        """Whether a thread compiles a request's grammar, or makes its mask: then `advance` must be called again and again."""
+        return any(state.constrained and (state.matcher is None or state.making is not None) for state in self._states)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""

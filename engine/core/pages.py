@@ -23,7 +23,7 @@ class PagePool:
         self.total = pages - 1
         self.idle = self.idle_changes = 0
         self._free = list(range(pages - 1, 0, -1))
-        self._holders = [0] * pages
+        self.holders = [0] * pages  # sequences that hold each page
         self._kept = [0] * pages  # how often the prefix cache keeps it
         self._poisoned: set[int] = set()
 
@@ -52,38 +52,34 @@ class PagePool:
         pages = self._free[: -count - 1 : -1]
         del self._free[-count:]
         for page in pages:
-            self._holders[page] = 1
+            self.holders[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Each of these pages, held or kept, has one more holder."""
         for page in pages:
-            if not self._holders[page]:
+            if not self.holders[page]:
                 assert self._kept[page], page
                 self._count_idle(-1)
-            self._holders[page] += 1
+            self.holders[page] += 1
 
     def give(self, pages: Iterable[int]) -> None:
         """Each page has one holder fewer; without holders it is idle if the cache keeps it, else free."""
         for page in pages:
-            assert self._holders[page] > 0, page
-            self._holders[page] -= 1
-            if not self._holders[page]:
+            assert self.holders[page] > 0, page
+            self.holders[page] -= 1
+            if not self.holders[page]:
                 if self._kept[page]:
                     self._count_idle(1)
                 else:
                     self._free.append(page)
-
-    def holders(self, page: int) -> int:
-        """How many sequences hold it."""
-        return self._holders[page]
 
     # -- the prefix cache
 
     def keep(self, pages: Iterable[int]) -> None:
         """The cache keeps these pages, which are held, or kept already."""
         for page in pages:
-            assert self._holders[page] or self._kept[page], page
+            assert self.holders[page] or self._kept[page], page
             self._kept[page] += 1
 
     def drop(self, pages: Iterable[int]) -> int:
@@ -92,7 +88,7 @@ class PagePool:
         for page in pages:
             assert self._kept[page] > 0, page
             self._kept[page] -= 1
-            if not self._kept[page] and not self._holders[page]:
+            if not self._kept[page] and not self.holders[page]:
                 self._count_idle(-1)
                 self._free.append(page)
         return len(self._free) - before
@@ -103,7 +99,7 @@ class PagePool:
 
     def idle_in(self, pages: Iterable[int]) -> int:
         """How many of these kept pages no sequence holds."""
-        return list(map(self._holders.__getitem__, pages)).count(0)
+        return list(map(self.holders.__getitem__, pages)).count(0)
 
     # -- pages that may hold NaN
 

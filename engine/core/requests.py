@@ -5,7 +5,7 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 
 import bisect
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.core.allocator import Allocator
@@ -15,7 +15,6 @@ from engine.errors import InvalidRequest
 from engine.media_geometry import MediaGeometry
 from engine.protocol import (
     DIGEST_BYTES,
-    MAX_ALTERNATIVES,
     MAX_SPAN,
     MAX_STOP_IDS,
     AbortReason,
@@ -45,8 +44,9 @@ class Counters:
 
 
 class Requests:
-    """The queue, the slots and the outputs. `waiting` and `running` are in order of precedence. `longest`: tokens of one sequence
-    that the pools can hold. `encoders`: of the kinds of media that the model takes; None: anything, unchecked."""
+    """The queue, the slots and the outputs. `unfinished`: all requests that have not ended, by id; `waiting` and `running` ones are
+    in order of precedence. `longest`: tokens of one sequence that the pools can hold. `encoders`: of the kinds of media that the
+    model takes; None: anything, unchecked."""
 
     def __init__(
         self,
@@ -61,30 +61,12 @@ class Requests:
         self.counters = Counters()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._by_id: dict[int, Sequence] = {}
-        self._slots = list(range(slots - 1, -1, -1))
+        self.unfinished: dict[int, Sequence] = {}
+        self.free_slots = list(range(slots - 1, -1, -1))
         self.outputs: list[Output] = []
         self._started: list[int] = []
         self._max_len, self._longest = max_len, longest
         self._admissions = 0
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """All that have not ended."""
-        return iter(self._by_id.values())
-
-    def find(self, request: int) -> Sequence | None:
-        """A request that has not ended."""
-        return self._by_id.get(request)
-
-    @property
-    def free_slots(self) -> int:
-        """Slots without a sequence."""
-        return len(self._slots)
-
-    @property
-    def unfinished(self) -> int:
-        """Requests that have not ended."""
-        return len(self._by_id)
 
     # -- queue and slots
 
@@ -93,7 +75,7 @@ class Requests:
         try:
             tokens = _prompt(request)
             limit = self._limit(request, len(tokens))
-            if request.id in self._by_id:
+            if request.id in self.unfinished:
                 raise InvalidRequest(f"request id {request.id} is already in use")
         except InvalidRequest as error:
             self.refuse(request.id, str(error), error.code)
@@ -103,23 +85,18 @@ class Requests:
         sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root, request.media)
         if not self.allocator.bidirectional:
             sequence.spans.clear()
-        self._by_id[request.id] = sequence
+        self.unfinished[request.id] = sequence
         self._enqueue(sequence)
         return sequence
 
     def _limit(self, request: GenerateRequest, prompt: int) -> int:
-        """Length at which the request, with so many prompt tokens, ends; InvalidRequest if it can never run here."""
+        """Length at which the request, with so many prompt tokens, ends; InvalidRequest if it can never run here. The edge has
+        checked what does not depend on the model's tables and pools."""
         params = request.params
         if not prompt:
             raise InvalidRequest("the prompt is empty")
         if len(params.stop_ids) > MAX_STOP_IDS:
             raise InvalidRequest(f"{len(params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible")
-        if params.adjustments is not None and (excess := params.adjustments.excess()) is not None:
-            raise InvalidRequest(excess)
-        if (params.prompt_logprobs or 0) > MAX_ALTERNATIVES:
-            raise InvalidRequest(f"prompt_logprobs must be at most {MAX_ALTERNATIVES}, not {params.prompt_logprobs}")
-        if params.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {params.max_tokens}")
         if request.media:
             self._check_media(request.media, prompt)
         if prompt + 1 > self._max_len:
@@ -162,7 +139,7 @@ class Requests:
         if not sequence.started:
             sequence.started = True
             self._started.append(sequence.id)
-        sequence.admit(self._slots.pop(), self._admissions, self.allocator.pools)
+        sequence.admit(self.free_slots.pop(), self._admissions, self.allocator.pools)
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
     def readmit(self, sequence: Sequence) -> None:
@@ -187,7 +164,7 @@ class Requests:
             self.allocator.cache_computed(sequence)
         self.allocator.give_all(sequence, poisoned=poisoned)
         self.running.remove(sequence)
-        self._slots.append(sequence.leave())
+        self.free_slots.append(sequence.leave())
 
     # -- outputs and ends
 
@@ -199,7 +176,7 @@ class Requests:
 
     def abort(self, request: int, reason: AbortReason) -> None:
         """End a request at any stage; unknown ids are ignored. A stop string is a success."""
-        sequence = self.find(request)
+        sequence = self.unfinished.get(request)
         if sequence is not None:
             success = reason is AbortReason.stop_string
             self.end(sequence, Output(id=request, finish=FinishReason.stop if success else FinishReason.abort))
@@ -216,7 +193,7 @@ class Requests:
             self._vacate(sequence, poisoned=poisoned)
         else:
             self.waiting.remove(sequence)
-        del self._by_id[sequence.id]
+        del self.unfinished[sequence.id]
         self.outputs.append(output)
         if output.finish is FinishReason.abort:
             self.counters.aborted += 1

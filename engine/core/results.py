@@ -46,25 +46,16 @@ class InFlightStep:
 
 
 class Results:
-    """Plans in flight, oldest first. `done` is the step of the last result."""
+    """Commits results. `in_flight`: plans sent and not yet committed, oldest first; `done`: the step of the last result."""
 
     def __init__(self, requests: Requests, drafting: Drafting) -> None:
         self._requests, self._drafting = requests, drafting
-        self._in_flight: deque[InFlightStep] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
         self.done = 0
-
-    @property
-    def in_flight(self) -> int:
-        """Plans sent and not yet committed."""
-        return len(self._in_flight)
-
-    def expect(self, step: InFlightStep) -> None:
-        """Notes a plan that was sent."""
-        self._in_flight.append(step)
 
     def commit(self, result: StepResult) -> InFlightStep:
         """Commit one result; returns its step."""
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         assert result.step == step.plan.step, (result.step, step.plan.step)
         self.done = result.step
         self._requests.counters.prefill_tokens += step.plan.prompt_tokens

@@ -102,12 +102,13 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Plans scheduled and not yet committed."""
-        return self._results.in_flight
+        return len(self._results.in_flight)
 
     @property
     def stuck(self) -> bool:
         """Requests are open, nothing is in flight, and none of them waits for the host: an invariant is broken."""
-        return bool(self.requests.unfinished) and not self.in_flight and not any(sequence.waits for sequence in self.requests)
+        unfinished = self.requests.unfinished.values()
+        return bool(unfinished) and not self.in_flight and not any(sequence.waits for sequence in unfinished)
 
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
@@ -142,7 +143,7 @@ class Scheduler:
         _add_spans(draft)
         self._changes = Changes()
         self._step += 1
-        self._results.expect(draft.in_flight)
+        self._results.in_flight.append(draft.in_flight)
         return plan
 
     def commit(self, result: StepResult, took_ms: float | None = None) -> None:

@@ -38,8 +38,7 @@ class Sequence:
     media       of its prompt, in order;   spans: all of theirs, in order, where they are seen both ways: neither a chunk nor a
                 cached prefix ends in one
     encoded     items whose encoders' outputs its slot has had, or does not need
-    cached      positions found in the prefix cache at its admission; `first_cached`: at its first admission;
-                `cached_when_queued`: when it was queued
+    first_cached  positions found in the prefix cache at its first admission;   cached_when_queued: when it was queued
     cache_points  page counts at which it leaves a prefix in the cache, ascending
     hit         while it waits: the last look-up in the prefix cache
     may_draft   drafts are made behind its tokens and verified
@@ -68,7 +67,6 @@ class Sequence:
     target: int = 0
     keys: list[bytes] = field(default_factory=list)
     encoded: int = 0
-    cached: int = 0
     first_cached: int = 0
     cached_when_queued: int = 0
     cache_points: list[int] = field(default_factory=list)
@@ -157,7 +155,7 @@ class Sequence:
         """Take a slot under a new admission number; everything is to be computed."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.low = self.high = self.drafts = self.encoded = self.cached = self.dropped = self.held = self.release_at = 0
+        self.low = self.high = self.drafts = self.encoded = self.dropped = self.held = self.release_at = 0
         self.cache_points, self.drafted, self.hit = [], [], None
         self.runs = [PageRun(pool) for pool in pools]
 

@@ -93,7 +93,7 @@ _CORE = (
     ),
     Fault(
         "slots-leak", "engine/core/requests.py",
-        "self._slots.append(sequence.leave())", "sequence.leave()", "engine/core/test_scheduler.py",
+        "self.free_slots.append(sequence.leave())", "sequence.leave()", "engine/core/test_scheduler.py",
     ),
     Fault(
         "failed-requests-counted-as-finished", "engine/core/requests.py",

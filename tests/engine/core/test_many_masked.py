@@ -33,11 +33,11 @@ def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
     scheduler = Scheduler(SchedulerConfig(two_groups(64, 16), (SLOTS * 10, SLOTS * 8), SLOTS, 1024, 2048))
     for number in range(constrained + free):
         scheduler.requests.add(request_of(number, range(number, number + PROMPT), REPLY))
-        scheduler.requests.find(number).masked = number < constrained
+        scheduler.requests.unfinished[number].masked = number < constrained
     plans: list[StepPlan] = []
     tokens: dict[int, list[int]] = {}
     while scheduler.requests.unfinished:
-        for count, sequence in enumerate(sequence for sequence in scheduler.requests if sequence.masked):
+        for count, sequence in enumerate(sequence for sequence in scheduler.requests.unfinished.values() if sequence.masked):
             sequence.waits = {"mask"} if count >= served_at_once else set()
         while scheduler.in_flight < DEPTH and (plan := scheduler.schedule()) is not None:
             plans.append(plan)

@@ -308,8 +308,8 @@ def beside_pictures(target_ms: float | None) -> tuple[float, int]:
     for stream in range(2):
         scheduler.requests.add(request_of(stream, [5] * 8, 2000))
     for step in range(1000):
-        while scheduler.requests.unfinished < 6:
-            number = 10 + step + scheduler.requests.unfinished * 5000
+        while len(scheduler.requests.unfinished) < 6:
+            number = 10 + step + len(scheduler.requests.unfinished) * 5000
             scheduler.requests.add(request_of(number, [5] * 7, media=(picture(2, 4, step % 200),)))
         plan = scheduler.schedule()
         assert plan is not None

@@ -49,7 +49,7 @@ def running() -> Scheduler:
     for _ in range(12):
         step(scheduler, machine)
     assert len(scheduler.requests.running) == 3
-    assert any(scheduler.allocator.pools[1].holders(page) > 1 for page in range(1, PAGES[1]))
+    assert any(scheduler.allocator.pools[1].holders[page] > 1 for page in range(1, PAGES[1]))
     return scheduler
 
 
@@ -70,7 +70,7 @@ def freed(scheduler: Scheduler) -> None:
 
 
 def miscounted(scheduler: Scheduler) -> None:
-    full(scheduler)._holders[last_page(scheduler)] += 1
+    full(scheduler).holders[last_page(scheduler)] += 1
 
 
 def stolen(scheduler: Scheduler) -> None:

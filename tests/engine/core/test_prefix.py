@@ -142,7 +142,7 @@ def test_turns_that_end_nowhere_leave_no_tails() -> None:
         ([end, *tokens(10, 11), end, *tokens(13), end, 8], (end,), {0, 2}),
     ):
         bench.scheduler.requests.add(request_of(1, prompt, SamplingParams(max_tokens=1, stop_ids=stop_ids)))
-        sequence = bench.scheduler.requests.find(1)
+        sequence = bench.scheduler.requests.unfinished[1]
         sequence.tokens.extend([end, end])
         assert turn_ends(sequence, PAGE) == wanted
         bench.scheduler.requests.abort(1, AbortReason.client_gone)
@@ -227,7 +227,7 @@ def test_nobody_waits_for_a_prefill_that_ended() -> None:
     assert [sequence.id for sequence in bench.scheduler.requests.running] == [0]
     bench.scheduler.requests.abort(0, AbortReason.client_gone)
     bench.machine.submit(bench.scheduler.schedule())
-    assert [sequence.cached for sequence in bench.scheduler.requests.running] == [48]
+    assert [sequence.first_cached for sequence in bench.scheduler.requests.running] == [48]
 
 
 def test_admissions_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_a_page_freed_while_shared_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     def hasty(self: PagePool, pages: list[int]) -> None:
         pages = list(pages)
         honest(self, pages)
-        self._free.extend(page for page in pages if self._holders[page] and page not in self._free)
+        self._free.extend(page for page in pages if self.holders[page] and page not in self._free)
 
     monkeypatch.setattr(PagePool, "give", hasty)
     assert caught(100, 10, with_cache)

@@ -387,7 +387,7 @@ def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPat
         scheduler.requests.add(decode_front_message(message))
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert scheduler.requests.unfinished == 1
+        assert len(scheduler.requests.unfinished) == 1
         return taken / count
 
     assert size() < 8

@@ -33,7 +33,7 @@ class Served:
         self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, (3,), cache_share=1.0))
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
         self.scheduler.requests.add(request_of(1, [1] * 6, asked))
-        self.sequence = next(iter(self.scheduler.requests))
+        self.sequence = next(iter(self.scheduler.requests.unfinished.values()))
         assert self.gives(2).tokens == [2]
 
     def gives(self, *tokens: int) -> Output:

@@ -113,7 +113,7 @@ class Server:
         """The whole trace."""
         params = SamplingParams(max_tokens=self.trace.answer, stop_ids=(TURN_END,))
         for number, (conversation, turn, prompt) in enumerate(self.trace.prompts()):
-            while self.scheduler.requests.unfinished >= AT_ONCE:
+            while len(self.scheduler.requests.unfinished) >= AT_ONCE:
                 self._step()
             self._answers[number] = iter(self.trace.answered(conversation, turn))
             self.scheduler.requests.add(request_of(number, prompt, params))

@@ -43,8 +43,8 @@ def _pool(pool: PagePool, held: Counter[int], kept: set[int]) -> Iterator[str]:
     for page, count in held.items():
         if not 0 < page <= pool.total:
             yield f"page {page} is held, of a pool of {pool.total + 1}"
-        elif pool.holders(page) != count:
-            yield f"page {page} has {pool.holders(page)} holders counted, and {count} sequences hold it"
+        elif pool.holders[page] != count:
+            yield f"page {page} has {pool.holders[page]} holders counted, and {count} sequences hold it"
     if len(free) + len(held) + len(idle) != pool.total or len(idle) != pool.idle:
         yield f"{len(free)} free, {len(held)} held and {len(idle)} idle pages ({pool.idle} idle counted) of {pool.total}"
 
