@@ -5,7 +5,7 @@ device as it is (`engine.plan_layout`).
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, msgpack
-    StepResult  header | table [n,4 + W + D] | logprobs of tokens, variable, only when the header says so | of prompts, msgpack
+    StepResult  header | table [n,4 + W + D] | logprobs of tokens by row, and of prompts, msgpack
 
     plan header, int32: version, flags, step (two words), the number of rows of each section, bytes of admissions; drafts; the rest
               0
@@ -56,14 +56,14 @@ _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECT
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int]]).decode
-_RESULT = struct.Struct("<QIIIII")
-_LOGPROB_COUNT = struct.Struct("<i")
+_RESULT = struct.Struct("<QIIII")
+_LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
+_LOGPROBS_ROW_BYTES = 10  # that a row's logprobs take at most beside them
 PROMPT_ROW_BYTES = 28  # that a PromptRow takes at most beside its words
 
 FLAG_STOP = 1
 FLAG_MASKED = 2
 ROW_MASKED = 1  # of a decode row
-RESULT_HAS_LOGPROBS = 1
 ROW_NAN = 1
 ROW_EMPTY = 2
 NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
@@ -189,7 +189,7 @@ class PromptRow(NamedTuple):
     logprobs: PromptLogprobs
 
 
-_decode_prompts = msgspec.msgpack.Decoder(list[PromptRow]).decode
+_decode_reports = msgspec.msgpack.Decoder(tuple[dict[int, list[Logprobs]], list[PromptRow]]).decode
 
 
 def has_numbers(logprobs: PromptLogprobs) -> bool:
@@ -266,8 +266,8 @@ def most_appends(seqs: int, budget: int, page: int, groups: int, width: int = 1)
 def largest_result(seqs: int, width: int = 1) -> int:
     """Returns the bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, with as many drafts
     behind it, and MAX_SCORED prompt tokens, all tokens with logprobs."""
-    tokens = width * (8 + _LOGPROB_COUNT.size + token_bytes(MAX_ALTERNATIVES))
-    rows = seqs * (4 * RESULT_HEAD + tokens + PROMPT_ROW_BYTES)
+    tokens = width * (8 + _LOGPROBS_BYTES)
+    rows = seqs * (4 * RESULT_HEAD + tokens + _LOGPROBS_ROW_BYTES + PROMPT_ROW_BYTES)
     return _RESULT.size + rows + MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
 
 
@@ -320,47 +320,20 @@ def encode_rows(
     prompts: Sequence[PromptRow] = (),
     encoded: int = 0,
 ) -> bytes:
-    """Returns the bytes of a result; the arguments are as in StepResult. With logprobs of some rows, each token of any row has an
-    entry."""
+    """Returns the bytes of a result; the arguments are as in StepResult."""
     assert table.dtype == np.int32, table.dtype
-    flags, prompt_rows = RESULT_HAS_LOGPROBS * bool(logprobs), _encode(prompts)
-    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, flags, len(prompt_rows), encoded)
-    counts = table[:, 2].tolist() if logprobs else []
-    lists = [_encode_logprobs(entry) for row, count in enumerate(counts) for entry in logprobs.get(row, [None] * count)]
-    return b"".join([header, table.tobytes(), *lists, prompt_rows])
-
-
-def _encode_logprobs(logprobs: Logprobs | None) -> bytes:
-    if logprobs is None:
-        return _LOGPROB_COUNT.pack(-1)
-    count = len(logprobs.top)
-    ids, values = zip(*logprobs.top, strict=True) if count else ((), ())
-    return struct.pack(f"<i{count}i{count + 1}f", count, *ids, logprobs.chosen, *values)
+    reports = _encode((logprobs, prompts))
+    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, len(reports), encoded)
+    return b"".join([header, table.tobytes(), reports])
 
 
 def decode_result(data: bytes) -> StepResult:
     """Read the result in `data`, in place; raises ValueError when its length is wrong."""
-    step, n_rows, width, flags, prompt_bytes, encoded = _RESULT.unpack_from(data)
+    step, n_rows, width, size, encoded = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
-    offset = _RESULT.size + 4 * n_rows * columns
-    if offset > len(data):
-        raise ValueError(f"result {step} is {len(data)} bytes long, its rows end at {offset}")
+    end = _RESULT.size + 4 * n_rows * columns
+    if end + size != len(data):
+        raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {end + size}")
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)
-    logprobs: dict[int, list[Logprobs]] = {}
-    for row, count in enumerate(table[:, 2].tolist() if flags & RESULT_HAS_LOGPROBS else ()):
-        for _ in range(count):
-            reported, offset = _decode_logprobs(data, offset)
-            if reported is not None:
-                logprobs.setdefault(row, []).append(reported)
-    if offset + prompt_bytes != len(data):
-        raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {offset + prompt_bytes}")
-    return StepResult(step, table, logprobs, _decode_prompts(memoryview(data)[offset:]), encoded)
-
-
-def _decode_logprobs(data: bytes, offset: int) -> tuple[Logprobs | None, int]:
-    (count,) = _LOGPROB_COUNT.unpack_from(data, offset)
-    if count < 0:
-        return None, offset + 4
-    values = struct.unpack_from(f"<{count}i{count + 1}f", data, offset + 4)
-    top = list(zip(values[:count], values[count + 1 :], strict=True))
-    return Logprobs(values[count], top), offset + 4 * (2 + 2 * count)
+    logprobs, prompts = _decode_reports(memoryview(data)[end:])
+    return StepResult(step, table, logprobs, prompts, encoded)

@@ -31,6 +31,7 @@ from engine.plan import (
     decode_result,
     encode_plan,
     encode_rows,
+    largest_result,
     read_plan,
     single_rows,
 )
@@ -235,6 +236,16 @@ def test_logprobs_of_a_prompt_take_little_beside_their_words() -> None:
     row = PromptRow(2**31 - 1, 2**31 - 1, PromptLogprobs(2**31 - 1, MAX_ALTERNATIVES, words))
     beside = len(encode_rows(1, table, {}, [row])) - len(encode_rows(1, table, {})) - len(words)
     assert PROMPT_ROW_BYTES // 2 < beside <= PROMPT_ROW_BYTES - 5  # as many for the number of rows
+
+
+def test_the_largest_result_has_the_bytes_that_are_counted() -> None:
+    """Rows whose every token has the most logprobs, of the largest numbers, take what `largest_result` says and little less."""
+    seqs, width = 2**16 + 1, 9
+    table = np.zeros((seqs, RESULT_HEAD + 2 * width), np.int32)
+    reported = [Logprobs(-0.5, [(2**31 - 1, -0.5)] * MAX_ALTERNATIVES)] * width
+    size = len(encode_rows(1, table, dict.fromkeys(range(seqs), reported)))
+    counted = largest_result(seqs, width) - seqs * PROMPT_ROW_BYTES - MAX_SCORED * token_bytes(MAX_ALTERNATIVES)
+    assert 0.99 * counted < size <= counted
 
 
 def test_admission_numbers_come_back_modulo_2_to_the_31() -> None:
