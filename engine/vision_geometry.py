@@ -31,13 +31,12 @@ class VisionGeometry(Geometry):
     model     hidden size of the model that reads its rows
     positions entries of its table, for each axis
     unified   it is the 12B's embedder
-    clipped   its products may have bounds;   standardize  its rows are shifted and scaled
+    standardize  its rows are shifted and scaled
     """
 
     model: int = 0
     positions: int = 0
     unified: bool = False
-    clipped: bool = False
     standardize: bool = False
 
     @property
@@ -82,6 +81,5 @@ def _geometry(vision: dict[str, Any], text: Geometry) -> VisionGeometry:
         model=text.hidden,
         positions=positions,
         unified=unified,
-        clipped=vision.get("use_clipped_linears", False),
         standardize=vision.get("standardize", False),
     )

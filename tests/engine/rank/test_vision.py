@@ -83,7 +83,7 @@ def test_rows_are_transformers(both: Both, member: str, monkeypatch: pytest.Monk
             one = lambda q, k, v, starts, longest: ragged_attention(q, k, v, starts[[0, -1]], len(q))  # noqa: E731 (of one line)
             patch.setattr(vision, "ragged_attention", one)
             assert error(model(batch), right) > FAULT
-    if model.geometry.clipped:
+    if getattr(oracle.config.vision_config, "use_clipped_linears", False):
         with monkeypatch.context() as patch:
             for product in (module for module in model.modules() if isinstance(module, ClippedProduct)):
                 patch.setattr(product, "bounds", None)
