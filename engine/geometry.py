@@ -238,7 +238,6 @@ def parse_config(config: dict[str, Any], source: str = "config.json") -> Geometr
         raise CheckpointError(f"{source}: model_type {model_type!r} is not a Gemma 4 text model")
     try:
         _check_implemented(text, IMPLEMENTED)
-        _check_ple(text)
         geometry = _geometry(config, text)
         msgspec.convert(msgspec.to_builtins(geometry), Geometry)  # every number is one
         return geometry
@@ -259,25 +258,23 @@ def _check_implemented(section: dict[str, Any], implemented: dict[str, tuple[Any
         raise ValueError("; ".join(wrong))
 
 
-def _check_ple(text: dict[str, Any]) -> None:
-    vocab = text["vocab_size"]
-    if text.get("hidden_size_per_layer_input") and (rows := text.get("vocab_size_per_layer_input") or vocab) < vocab:
-        raise ValueError(f"vocab_size_per_layer_input ({rows}) is below vocab_size ({vocab})")
-
-
 def _geometry(config: dict[str, Any], text: dict[str, Any]) -> Geometry:
     wrapped, unified = "text_config" in config, "unified" in config["model_type"]
+    vocab, ple = text["vocab_size"], text.get("hidden_size_per_layer_input") or 0
+    ple_vocab = text.get("vocab_size_per_layer_input") or vocab
+    if ple and ple_vocab < vocab:
+        raise ValueError(f"vocab_size_per_layer_input ({ple_vocab}) is below vocab_size ({vocab})")
     return Geometry(
         hidden=text["hidden_size"],
-        vocab=text["vocab_size"],
+        vocab=vocab,
         heads=text["num_attention_heads"],
         window=text["sliding_window"],
         eps=text["rms_norm_eps"],
         softcap=text.get("final_logit_softcapping"),
         max_position=text["max_position_embeddings"],
         layers=_layers(text),
-        ple=text.get("hidden_size_per_layer_input") or 0,
-        ple_vocab=text.get("vocab_size_per_layer_input") or text["vocab_size"],
+        ple=ple,
+        ple_vocab=ple_vocab,
         moe=_moe(text),
         pad=text.get("pad_token_id") or 0,
         placeholders=_placeholders(config),
