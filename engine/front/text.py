@@ -20,7 +20,6 @@ from engine.front.template import ChatTemplate
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 from engine.protocol import MediaKind
 
-_REPLACEMENT = "\ufffd"
 _NO_CHARACTER = re.compile("[\udc80-\udcff]")  # bytes that are none, as `surrogateescape` shows them
 _PLACEHOLDER = re.compile(r"<\|(image|video|audio)\|>")
 NO_BOUND = 1 << 40
@@ -66,7 +65,7 @@ class Detokenizer:
             return ""
         text, used = codecs.utf_8_decode(self._pending, "surrogateescape", final)
         self._pending = self._pending[used:]
-        return _NO_CHARACTER.sub(_REPLACEMENT, text)
+        return _NO_CHARACTER.sub("\ufffd", text)
 
 
 class StopStrings:
@@ -79,7 +78,6 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._longest = max(map(len, stops), default=1)
-        self._first = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
@@ -90,8 +88,9 @@ class StopStrings:
             _, start, stop = min(matches)
             return text[:start], stop
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
-                self._held = text[start:]
+            held = text[start:]
+            if any(stop.startswith(held) for stop in self._stops):
+                self._held = held
                 return text[:start], None
         return text, None
 
