@@ -237,13 +237,16 @@ def _only(schema: Mapping[str, Any], known: Collection[str]) -> None:
 
 def _target(root: Any, reference: str) -> Any:
     """Follow a reference. SchemaError: it points at nothing, or at further references without end."""
-    following = referred(root, reference)
+    target = following = referred(root, reference)
     for _ in range(_DEPTH):
-        if isinstance(following, Mapping) and "$ref" in following:
-            following = referred(root, following["$ref"])
-    if following is None or (isinstance(following, Mapping) and "$ref" in following):
+        if not isinstance(following, Mapping) or "$ref" not in following:
+            break
+        following = referred(root, following["$ref"])
+    else:
+        following = None
+    if following is None:
         raise SchemaError(f"the reference {reference[:100]!r}")
-    return referred(root, reference)
+    return target
 
 
 def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:

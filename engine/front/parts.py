@@ -45,7 +45,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     for _, group in groupby(parts, type):
         run = list(group)
         first = run[0]
-        if len(run) == 1 or isinstance(first, ToolCallStart):
+        if isinstance(first, ToolCallStart):
             made += run
         else:
             text = "".join(part.text for part in run if not isinstance(part, ToolCallStart))

@@ -272,8 +272,9 @@ class ReplyParser:
         text = self._held + text
         begun = text.lstrip()
         head, opener, arguments = begun.partition("{")
-        if opener and self._tools.is_call(head):
-            self._begin_call(head.removeprefix("call:"), opener)
+        name = head.removeprefix("call:")
+        if opener and name != head and self._tools.declares(name):
+            self._begin_call(name, opener)
             return arguments
         if not begun or (not opener and self._tools.may_become_call(begun)):
             self._held = text

@@ -15,7 +15,7 @@ _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-_PLACE = 200  # characters of where a schema stands
+_LONGEST_PATH = 200  # characters of where a schema stands
 _ANYTHING = ValueSchema()
 
 
@@ -53,12 +53,8 @@ class Tools:
         """The schema of a tool's arguments; of an undeclared tool one that allows anything."""
         return self._schemas.get(name, _ANYTHING)
 
-    def is_call(self, head: str) -> bool:
-        """Whether this is `call:NAME` of a declared tool, as the model writes it."""
-        return head.startswith("call:") and head[5:] in self._schemas
-
     def may_become_call(self, text: str) -> bool:
-        """Whether such a head begins with `text`."""
+        """Whether `call:NAME` of a declared tool begins with `text`."""
         return any(f"call:{name}".startswith(text) for name in self._schemas)
 
 
@@ -121,7 +117,7 @@ def _checked_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, A
 
 def _inside(where: str, step: str) -> str:
     """A place inside another, not longer than anybody reads."""
-    return f"{where}{step}"[:_PLACE]
+    return f"{where}{step}"[:_LONGEST_PATH]
 
 
 def _check_keywords(schema: Mapping[str, Any], where: str) -> None:

@@ -109,7 +109,7 @@ def test_names_as_models_call_them() -> None:
         "h",
         "x:h",
     ]
-    assert tools.is_call("call:f")
-    assert not tools.is_call("call:x:f")
+    assert tools.declares("f")
+    assert not tools.declares("x:f")
     assert tools.may_become_call("call:ser")
     assert not tools.may_become_call("call:ser ")
