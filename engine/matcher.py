@@ -21,7 +21,7 @@ from engine.errors import CheckpointError, GenerationFailed
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
 from engine.step_masks import allows, mask_words
 
-_PLACE = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
+_POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
 _DUMP = re.compile(r"\n\s*\d+ \| |\n?<state>")  # how the grammar's text, or the parser's state, begins where llguidance shows it
 _LONGEST = 300  # characters of what is wrong
 MAX_GRAMMAR_BYTES = 512 << 10
@@ -172,7 +172,7 @@ class Matcher:
 
 def _sentence(error: str) -> str:
     """llguidance's error without the grammar's text and the parser's state."""
-    plain = " ".join(_DUMP.split(_PLACE.sub("", error, count=1), 1)[0].split())[:_LONGEST]
+    plain = " ".join(_DUMP.split(_POSITION.sub("", error, count=1), 1)[0].split())[:_LONGEST]
     return "no text matches it" if plain == "NoExtensionBias" else plain
 
 

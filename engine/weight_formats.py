@@ -50,12 +50,12 @@ PLAIN = WeightFormat("engine.rank.models.weight:Weight", (StoredTensor("weight")
 FORMATS = {"plain": PLAIN}
 
 
-def weight_format(folder: Path, asked: str = "auto") -> WeightFormat:
+def weight_format(folder: Path, setting: str = "auto") -> WeightFormat:
     """The format of that name, or the one that reads the folder's checkpoint. CheckpointError where it does not, or none does."""
     scheme = quantisation(folder)
     for name, weights in FORMATS.items():
-        if asked in ("auto", name) and weights.quantisation == scheme:
+        if setting in ("auto", name) and weights.quantisation == scheme:
             return weights
     kind = f"quantised ({scheme})" if scheme else "not quantised"
-    loaded = "bf16, fp16 and fp32 weights" if asked in ("auto", "plain") else f"{asked} weights"
+    loaded = "bf16, fp16 and fp32 weights" if setting in ("auto", "plain") else f"{setting} weights"
     raise CheckpointError(f"{folder}: this checkpoint is {kind}; Quartet loads {loaded}")

@@ -261,10 +261,10 @@ def _quoted(text: str, quote: str, schema: ValueSchema) -> str:
     """A string as JSON; where the schema allows none, what it says if that is allowed."""
     inside = f'"{json_inside(text, quote)}"'
     if not schema.allows("string"):
-        said: str = json.loads(inside)
-        kind = json_kind(said)
+        content: str = json.loads(inside)
+        kind = json_kind(content)
         if kind and schema.allows(kind):
-            return said
+            return content
     return inside
 
 
