@@ -20,7 +20,7 @@ from engine.front.notation import KEY_CHARACTER, KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
-from engine.front.value_schema import ValueSchema, are_apart, listed, referred
+from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -121,7 +121,7 @@ class CallGrammar:
             return "value"
         return _either([self._typed(str(name).lower(), schema, depth) for name in listed(types)])
 
-    def _special(self, keyword: str, schema: Mapping[str, Any], depth: int) -> str:
+    def _special(self, keyword: str, schema: Schema, depth: int) -> str:
         _only(schema, (keyword, "type") if keyword in ("const", "enum") else (keyword,))
         match keyword:
             case "$ref":
@@ -160,7 +160,7 @@ class CallGrammar:
             return json.dumps(json.dumps(value))
         raise SchemaError("an object or array in enum or const")
 
-    def _typed(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+    def _typed(self, kind: str, schema: Schema, depth: int) -> str:
         _only(schema, {"type"}.union(*(_KEYWORDS[str(name).lower()] for name in listed(schema.get("type", kind)))))
         match kind:
             case "object":
@@ -175,7 +175,7 @@ class CallGrammar:
                 return '"true" | "false"'
         return '"null"'
 
-    def _string(self, schema: Mapping[str, Any]) -> str:
+    def _string(self, schema: Schema) -> str:
         self._patterns += "pattern" in schema
         if self._patterns > _PATTERNS:
             raise SchemaError(f"more than {_PATTERNS} times the schema keyword 'pattern'")
@@ -183,7 +183,7 @@ class CallGrammar:
             return "string"
         return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"
 
-    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _array(self, schema: Schema, depth: int) -> str:
         named = [self._rule("item", self._value(item, depth + 1)) for item in schema.get("prefixItems") or ()]
         least, most, others = schema.get("minItems") or 0, schema.get("maxItems"), schema.get("items", True)
         most = len(named) if others is False and (most is None or most > len(named)) else most
@@ -196,7 +196,7 @@ class CallGrammar:
         more = f'("," {item}){repeats(max(least - count, 0), None if most is None else most - count)}'
         return self._rule("array", f'"[" {begun or item} {more} "]"' if begun or least else f'"[" ({item} {more})? "]"')
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _object(self, schema: Schema, depth: int) -> str:
         required = frozenset(schema.get("required") or ())
         others = schema.get("additionalProperties", bool(required) or "properties" not in schema)
         properties = dict.fromkeys(required, others) | dict(schema.get("properties") or {})
@@ -229,7 +229,7 @@ class CallGrammar:
         return first
 
 
-def _only(schema: Mapping[str, Any], known: Collection[str]) -> None:
+def _only(schema: Schema, known: Collection[str]) -> None:
     for keyword in schema:
         if keyword not in known and keyword not in _ANNOTATIONS:
             raise SchemaError(f"the schema keyword {keyword[:100]!r}")
@@ -249,18 +249,18 @@ def _target(root: Any, reference: str) -> Any:
     return target
 
 
-def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_object(schema: Schema) -> Schema:
     """Arguments are an object, whether or not their schema says so."""
     known = _without_nulls(schema)
     return known if any(keyword in known for keyword in ("type", *_REFERRING)) else {"type": "object", **known}
 
 
-def _without_nulls(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_nulls(schema: Schema) -> Schema:
     """A keyword that is null is as good as absent: programs write so what they leave open."""
     return {keyword: value for keyword, value in schema.items() if value is not None or keyword == "const"}
 
 
-def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _bounds(schema: Schema) -> dict[str, Any]:
     """The bounds of a number. SchemaError: one is no number, or they leave no value."""
     bounds = {name: schema[name] for name in _NUMERIC if name in schema}
     if any(isinstance(bound, bool) or not isinstance(bound, int | float) for bound in bounds.values()):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.front.value_schema import ValueSchema, listed, referred
+from engine.front.value_schema import Schema, ValueSchema, listed, referred
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -62,7 +62,7 @@ def _wrong(where: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{where}: {why}", param="tools")
 
 
-def _checked(declaration: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
+def _checked(declaration: Mapping[str, Any], where: str) -> tuple[str, Schema]:
     """(name, parameters) of a declaration."""
     if declaration.get("type") != "function":
         raise _wrong(f"{where}.type", f"only 'function' is supported, not {_shown(declaration.get('type'))}")
@@ -120,7 +120,7 @@ def _inside(where: str, step: str) -> str:
     return f"{where}{step}"[:_LONGEST_PATH]
 
 
-def _check_keywords(schema: Mapping[str, Any], where: str) -> None:
+def _check_keywords(schema: Schema, where: str) -> None:
     for name in listed(schema.get("type")):
         if not isinstance(name, str) or name.lower() not in _TYPES:
             raise _wrong(f"{where}.type", f"{_shown(name)} is not one of {', '.join(_TYPES)}")
@@ -131,7 +131,7 @@ def _check_keywords(schema: Mapping[str, Any], where: str) -> None:
         raise _wrong(f"{where}.description", "must be a string")
 
 
-def _of_kind(kind: type[Any], schema: Mapping[str, Any], keyword: str, where: str) -> Any:
+def _of_kind(kind: type[Any], schema: Schema, keyword: str, where: str) -> Any:
     """The value of `keyword`, which must be of this kind; an empty one where there is none."""
     value = schema.get(keyword)
     if value is None:

@@ -15,6 +15,8 @@ _PYTHON_TYPES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
 
+Schema = Mapping[str, Any]  # a JSON Schema that is an object
+
 
 @dataclass(frozen=True)
 class ValueSchema:
@@ -56,19 +58,19 @@ class ValueSchema:
         """The schema of an array's element at that place, by all alternatives."""
         return self._inside(lambda branch: _element(branch, index))
 
-    def _inside(self, schema_of: Callable[[Mapping[str, Any]], Any]) -> "ValueSchema":
+    def _inside(self, schema_of: Callable[[Schema], Any]) -> "ValueSchema":
         """What one of the alternatives says; those that say nothing do not count, and what allows anything allows it."""
         schemas = [inner for branch in self._branches() if (inner := schema_of(branch)) is not None and inner is not False]
         if not schemas or not all(isinstance(inner, Mapping) for inner in schemas):
             return ValueSchema(True, self.root)
         return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self.root)
 
-    def _single_branch(self) -> Mapping[str, Any]:
+    def _single_branch(self) -> Schema:
         """What all of it says, references followed; nothing, if it has alternatives."""
         branches = [branch for branch in self._branches() if "$ref" not in branch]
         return branches[0] if len(branches) == 1 else {}
 
-    def _branches(self) -> Iterator[Mapping[str, Any]]:
+    def _branches(self) -> Iterator[Schema]:
         """The schema and its alternatives, references followed."""
         left, seen = [self.schema], 0
         while left and seen < _BRANCHES:
@@ -133,7 +135,7 @@ def json_kind(text: str) -> str | None:
     return _PYTHON_TYPES[type(value)]
 
 
-def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
+def _types_of(branch: Schema) -> frozenset[str] | None:
     """What one schema says without its alternatives; None where it says nothing."""
     if names := listed(branch.get("type")):
         return frozenset(str(name).lower() for name in names)
@@ -141,7 +143,7 @@ def _types_of(branch: Mapping[str, Any]) -> frozenset[str] | None:
     return None if constants is None else frozenset(_PYTHON_TYPES.get(type(value), "string") for value in constants)
 
 
-def _constants_of(branch: Mapping[str, Any]) -> list[Any] | None:
+def _constants_of(branch: Schema) -> list[Any] | None:
     match branch:
         case {"const": value}:
             return [value]
@@ -150,7 +152,7 @@ def _constants_of(branch: Mapping[str, Any]) -> list[Any] | None:
     return None
 
 
-def _element(branch: Mapping[str, Any], index: int) -> Any:
+def _element(branch: Schema, index: int) -> Any:
     """By `prefixItems` and `items`; or, as older drafts write it, by a list of `items` and `additionalItems`."""
     named, others = branch.get("prefixItems") or (), branch.get("items")
     if isinstance(others, list):
@@ -158,5 +160,5 @@ def _element(branch: Mapping[str, Any], index: int) -> Any:
     return named[index] if index < len(named) else others
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: Any) -> Schema:
     return value if isinstance(value, Mapping) else {}
