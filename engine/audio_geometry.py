@@ -5,14 +5,15 @@ Source: the public configs and transformers' `models/gemma4` and `models/gemma4_
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from engine.checkpoint import JsonObject
 from engine.errors import InvalidRequest
-from engine.geometry import Geometry, Layer, Rope, read_section
+from engine.geometry import Geometry, Implemented, Layer, Rope, read_section
 from engine.protocol import MediaItem
 
 MELS: Final = 128
-_IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
+_IMPLEMENTED: Final[Implemented] = {
     "attention_context_right": (0,),
     "gradient_clipping": (1e10,),
     "hidden_act": ("silu",),
@@ -67,7 +68,7 @@ def read_audio(folder: Path) -> AudioGeometry | None:
     return read_section(folder, "audio_config", _IMPLEMENTED, _geometry)
 
 
-def _geometry(audio: dict[str, Any], text: Geometry) -> AudioGeometry:
+def _geometry(audio: JsonObject, text: Geometry) -> AudioGeometry:
     common = {**vars(text), "model": text.hidden, "ple": 0, "moe": None}
     if (samples := audio.get("audio_embed_dim")) is not None:
         return AudioGeometry(**{**common, "layers": _layers(1, 1, 0), "heads": 1}, features=samples, output=samples)

@@ -8,8 +8,10 @@ import msgspec
 
 from engine.errors import CheckpointError
 
+JsonObject = dict[str, Any]
 
-def read_json(path: Path) -> dict[str, Any]:
+
+def read_json(path: Path) -> JsonObject:
     """Reads the file's object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -22,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_optional(path: Path) -> dict[str, Any]:
+def read_optional(path: Path) -> JsonObject:
     """The file's object; empty where there is no file."""
     return read_json(path) if path.is_file() else {}
 
@@ -44,7 +46,7 @@ def quantisation(folder: Path) -> str | None:
     return ", ".join(name for name in names if name) or ("an unnamed format" if settings else None)
 
 
-def _schemes(settings: dict[str, Any]) -> set[str]:
+def _schemes(settings: JsonObject) -> set[str]:
     """Bits of weights and activations: `W4A16`, or of weights alone."""
     if "bits" in settings:
         return {f"W{settings['bits']}"}
@@ -64,7 +66,7 @@ class GenerationDefaults(TypedDict, total=False):
     suppress_tokens: list[int] | None
 
 
-def generation_config(folder: Path) -> dict[str, Any]:
+def generation_config(folder: Path) -> JsonObject:
     """The checkpoint's defaults of generation: sampling, end-of-sequence ids, ids never to be sampled. CheckpointError names a key
     of a wrong type."""
     config = read_optional(path := folder / "generation_config.json")

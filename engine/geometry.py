@@ -13,18 +13,19 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from engine.checkpoint import read_json
+from engine.checkpoint import JsonObject, read_json
 from engine.errors import CheckpointError
 from engine.weight_formats import weight_format
 
 T = TypeVar("T")
+Implemented = dict[str, tuple[Any, ...]]  # by key, the values that it may have
 LayerKind = Literal["sliding", "full"]
 DType = Literal["float32", "bfloat16"]
 PAGE_SIZE: Final = 32
 ITEMSIZE: Final = {"float32": 4, "bfloat16": 2}  # bytes
 _ARCHITECTURES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 # Keys that change the mathematics, of Gemma 4 or of its ancestors, and the values that are implemented.
-IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
+IMPLEMENTED: Final[Implemented] = {
     "attention_bias": (False, None),
     "attn_logit_softcapping": (None,),
     "hidden_act": ("gelu_pytorch_tanh", None),
@@ -211,11 +212,11 @@ def read_geometry(folder: Path) -> Geometry:
 
 
 def read_section(
-    folder: Path, name: str, implemented: dict[str, tuple[Any, ...]], make: Callable[[dict[str, Any], Geometry], T]
+    folder: Path, name: str, implemented: Implemented, make: Callable[[JsonObject, Geometry], T]
 ) -> T | None:
     """Returns what `make` gives of a section of config.json, such as `vision_config`, and of the text model; None: there is none.
 
-    implemented: values that keys may have. CheckpointError names the key that is wrong.
+    CheckpointError names the key that is wrong.
     """
     path = folder / "config.json"
     section = read_json(path).get(name)
@@ -230,7 +231,7 @@ def read_section(
         raise CheckpointError(f"{path}: {name}: {error}") from error
 
 
-def parse_config(config: dict[str, Any], source: str = "config.json") -> Geometry:
+def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
     """Read the geometry of a raw config (outer, or the text part alone)."""
     text = config.get("text_config", config)
     model_type = config.get("model_type")
@@ -247,7 +248,7 @@ def parse_config(config: dict[str, Any], source: str = "config.json") -> Geometr
         raise CheckpointError(f"{source}: {error}") from error
 
 
-def _check_implemented(section: dict[str, Any], implemented: dict[str, tuple[Any, ...]]) -> None:
+def _check_implemented(section: JsonObject, implemented: Implemented) -> None:
     """Raise ValueError, which names every key whose value asks for other mathematics than is here."""
     wrong = [
         f"{key} {section[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
@@ -258,7 +259,7 @@ def _check_implemented(section: dict[str, Any], implemented: dict[str, tuple[Any
         raise ValueError("; ".join(wrong))
 
 
-def _geometry(config: dict[str, Any], text: dict[str, Any]) -> Geometry:
+def _geometry(config: JsonObject, text: JsonObject) -> Geometry:
     wrapped, unified = "text_config" in config, "unified" in config["model_type"]
     vocab, ple = text["vocab_size"], text.get("hidden_size_per_layer_input") or 0
     ple_vocab = text.get("vocab_size_per_layer_input") or vocab
@@ -285,7 +286,7 @@ def _geometry(config: dict[str, Any], text: dict[str, Any]) -> Geometry:
     )
 
 
-def _layers(text: dict[str, Any]) -> tuple[Layer, ...]:
+def _layers(text: JsonObject) -> tuple[Layer, ...]:
     count = text["num_hidden_layers"]
     kinds = _kinds(text["layer_types"], count)
     shared_from = count - (text.get("num_kv_shared_layers") or 0)
@@ -316,7 +317,7 @@ def _layers(text: dict[str, Any]) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _overrides(text: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
+def _overrides(text: JsonObject, count: int) -> dict[int, JsonObject]:
     """Read what `per_layer_config` says of single layers. ValueError: something that is not implemented a layer, or of no layer."""
     overrides = {int(index): value for index, value in (text.get("per_layer_config") or {}).items()}
     for index, values in overrides.items():
@@ -336,9 +337,10 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
     return [table[name] for name in names[:-1]] + ["full"]
 
 
-def _heads(text: dict[str, Any], kind: LayerKind, override: dict[str, Any]) -> tuple[int, int]:
+def _heads(text: JsonObject, kind: LayerKind, override: JsonObject) -> tuple[int, int]:
     """Returns (head_dim, kv heads) of a layer; the global KV-head count holds only with attention_k_eq_v."""
-    head_dim, kv_heads = text["head_dim"], text["num_key_value_heads"]
+    head_dim: int = text["head_dim"]
+    kv_heads: int = text["num_key_value_heads"]
     if kind == "full":
         head_dim = text.get("global_head_dim") or head_dim
         if text.get("attention_k_eq_v"):
@@ -346,7 +348,7 @@ def _heads(text: dict[str, Any], kind: LayerKind, override: dict[str, Any]) -> t
     return override.get("head_dim", head_dim), override.get("num_key_value_heads", kv_heads)
 
 
-def _rope(parameters: dict[str, Any], head_dim: int) -> Rope:
+def _rope(parameters: JsonObject, head_dim: int) -> Rope:
     kind = parameters.get("rope_type", "default")
     if kind not in ("default", "proportional"):
         raise ValueError(f"rope_type {kind!r} is not one of default, proportional")
@@ -357,13 +359,13 @@ def _rope(parameters: dict[str, Any], head_dim: int) -> Rope:
     return Rope(float(parameters["rope_theta"]), int(fraction * head_dim // 2), factor)
 
 
-def _moe(text: dict[str, Any]) -> Moe | None:
+def _moe(text: JsonObject) -> Moe | None:
     if not text.get("enable_moe_block"):
         return None
     return Moe(text["num_experts"], text["top_k_experts"], text["moe_intermediate_size"])
 
 
-def _placeholders(config: dict[str, Any]) -> tuple[int, ...]:
+def _placeholders(config: JsonObject) -> tuple[int, ...]:
     """Returns the ids that the multimodal wrapper embeds as pad when they stand in plain text."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     return tuple(sorted({config[name] for name in names if config.get(name) is not None}))

@@ -7,16 +7,17 @@ holds pictures to it, and `quartet plan` counts it.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from engine.checkpoint import JsonObject
 from engine.errors import CheckpointError, InvalidRequest
-from engine.geometry import Geometry, Layer, Rope, read_section
+from engine.geometry import Geometry, Implemented, Layer, Rope, read_section
 from engine.protocol import MediaItem
 
 PATCH: Final = 16
 CELL: Final = 3
 SIDE: Final = PATCH * CELL  # pixels of a cell's side
-_IMPLEMENTED: Final[dict[str, tuple[Any, ...]]] = {
+_IMPLEMENTED: Final[Implemented] = {
     "patch_size": (PATCH,),
     "pooling_kernel_size": (CELL,),
     "attention_bias": (False, None),
@@ -64,7 +65,7 @@ def read_vision(folder: Path) -> VisionGeometry | None:
     return read_section(folder, "vision_config", _IMPLEMENTED, _geometry)
 
 
-def _geometry(vision: dict[str, Any], text: Geometry) -> VisionGeometry:
+def _geometry(vision: JsonObject, text: Geometry) -> VisionGeometry:
     if unified := "mm_embed_dim" in vision:
         hidden, positions, heads = vision["mm_embed_dim"], vision["mm_posemb_size"], 1
         count, head_dim, width = 1, 0, 0  # a layer of width 0, whose tensors no rule names
