@@ -211,9 +211,7 @@ def read_geometry(folder: Path) -> Geometry:
     return parse_config(read_json(path), str(path))
 
 
-def read_section(
-    folder: Path, name: str, implemented: Implemented, make: Callable[[JsonObject, Geometry], T]
-) -> T | None:
+def read_section(folder: Path, name: str, implemented: Implemented, make: Callable[[JsonObject, Geometry], T]) -> T | None:
     """Returns what `make` gives of a section of config.json, such as `vision_config`, and of the text model; None: there is none.
 
     CheckpointError names the key that is wrong.
