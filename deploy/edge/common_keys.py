@@ -55,9 +55,9 @@ class CommonSamplingKeys(Struct, frozen=True):
     stop: kt.RawStops = UNSET
 
     def sampling(self, **changes: Any) -> Sampling:
-        """What is said by the names that Sampling has, with `changes`. InvalidRequest: `stop` is wrong."""
+        """What is said by the names that Sampling has, but for raw JSON, with `changes`. InvalidRequest: `stop` is wrong."""
         names = self.__struct_fields__ & Sampling.__dataclass_fields__.keys()
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in names if not isinstance(value := getattr(self, name), Raw | UnsetType | None)}
         return Sampling(**{**given, "stops": read_stops(self.stop, "stop"), **changes})
 
 

@@ -29,6 +29,7 @@ from deploy.edge.common_keys import (
     read_stops,
     text_part,
 )
+from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
 from engine.front.constraints import ToolChoice
 
@@ -169,7 +170,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
-MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
+MESSAGES_READER = BodyReader(MessagesRequest, {**chat_keys_without(MessagesRequest), **_ABSENT})
 _TURNS = ListReader(Turn, MESSAGES)
 _BLOCKS = ListReader(ContentBlock, PARTS)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)

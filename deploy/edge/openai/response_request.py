@@ -40,6 +40,7 @@ from deploy.edge.common_keys import (
     text_part,
 )
 from deploy.edge.openai.effort import thinks_by_effort
+from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
 
@@ -52,10 +53,7 @@ _INCLUDES = 64
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
 _ORDER = ("reasoning", "message", "function_call")  # of the items of one message
-_OF_CHATS = ("messages", "response_format", "max_tokens", "max_completion_tokens", "reasoning_effort", "chat_template_kwargs",
-             "structured_outputs", "logit_bias", "cache_salt", "priority")  # fmt: skip
 _ABSENT: AbsentKeys = {
-    **dict.fromkeys(_OF_CHATS, ()),
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
@@ -183,7 +181,7 @@ def encrypted_content_of(thought: str) -> str:
     return _OWN + base64.b64encode(thought.encode()).decode()
 
 
-RESPONSES_READER = BodyReader(ResponsesRequest, _ABSENT)
+RESPONSES_READER = BodyReader(ResponsesRequest, {**chat_keys_without(ResponsesRequest), **_ABSENT})
 _ITEMS = ListReader(InputItem, MESSAGES)
 _PART_LIST = ListReader(InputPart, PARTS)
 _TOOL_LIST = ListReader(DeclaredTool, TOOLS)

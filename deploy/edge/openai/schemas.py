@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
-from deploy.edge.body_reader import BodyReader, unsupported
+from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
 from deploy.edge.common_keys import CommonSamplingKeys, RawTools
 from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai import absent_keys
@@ -209,6 +209,12 @@ class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
             prompt_logprobs=max(scored, default=None),
             prompt_key="prompt",
         )
+
+
+def chat_keys_without(kind: type[Struct]) -> AbsentKeys:
+    """Return the keys of a chat that requests of another `kind` lack, as keys to be refused there."""
+    keys = dict.fromkeys(ChatRequest.__struct_fields__, ()) | absent_keys.CHAT | {"n": (1,), "logprobs": (False,)}
+    return {name: neutral for name, neutral in keys.items() if name != "stream_options" and not hasattr(kind, name)}
 
 
 CHAT_READER = BodyReader(ChatRequest, absent_keys.CHAT)

@@ -203,6 +203,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "deeply"},),
     "mcp_servers": ([{"name": "x"}],),
     "container": ("x",),
+    "stop": (["a"],),
+    "seed": (1,),
+    "response_format": ({"type": "json_object"},),
     "output_config": ({"format": {"type": "xml", "schema": {}}},),
 }
 BAD_CONTENT: list[tuple[Any, str]] = [

@@ -228,6 +228,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (2,),
     "response_format": ({"type": "json_object"},),
     "max_tokens": (5,),
+    "n": (2,),
+    "min_tokens": (3,),
+    "guided_regex": ("a",),
     "include": (["message.output_text.logprobs"],),
     "tools": (
         [{"type": "mcp", "server_label": "x"}],
