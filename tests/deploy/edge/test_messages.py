@@ -72,9 +72,10 @@ def test_thoughts_text_and_calls_are_blocks(edge: Edge, batch: int) -> None:
 
 def test_the_first_event_says_what_the_prompt_costs(edge: Edge) -> None:
     """message_start comes with the first token and has no output yet."""
-    edge.script("hi<turn|>")
+    edge.script(f"{THOUGHT}hi<turn|>")
     first = streamed(edge, asked())[0]["message"]
     assert (first["content"], first["stop_reason"], first["usage"]["output_tokens"]) == ([], None, 0)
+    assert first["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
     assert first["usage"]["input_tokens"] == len(edge.core.requests[0].tokens)
 
 
