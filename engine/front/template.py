@@ -117,8 +117,7 @@ def _prepared(message: Mapping[str, Any], index: int, cut: CutCalls) -> dict[str
         if (thought := message.get("reasoning") or message.get("reasoning_content")) is not None:
             ready |= {"reasoning": thought, "reasoning_content": thought}  # templates read one or the other
     if message.get("tool_calls"):
-        where = f"messages[{index}].tool_calls"
-        ready["tool_calls"] = [_with_mapping(call, f"{where}[{n}]", cut) for n, call in enumerate(message["tool_calls"])]
+        ready["tool_calls"] = [_with_mapping(call, cut) for call in message["tool_calls"]]
     return ready
 
 
@@ -132,14 +131,15 @@ def _without_thoughts(content: Any) -> Any:
     return content
 
 
-def _with_mapping(call: Mapping[str, Any], where: str, cut: CutCalls) -> dict[str, Any]:
-    """The call with its arguments as a mapping: templates would print OpenAI's JSON string verbatim."""
+def _with_mapping(call: Mapping[str, Any], cut: CutCalls) -> dict[str, Any]:
+    """The call with its arguments as a mapping: templates would print OpenAI's JSON string verbatim. Every API has its id."""
     function = dict(call["function"])
     arguments = function.get("arguments") or {}
+    where = f"messages: the call {call.get('id') or function['name']!r}: arguments"
     if isinstance(arguments, str):
         arguments = _parse_arguments(arguments, where, cut)
     if not isinstance(arguments, Mapping):
-        raise InvalidRequest(f"{where}.function.arguments: not a JSON object", param="messages")
+        raise InvalidRequest(f"{where}: not a JSON object", param="messages")
     return dict(call) | {"function": function | {"arguments": arguments}}
 
 
@@ -167,7 +167,7 @@ def _parse_arguments(text: str, where: str, cut: CutCalls) -> Any:
     except (ValueError, RecursionError) as error:
         if text.startswith("{") and (whole := cut.closed(text)).startswith(text):
             return _json(whole)
-        raise InvalidRequest(f"{where}.function.arguments: not JSON ({error})", param="messages") from error
+        raise InvalidRequest(f"{where}: not JSON ({error})", param="messages") from error
 
 
 def _json(text: str) -> Any:

@@ -95,11 +95,12 @@ def asked(arguments: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
 def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, path: str) -> None:
-    """The model sees it with what was open closed. Planted: arguments that begin no JSON are a 400."""
+    """The model sees it with what was open closed. Planted: arguments that begin no JSON are a 400, which names the call."""
     edge.configure(max_len=4096)
     edge.script("again")
     assert edge.post(path, {"model": "nano", **asked('{"path":"a.p')[path]}).status_code == 200
     prompt = edge.prompt_text()
     assert 'call:read_file{path:<|"|>a.p<|"|>}<tool_call|><|tool_response>response:read_file{value:<|"|>no JSON<|"|>}' in prompt
     reply = edge.post(path, {"model": "nano", **asked('{"path":a.p')[path]})
-    assert "arguments: not JSON" in error_of(reply, 400)["message"]
+    error = error_of(reply, 400)
+    assert f"{error['param']}: the call 'call_1': arguments: not JSON" in error["message"]

@@ -215,6 +215,8 @@ BAD_CONTENT: list[tuple[Any, str]] = [
     ("word " * 400, "tokens"),
 ]
 REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]
+BAD_CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": []}]}
+REFUSED.append(("messages", [user("x"), BAD_CALL, user("y")], "the call 'toolu_1': arguments"))
 REFUSED += [("messages", [user(content)], named) for content, named in BAD_CONTENT]
 
 
