@@ -11,8 +11,9 @@ from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import RawTools
-from deploy.edge.key_types import ID, JsonObject, ModelName, RawObject, array, shown_as
-from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, read_chat
+from deploy.edge.key_types import ID, JsonObject, ModelName, RawObject, array, one_of, shown_as
+from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, read_chat
+from deploy.edge.openai.effort import REASONING_EFFORTS
 from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import invalid, not_null, token_ids
 from deploy.edge.service import Service
@@ -31,6 +32,8 @@ class TokenizeRequest(Struct, frozen=True):
     tools: RawTools = UNSET
     chat_template_kwargs: RawObject = UNSET
     add_generation_prompt: bool | None = None
+    reasoning_effort: Annotated[str, one_of(*REASONING_EFFORTS)] | None = None
+    mm_processor_kwargs: ProcessorKeys | None = None
 
     def chat(self) -> ChatPrompt | None:
         """The conversation; None: there is a text instead. InvalidRequest: both, or neither."""
@@ -41,7 +44,14 @@ class TokenizeRequest(Struct, frozen=True):
             return None
         if self.add_special_tokens:
             raise unsupported("add_special_tokens", "false where there are messages")  # the template has them all
-        return read_chat(messages, self.tools, self.chat_template_kwargs, generation_prompt=self.add_generation_prompt)
+        return read_chat(
+            messages,
+            self.tools,
+            self.chat_template_kwargs,
+            effort=self.reasoning_effort,
+            processor=self.mm_processor_kwargs,
+            generation_prompt=self.add_generation_prompt,
+        )
 
 
 class DetokenizeRequest(Struct, frozen=True):

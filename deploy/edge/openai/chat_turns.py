@@ -8,7 +8,9 @@ from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
-from deploy.edge.key_types import JsonObject, Kind, Name, RawNull, RawTextOrObject, array, component, one_of
+from deploy.edge.key_types import JsonObject, Kind, Name, Natural, RawNull, RawTextOrObject, array, component, one_of
+from deploy.edge.media.tasks import BUDGETS
+from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_small
 from engine.front.template import EXTRAS, ROLES
 from engine.protocol import MediaKind
@@ -68,12 +70,32 @@ class Message(Struct, frozen=True):
     refusal: RawNull = UNSET
 
 
+class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
+    """`max_soft_tokens`: of each image, instead of its `detail` (vLLM's)."""
+
+    max_soft_tokens: Natural | None = None
+
+    def checked(self) -> int | None:
+        """InvalidRequest: images have no such budget."""
+        if self.max_soft_tokens not in (None, *BUDGETS):
+            raise invalid("mm_processor_kwargs.max_soft_tokens", f"not one of {', '.join(map(str, BUDGETS))}")
+        return self.max_soft_tokens
+
+
 _MESSAGES = ListReader(Message, MESSAGES)
 _TOOLS = ListReader(JsonObject, TOOLS)
 _SWITCHES = msgspec.json.Decoder(dict[str, bool])
 
 
-def read_chat(messages: Raw, tools: Json, switches: Json, *, generation_prompt: bool | None) -> ChatPrompt:
+def read_chat(
+    messages: Raw,
+    tools: Json,
+    switches: Json,
+    *,
+    effort: str | None,
+    processor: ProcessorKeys | None,
+    generation_prompt: bool | None,
+) -> ChatPrompt:
     """InvalidRequest names the key that is wrong."""
     given = _switches(switches)
     turns = _messages(messages)
@@ -81,9 +103,10 @@ def read_chat(messages: Raw, tools: Json, switches: Json, *, generation_prompt: 
     return ChatPrompt(
         turns,
         _TOOLS.read(tools, "tools"),
-        thinks=given.pop("enable_thinking", None),
+        thinks=given.pop("enable_thinking", thinks_by_effort(effort, "reasoning_effort")),
         add_generation_prompt=generation_prompt is not False,
         switches=given,
+        max_soft_tokens=processor.checked() if processor else None,
     )
 
 

@@ -20,10 +20,9 @@ from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
 from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
 from deploy.edge.common_keys import CommonSamplingKeys, RawTools
-from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai import absent_keys
-from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, SWITCHES, read_chat
-from deploy.edge.openai.effort import REASONING_EFFORTS, thinks_by_effort
+from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, SWITCHES, ProcessorKeys, read_chat
+from deploy.edge.openai.effort import REASONING_EFFORTS
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
@@ -128,18 +127,6 @@ class CompletionKeys(SamplingKeys, frozen=True, kw_only=True):
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
 
 
-class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
-    """`max_soft_tokens`: of each image, instead of its `detail` (vLLM's)."""
-
-    max_soft_tokens: kt.Natural | None = None
-
-    def checked(self) -> int | None:
-        """InvalidRequest: images have no such budget."""
-        if self.max_soft_tokens not in (None, *BUDGETS):
-            raise invalid("mm_processor_kwargs.max_soft_tokens", f"not one of {', '.join(map(str, BUDGETS))}")
-        return self.max_soft_tokens
-
-
 class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
@@ -160,14 +147,18 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
         """InvalidRequest names the key that is wrong."""
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs: true")
-        chat = read_chat(self.messages, self.tools, self.chat_template_kwargs, generation_prompt=self.add_generation_prompt)
-        effort = thinks_by_effort(self.reasoning_effort, "reasoning_effort")
+        chat = read_chat(
+            self.messages,
+            self.tools,
+            self.chat_template_kwargs,
+            effort=self.reasoning_effort,
+            processor=self.mm_processor_kwargs,
+            generation_prompt=self.add_generation_prompt,
+        )
         chat = replace(
             chat,
             choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
-            thinks=effort if chat.thinks is None else chat.thinks,
             thought_tokens=self.thinking_token_budget,
-            max_soft_tokens=self.mm_processor_kwargs.checked() if self.mm_processor_kwargs else None,
         )
         return self.asking(
             chat,
@@ -213,7 +204,7 @@ class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
 
 def chat_keys_without(kind: type[Struct]) -> AbsentKeys:
     """Return the keys of a chat that requests of another `kind` lack, as keys to be refused there."""
-    keys = dict.fromkeys(ChatRequest.__struct_fields__, ()) | absent_keys.CHAT | {"n": (1,), "logprobs": (False,)}
+    keys: AbsentKeys = {**dict.fromkeys(ChatRequest.__struct_fields__, ()), **absent_keys.CHAT, "n": (1,), "logprobs": (False,)}
     return {name: neutral for name, neutral in keys.items() if name != "stream_options" and not hasattr(kind, name)}
 
 

@@ -151,9 +151,10 @@ def test_ids_are_transformers(edge: Edge) -> None:
 def test_tokens_are_counted_with_images(edge: Edge) -> None:
     """/tokenize and count_tokens say what a request would have."""
     parts = [image_url(png(100, 100))]
-    tokens = asked(edge, parts).tokens
-    tokenized = edge.post("/tokenize", {"messages": [user(parts)]}).json()
-    assert tokenized["tokens"] == list(tokens)
+    for extra in ({}, {"mm_processor_kwargs": {"max_soft_tokens": 280}}):
+        tokens = asked(edge, parts, **extra).tokens
+        tokenized = edge.post("/tokenize", {"messages": [user(parts)], **extra}).json()
+        assert tokenized["tokens"] == list(tokens)
     body = chat_body([anthropics(BASE64)])
     counted = edge.post("/v1/messages/count_tokens", body).json()
     edge.post("/v1/messages", {"max_tokens": 1, **body})

@@ -33,7 +33,9 @@ def test_a_text_and_its_tokens(edge: Edge) -> None:
     assert list(edge.core.requests[0].tokens) == found["tokens"]
 
 
-@pytest.mark.parametrize("extra", [{}, {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"}]
+)
 def test_a_conversation_has_the_tokens_of_its_chat(edge: Edge, extra: dict[str, Any]) -> None:
     """count is usage.prompt_tokens, tools and template's switches included."""
     found = post(edge, "/tokenize", messages=MESSAGES, **extra).json()
@@ -42,6 +44,8 @@ def test_a_conversation_has_the_tokens_of_its_chat(edge: Edge, extra: dict[str, 
     assert found["count"] == chat["usage"]["prompt_tokens"]
     without = post(edge, "/tokenize", messages=MESSAGES, add_generation_prompt=False, **extra).json()
     assert without["count"] < found["count"]
+    plain = post(edge, "/tokenize", messages=MESSAGES).json()
+    assert (plain["tokens"] == found["tokens"]) is not bool(extra)
 
 
 @whole_and_streamed
