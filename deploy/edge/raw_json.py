@@ -23,6 +23,7 @@ _SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+_TRUNCATED = "data was truncated, or half of a character (a lone surrogate) ends a string"  # msgspec does not tell them apart
 _MALFORMED: dict[type, str] = {RecursionError: "it is nested too deeply", UnicodeDecodeError: "it is not UTF-8"}
 
 V = TypeVar("V")
@@ -149,7 +150,7 @@ def read_text(raw: Json, key: str) -> str | None:
 def _complaint(error: Exception, key: str) -> InvalidRequest:
     """msgspec's one finding in our words; `key`: which of the request's was decoded."""
     if not isinstance(error, msgspec.ValidationError):
-        why = _MALFORMED.get(type(error), str(error))
+        why = _MALFORMED.get(type(error), str(error)).replace("data was truncated", _TRUNCATED)
         return InvalidRequest(f"The body is not JSON: {why}", param=_first(key) or None, code="invalid_json")
     match = _WHERE.fullmatch(str(error))
     assert match is not None, error

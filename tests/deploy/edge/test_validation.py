@@ -193,6 +193,14 @@ def test_agents_know_the_context_error(edge: Edge, path: str, words: int) -> Non
         assert ("prompt is too long: " in message and "maximum context length is " in message) is (status == 400)
 
 
+@pytest.mark.parametrize(("path", "key"), [(CHAT, "cache_salt"), (TEXT, "prompt"), ("/v1/responses", "input")])
+@pytest.mark.parametrize("half", ["\\ud83d", "\\ude00 and more"])
+def test_half_a_character_is_called_that(edge: Edge, path: str, key: str, half: str) -> None:
+    """As JavaScript cuts an emoji. A decoder that wants the other half finds the body too short for it."""
+    error = error_of(edge.post(path, f'{{"model":"nano","messages":[],"{key}":"{half}"}}'), 400)
+    assert (error["code"], "surrogate" in error["message"]) == ("invalid_json", True)
+
+
 def test_an_unknown_model_is_404(edge: Edge) -> None:
     """code model_not_found, which clients tell apart by."""
     reply = edge.post(CHAT, chat(model="gpt-4"))
