@@ -15,7 +15,9 @@ def check_schema(config: ServeConfig, source: str) -> None:
     """Raises ConfigError that names the keys that Serve itself would refuse or ignore, or its controller stumble over."""
     prefix = ""
     try:
-        ServeDeploySchema.model_validate(config, extra="forbid")
+        port = ServeDeploySchema.model_validate(config, extra="forbid").http_options.port
+        if not 0 < port < 1 << 16:
+            raise ConfigError(f"{source}: http_options.port: {port} is no port from 1 to 65535")
         for path, options in deployments(config):
             prefix = f"{path}.autoscaling_config."  # for which Serve's schema takes any mapping
             scaling = options.get("autoscaling_config") or {}

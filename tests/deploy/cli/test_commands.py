@@ -265,6 +265,7 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"mtp": {"drafts": 3}}, "mtp.drafts 3: mtp.model must name the assistant"),
         ({"mtp": {"model": "nano:e2b-assistant"}}, "is no drafter of this model: KV heads of layer 0 1, not 4"),
         ({"_top": {"http_options": {"port": "eighty"}}}, "http_options.port: Input should be a valid integer"),
+        ({"_top": {"http_options": {"port": 65536}}}, "http_options.port: 65536 is no port from 1 to 65535"),
     ],
 )
 def test_check_config_names_what_is_wrong(changes: dict[str, Any], why: str, tmp_path: Path, capsys: Captured) -> None:
