@@ -102,7 +102,7 @@ def plain_error(
 def message_of(error: QuartetError) -> str:
     """The message for the client. Which process died is for the log, not for the client."""
     if isinstance(error, EngineDead):
-        return "The engine was lost while this request was open; it is being restarted. Please try again."
+        return "The engine was lost and is being restarted, or is starting or stopping. Please try again."
     return _cut(str(error))
 
 
