@@ -78,11 +78,10 @@ class SequenceParallel:
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: range, width: int, dtype: torch.dtype, errors: Tensor) -> None:
         self.rank, self.size, self.rows, self._errors = rank, len(memories), rows, errors
-        parts = self._part_rows(self.size, rows[-1]) * width * dtype.itemsize
-        x = parts + rows[-1] * width * dtype.itemsize
-        self._parts = [memory[:parts].view(dtype).view(-1, width) for memory in memories]
-        self._x = [memory[parts:x].view(dtype).view(-1, width) for memory in memories]
-        self._flags = [memory[x:].view(torch.int32).view(2, 2, self.size - 1) for memory in memories]
+        x, flags = rows[-1] * width * dtype.itemsize, 16 * (self.size - 1)
+        self._x = [memory[:x].view(dtype).view(-1, width) for memory in memories]
+        self._parts = [memory[x:-flags].view(dtype).view(-1, width) for memory in memories]
+        self._flags = [memory[-flags:].view(torch.int32).view(2, 2, self.size - 1) for memory in memories]
         self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device).split(1)
@@ -91,14 +90,10 @@ class SequenceParallel:
         self.pieces: tuple[slice, ...] = ()
         self._copies: list[list[_Copy]] = []  # of each piece
 
-    @classmethod
-    def bytes(cls, size: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of one rank's memory, for up to so many rows: their parts of every other rank, x, flags."""
-        return (cls._part_rows(size, rows) + rows) * width * dtype.itemsize + 16 * (size - 1)
-
     @staticmethod
-    def _part_rows(size: int, rows: int) -> int:
-        return (size - 1) * (rows // size + 2)
+    def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
+        """Bytes of one rank's memory, for up to so many rows: x, their parts of every other rank, flags."""
+        return (rows + (size - 1) * (rows // size + 2)) * width * dtype.itemsize + 16 * (size - 1)
 
     def begin(self, rows: int) -> "SequenceParallel":
         """A forward of so many rows begins."""
