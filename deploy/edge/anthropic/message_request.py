@@ -29,11 +29,12 @@ from deploy.edge.common_keys import (
     read_stops,
     text_part,
 )
-from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
 from engine.front.constraints import ToolChoice
 
-_ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": ()}
+# Keys of OpenAI's chats that would change the answer.
+_OF_CHATS = ("frequency_penalty", "logit_bias", "max_completion_tokens", "n", "presence_penalty", "response_format", "seed", "stop")
+_ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": (), **dict.fromkeys(_OF_CHATS, ())}
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
 _ROLES = ("user", "assistant", "system")
@@ -170,7 +171,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
-MESSAGES_READER = BodyReader(MessagesRequest, {**chat_keys_without(MessagesRequest), **_ABSENT})
+MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
 _TURNS = ListReader(Turn, MESSAGES)
 _BLOCKS = ListReader(ContentBlock, PARTS)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)
