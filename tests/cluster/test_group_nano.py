@@ -61,8 +61,8 @@ def test_the_nano_group_serves_aborts_and_closes(config: EngineConfig) -> None:
             assert (load.received, load.finished, load.aborted) == (4, 3, 1)
             assert [pool.used for pool in load.pools] == [0, 0]
             await same_step(group)
-            assert len({status.state_hash for status in group.status()[:TP]}) == 1
-            assert group.status()[0].state_hash != 0
+            assert len({status.hashes[status.finished] for status in group.status()[:TP]}) == 1
+            assert all(group.status()[0].hashes.values())
             run.watcher.close()
             run.client.stop()
             assert await asyncio.to_thread(group.close)
@@ -94,7 +94,7 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
             await other
             await settled(run.client)
             await same_step(group)
-            assert len({status.state_hash for status in group.status()[: group.config.tp]}) == 1
+            assert len({status.hashes[status.finished] for status in group.status()[: group.config.tp]}) == 1
             return at_first
 
     config = msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256, max_seqs=4, max_len=1024)
