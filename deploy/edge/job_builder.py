@@ -178,7 +178,7 @@ class JobBuilder:
     def _check_size(self, characters: int, param: str) -> None:
         """What fits has fewer characters a token: more are not even rendered."""
         if characters > self.settings.max_len * CHARACTERS_A_TOKEN:
-            raise too_long(f"about {characters} characters", self.settings.max_len, param)
+            raise too_long(f"at least {characters // CHARACTERS_A_TOKEN} tokens", self.settings.max_len, param)
 
     def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int) -> Job:
         """`scored` choices of each prompt also give its logprobs, where they are asked for."""
