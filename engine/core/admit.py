@@ -63,8 +63,9 @@ class Admissions:
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
     def new_plan(self, plan: StepPlan, changes: Changes) -> None:
-        """Begins a plan, which gets the admissions, and its page changes. `_size`: numbers of its admissions."""
-        self._plan, self._changes, self._size = plan, changes, 0
+        """Begins a plan, which gets the admissions, and its page changes."""
+        self._plan, self._changes = plan, changes
+        self._size = 0  # numbers of its admissions
 
     def readmit(self, sequence: Sequence) -> bool:
         """Admit a sequence that has stepped back, with its slot and pages; False if the plan has no room for it beside others."""
