@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}  # variable -> where it is free
 PROXY_PORTS = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT")
 REPLICA_RANGE = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
-REPLICA_BLOCK = 100  # ports, of which the first is kept to mark the others as taken
+BLOCK = 100  # ports, of which the first is kept to mark the others as taken
 _FIRST, _BLOCKS = 20_000, 100  # between Ray's workers' ports (to 19999) and the kernel's own choice (from 32768)
 
 
@@ -25,19 +25,21 @@ class Ports:
 
     def choose(self, seed: int) -> dict[str, int]:
         """Choose and keep a port for each variable; returns them by variable."""
-        haproxy = {name: free_port(port) for name, port in HAPROXY_PORTS.items()}
-        return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | self._replicas(seed)
+        _, metrics, stats, first, *_, last = self._block(seed)
+        spare = zip(HAPROXY_PORTS.items(), (metrics, stats), strict=True)
+        haproxy = {name: port if _is_free(port) else other for (name, port), other in spare}
+        return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | dict(zip(REPLICA_RANGE, (first, last), strict=True))
 
-    def _replicas(self, seed: int) -> dict[str, int]:
-        """Find a block for its replicas' HTTP servers. HAProxy knows a port for a moment longer than its replica lives."""
+    def _block(self, seed: int) -> range:
+        """Find a block for HAProxy and the replicas. HAProxy knows a port for a moment longer than its replica lives."""
         for turn in range(_BLOCKS):
-            first = _FIRST + REPLICA_BLOCK * ((seed + turn) % _BLOCKS)
+            first = _FIRST + BLOCK * ((seed + turn) % _BLOCKS)
             try:
                 self._keep(first)
             except OSError:
                 continue
-            return dict(zip(REPLICA_RANGE, (first + 1, first + REPLICA_BLOCK - 1), strict=True))
-        raise ConfigError(f"no block of {REPLICA_BLOCK} ports from {_FIRST} on is free")
+            return range(first, first + BLOCK)
+        raise ConfigError(f"no block of {BLOCK} ports from {_FIRST} on is free")
 
     def _keep(self, port: int) -> int:
         """Keep `port`, or any free one for 0. OSError: somebody has it."""
@@ -70,12 +72,9 @@ def check_port(host: str, port: int, advice: str = "--port chooses another", lea
             raise ConfigError(f"cannot listen on {host}:{port}: {why} ({advice})") from error
 
 
-def free_port(preferred: int) -> int:
-    """Returns `preferred` where it is free on all interfaces, else a port that is."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", preferred))
-        except OSError:
-            probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _is_free(port: int) -> bool:
+    try:
+        check_port("127.0.0.1", port)
+    except ConfigError:
+        return False
+    return True

@@ -2,11 +2,11 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from deploy.ports import PROXY_PORTS, REPLICA_RANGE, Ports, check_port
+from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE, Ports, check_port
 from engine.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -43,6 +43,18 @@ def test_a_kept_port_is_for_who_shares_it(two: tuple[Ports, Ports]) -> None:
         stack.enter_context(server.accept()[0])
         with pytest.raises(OSError, match="in use"):
             two[1]._keep(port)
+
+
+def test_the_kernel_chooses_no_port_of_haproxy(two: tuple[Ports, Ports]) -> None:
+    """HAProxy, which shares none, binds seconds later: a connection of this machine may have got a port of the kernel's range."""
+    chosen = two[0].choose(0)
+    with ExitStack() as stack:
+        for name in HAPROXY_PORTS:  # taken by another launcher's
+            with suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", chosen[name])))
+        ports = [two[1].choose(0)[name] for name in HAPROXY_PORTS]
+    assert len({*ports, *chosen.values()}) == len(ports) + len(chosen)
+    assert max(ports) < 32_768
 
 
 def test_no_port_is_a_sentence() -> None:

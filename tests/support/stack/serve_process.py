@@ -1,6 +1,7 @@
 """The whole stack as a user starts it: `python -m deploy.cli serve` as a subprocess, and what its process tree holds."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +174,11 @@ def open_streams(stack: Stack, body: dict[str, Any], count: int = 8) -> "list[Re
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A port that is free, and stays so while a server boots: the kernel chooses none of these for connections."""
+    for port in random.SystemRandom().sample(range(30_000, 32_768), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("100 ports are taken")
 
 
 def is_free(port: int) -> bool:
