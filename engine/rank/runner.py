@@ -189,9 +189,13 @@ class Runner:
         """Run the plan uploaded last eagerly, padded to `sizes` with decode rows of `width` tokens, and behind decode rows alone
         the drafts of the next step; on a GPU. sizes: a number of sequences that decode, or the sizes of a step with chunks."""
         plan = self._inputs.plan
-        self._sampled(sampler, plan, *self._launched_forward(sizes, width, plan))
-        if self.draft_stage is not None and width > 1 and isinstance(sizes, int):
-            self.draft_stage.draft(sizes, width - 1)
+        batch, hidden = self._launched_forward(sizes, width, plan)
+        sampled = self._sampled(sampler, plan, batch, hidden)
+        if self.draft_stage is not None and isinstance(sizes, int):
+            if width == 1:
+                self.draft_stage.accept(batch, sampled.chosen, hidden, adjusted=False)
+            else:
+                self.draft_stage.draft(sizes, width - 1)
 
     @cached_property
     def _mixed_sizes(self) -> list[MixedSizes]:
@@ -221,12 +225,12 @@ class Runner:
         return min(fitting, default=None)
 
     def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
-        """Sample a padded step by the sampler of that name, and accept drafts. Capturable."""
+        """Sample a padded step by the sampler of that name, and accept its drafts. Capturable."""
         sampled = self.sample_stage.captured(name, plan, batch, hidden)
         return self._accepted(batch, hidden, sampled, adjusted=name.startswith("adjusted"))
 
     def _accepted(self, batch: ForwardBatch, hidden: Tensor, sampled: StepTokens, *, adjusted: bool) -> StepTokens:
-        if self.draft_stage is None:
+        if self.draft_stage is None or batch.width == 1:
             return sampled
         return replace(sampled, accepted=self.draft_stage.accept(batch, sampled.chosen, hidden, adjusted=adjusted))
 
@@ -326,10 +330,13 @@ class Runner:
                 adjusted = step.uploaded if rows.adjusted else None
                 sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
                 sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
-            sequences = len(plan.result_slots)
-            self._draft(self.bucket(sequences), plan.drafts)
-            if plan.masked and plan.drafts and self.draft_stage is not None:
-                sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
+            if plan.drafts and self.draft_stage is not None:
+                if width == 1:
+                    self.draft_stage.accept(final.batch, sampled.chosen, final.hidden, adjusted=False)
+                sequences = len(plan.result_slots)
+                self._draft(self.draft_stage, self.bucket(sequences), plan.drafts)
+                if plan.masked:
+                    sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
         if final.prompts is not None:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
@@ -371,11 +378,9 @@ class Runner:
         stage = self.forward_stage
         return stage.decode(sizes, plan, width) if isinstance(sizes, int) else stage.mixed(sizes, plan, width)
 
-    def _draft(self, sequences: int, count: int) -> None:
+    def _draft(self, stage: DraftStage, sequences: int, count: int) -> None:
         """Draft `count` tokens behind the last accepted one of each of `sequences` sequences, a bucket."""
-        if self.draft_stage is None or not count:
-            return
         if self.graphs is not None:
             self.graphs.replay("draft", sequences, 1 + count)
         else:
-            self.draft_stage.draft(sequences, count)
+            stage.draft(sequences, count)
