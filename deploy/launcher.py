@@ -306,7 +306,7 @@ def last_error(text: str) -> str:
     """Returns the error of the last traceback in `text`, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [index for index, line in enumerate(lines) if "Error: " in line or "EngineDead: " in line]
-    return " ".join(lines[errors[-1] if errors else -1 :])[:500] or "no reason given"
+    return " ".join(lines[errors[-1] if errors else -1 :])[:2000] or "no reason given"
 
 
 def _all_routed() -> bool:

@@ -25,9 +25,9 @@ class Ports:
 
     def choose(self, seed: int) -> dict[str, int]:
         """Choose and keep a port for each variable; returns them by variable."""
-        _, metrics, stats, first, *_, last = self._block(seed)
-        spare = zip(HAPROXY_PORTS.items(), (metrics, stats), strict=True)
-        haproxy = {name: port if _is_free(port) else other for (name, port), other in spare}
+        block = iter(self._block(seed))
+        haproxy = {name: port if is_free(port) else next(block) for name, port in HAPROXY_PORTS.items()}
+        first, *_, last = block
         return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | dict(zip(REPLICA_RANGE, (first, last), strict=True))
 
     def _block(self, seed: int) -> range:
@@ -38,19 +38,14 @@ class Ports:
                 self._keep(first)
             except OSError:
                 continue
-            return range(first, first + BLOCK)
+            return range(first + 1, first + BLOCK)
         raise ConfigError(f"no block of {BLOCK} ports from {_FIRST} on is free")
 
     def _keep(self, port: int) -> int:
         """Keep `port`, or any free one for 0. OSError: somebody has it."""
-        kept = socket.socket()
-        try:
-            kept.bind(("", port))
-        except OSError:
-            kept.close()
-            raise
+        kept = self._kept.enter_context(socket.socket())
+        kept.bind(("", port))
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: launchers do not share
-        self._kept.enter_context(kept)
         return int(kept.getsockname()[1])
 
     def close(self) -> None:
@@ -72,7 +67,7 @@ def check_port(host: str, port: int, advice: str = "--port chooses another", lea
             raise ConfigError(f"cannot listen on {host}:{port}: {why} ({advice})") from error
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
     try:
         check_port("127.0.0.1", port)
     except ConfigError:

@@ -36,7 +36,7 @@ _SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan
 class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Multi-token prediction: a drafter guesses tokens, and the model computes all of them in one step. The text is the same."""
 
-    model: Annotated[str | None, Meta(description="the model's assistant: a folder or a hub id; none: no drafts")] = None
+    model: Annotated[str | None, Meta(description="the drafter, as `model` (Google's: its name and -assistant)")] = None
     drafts: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=0, le=8)],
         Meta(

@@ -18,6 +18,7 @@ from deploy.models.resolve import folder_here, local_folder
 from deploy.settings import ServeConfig, Settings, application, read_config, read_settings
 from engine.config import Mtp
 from engine.errors import CheckpointError, ConfigError
+from engine.geometry import read_geometry
 
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
@@ -105,12 +106,15 @@ def model_notes(settings: Settings) -> Iterator[str]:
     """Checks what the model's shape forbids, and of a checkpoint what a replica would refuse. What could not be checked is a note;
     ConfigError, CheckpointError name the key."""
     from deploy.cli.sizing import configured, known_folder
+    from engine.rank.models.assistant_geometry import read_assistant
 
-    if (folder := known_folder(settings)) is None:
+    if (folder := known_folder(settings.model, settings.revision)) is None:
         yield f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"
         return
     if settings.mtp.model and folder_here(settings.mtp.model) is None:
-        yield f"mtp.model: {settings.mtp.model} is not on this machine: it was not checked"
+        if (drafter := known_folder(settings.mtp.model)) is not None:
+            read_assistant(drafter, read_geometry(folder))
+        yield f"mtp.model: {settings.mtp.model} is not on this machine: its files were not checked"
         settings = msgspec.structs.replace(settings, mtp=Mtp())
     config = configured(settings, folder)
     if local_folder(settings.model) == folder or any(folder.glob("*.safetensors")):  # a hub id's are downloaded by replicas

@@ -22,7 +22,7 @@ from deploy.cli.finding import Finding, State, checked
 from deploy.models.google_template import CORRECTED, edition
 from deploy.models.resolve import folder_here
 from deploy.nodes import check_nodes
-from deploy.ports import HAPROXY_PORTS, check_port
+from deploy.ports import HAPROXY_PORTS, is_free
 from deploy.settings import Settings
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import Platform
@@ -169,13 +169,8 @@ def _existing(folder: Path) -> Path:
 def ports(api: int = 8000) -> Iterator[Finding]:
     """Tries the ports that the launcher listens on."""
     for port in (api, *HAPROXY_PORTS.values()):
-        try:
-            check_port("127.0.0.1", port)
-        except ConfigError as error:
-            own = "quartet serve --port chooses another" if port == api else "quartet serve takes a free one by itself"
-            yield Finding(f"port {port}", "warn", str(error), own)
-        else:
-            yield Finding(f"port {port}", "ok", "free")
+        remedy = "quartet serve --port chooses another" if port == api else "quartet serve takes a free one by itself"
+        yield checked(f"port {port}", is_free(port), "free" if is_free(port) else "taken", remedy)
 
 
 def ingress() -> Finding:

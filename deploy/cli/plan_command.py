@@ -95,7 +95,7 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
     from deploy.cli import sizing
 
     reserve = sizing.RESERVE if args.reserve is None else args.reserve
-    folder = sizing.known_folder(settings)
+    folder = sizing.known_folder(settings.model, settings.revision)
     if folder is None:
         raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
     if args.config is None and args.max_len is None:

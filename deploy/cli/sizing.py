@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from deploy.models.resolve import PUBLIC, folder_here
+from deploy.models.resolve import folder_here, local_folder
 from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RESERVE = 3 << 29  # 1.5 GiB
 TPS = (1, 2, 4, 8)
-_PUBLISHED = re.compile(r"(?:(?:.*/)?gemma-4-)?(e2b|e4b|12b|26b-a4b|31b)(?:-it)?", re.IGNORECASE)
+_PUBLISHED = re.compile(r"(?:(?:.*/)?gemma-4-)?(e2b|e4b|12b|26b-a4b|31b)(?:-it)?(-assistant)?")
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Sizing:
         return min(self.config.max_seqs, *(pool.holds(tokens) for pool in self.pools))
 
 
-def known_folder(settings: Settings) -> Path | None:
+def known_folder(model: str, revision: str | None = None) -> Path | None:
     """Finds a folder with the model's config.json, and no promise of anything else: its own, the hub cache's, or that of the public
     shape that its name stands for (`31b`, `<owner>/gemma-4-31B-it`). None when this machine does not know the model."""
-    match = _PUBLISHED.fullmatch(settings.model)
-    return folder_here(settings.model, settings.revision) or (PUBLIC[match[1].lower()] if match else None)
+    match = _PUBLISHED.fullmatch(model.lower())
+    return folder_here(model, revision) or (local_folder(f"dummy:{match[1]}{match[2] or ''}") if match else None)
 
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
@@ -76,8 +76,8 @@ def configured(settings: Settings, folder: Path) -> EngineConfig:
 
 
 def _drafter_here(model: str) -> Path:
-    if (folder := folder_here(model)) is None:
-        raise ConfigError(f"mtp.model: {model} is not on this machine, so that its shape is not known: give a folder")
+    if (folder := known_folder(model)) is None:
+        raise ConfigError(f"mtp.model: {model} is not on this machine and no known shape: give a folder with config.json")
     return folder
 
 

@@ -2,7 +2,8 @@
 
     a folder               itself
     nano:<member>          the trained nano checkpoint beside the code; nano:<member>-assistant: its drafter
-    dummy:<member>         a public shape: its config.json as published, nano's tokenizer and template as stand-ins, no weights
+    dummy:<member>         a public shape: its config.json as published, nano's tokenizer and template as stand-ins, no weights;
+                           dummy:<member>-assistant: its drafter's
     <owner>/<name>         a Hugging Face hub id: safetensors, JSON and the template, nothing that could be executed
 
 HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the hub library's own and hold.
@@ -15,7 +16,7 @@ from pathlib import Path
 from deploy.models.nano import TRAINED, trained
 from engine.errors import ConfigError
 
-PUBLIC = {name: Path(__file__).parent / "public" / name for name in ("e2b", "e4b", "12b", "26b-a4b", "31b")}
+MEMBERS = {"nano": (TRAINED, trained()), "dummy": (Path(__file__).parent / "public", ["e2b", "e4b", "12b", "26b-a4b", "31b"])}
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)")  # as the hub library checks it
 
@@ -40,22 +41,18 @@ def folder_here(model: str, revision: str | None = None) -> Path | None:
 def local_folder(model: str) -> Path | None:
     """The folder of a `model` that is no hub id, None for one; ConfigError where there is no such folder or member."""
     kind, _, member = model.partition(":")
-    if kind in ("nano", "dummy"):
-        folders = PUBLIC if kind == "dummy" else _nano()
-        if member not in folders:
-            raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in folders)}")
-        return folders[member]
+    if kind in MEMBERS:
+        root, names = MEMBERS[kind]
+        name = member.removesuffix("-assistant")
+        if name not in names:
+            raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in names)}")
+        return root / name / ("assistant" if name != member else "")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _checked(folder)
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model: {model!r} is no folder here, and no hub id (<owner>/<name>), nano: or dummy:<member>")
     return None
-
-
-def _nano() -> dict[str, Path]:
-    folders = {name: TRAINED / name for name in trained()}
-    return folders | {f"{name}-assistant": folder / "assistant" for name, folder in folders.items()}
 
 
 def _checked(folder: Path) -> Path:

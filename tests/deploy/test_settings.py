@@ -17,8 +17,11 @@ from deploy.nodes import check_nodes, check_replicas, gpus_of
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, read_geometry
+from engine.rank.load.slices import elements
+from engine.rank.models.assistant_geometry import read_assistant
+from engine.rank.models.assistant_weights import TENSORS
 from tests.nano import model_shapes as shapes
 from tests.nano.random_models import write_texts
 from tests.support.repo_rules import ROOT
@@ -162,8 +165,20 @@ def test_a_published_config_is_that_of_the_shape(member: str, tmp_path: Path) ->
     published = json.loads((folder / "config.json").read_text())
     assert [name for name, shape in shapes.PUBLIC.items() if shapes.config(shape, "bfloat16") == published] == [member]
     write_texts(published, tmp_path)
-    files, written = ({path.name: path.read_bytes() for path in place.iterdir()} for place in (folder, tmp_path))
+    files, written = ({path.name: path.read_bytes() for path in place.glob("*.*")} for place in (folder, tmp_path))
     assert files == written
+
+
+@pytest.mark.parametrize(("member", "published"), shapes.PUBLISHED_DRAFTERS.items())
+def test_a_public_drafter_counts_what_was_published(member: str, published: int) -> None:
+    """To the last parameter, and it is its own model's alone."""
+    folder, target = resolve(f"dummy:{member}-assistant"), read_geometry(resolve(f"dummy:{member}"))
+    drafter = read_assistant(folder, target)
+    order = drafter.vocab if drafter.centroids else 0  # ids by cluster, which is no weight
+    assert elements(TENSORS, drafter) + order == published
+    other = "e2b" if member == "31b" else "31b"
+    with pytest.raises(CheckpointError, match="is no drafter of this model: hidden size of its model"):
+        read_assistant(folder, read_geometry(resolve(f"dummy:{other}")))
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:

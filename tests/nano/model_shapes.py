@@ -116,6 +116,8 @@ _small = partial(ModelShape, heads=8, positions=131072, vocab=VOCAB, media=MEDIA
 _ROWS = AudioShape(640)
 _large = partial(ModelShape, positions=262144, vocab=VOCAB, media=MEDIA, k_eq_v=True, vision=_large_tower)
 
+# Elements of the published drafters, the order of ids by cluster included.
+PUBLISHED_DRAFTERS = {"e2b": 77_993_476, "e4b": 78_779_908, "12b": 422_856_964, "26b-a4b": 419_711_236, "31b": 469_518_596}
 PUBLIC: dict[str, ModelShape] = {
     shape.member: shape
     for shape in (

@@ -285,7 +285,10 @@ def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: 
     application = checked(path, capsys)
     assert [note.partition(" ")[0] for note in application["notes"]] == ["num_gpus", "model:"]
     (note,) = checked(changed(tmp_path, mtp={"model": "someone/assistant"}), capsys)["notes"]
-    assert note == "mtp.model: someone/assistant is not on this machine: it was not checked"
+    assert note == "mtp.model: someone/assistant is not on this machine: its files were not checked"
+    drafted = changed(tmp_path, model="google/gemma-4-31B-it", device="cuda", mtp={"model": "google/gemma-4-31B-it-assistant"})
+    notes = checked(drafted, capsys)["notes"]
+    assert "mtp.model: google/gemma-4-31B-it-assistant is not on this machine: its files were not checked" in notes
     assert (application["settings"]["tp"], application["settings"]["max_queue"]) == (4, None)
     import ray
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import yaml
 
 from cluster import capability
 from deploy.cli import plan_command as plan
@@ -24,7 +25,7 @@ from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank import worker
 from engine.rank.parallel import Single
 from tests.conftest import Nano
-from tests.nano.model_shapes import PUBLIC, ModelShape, config
+from tests.nano.model_shapes import PUBLIC, PUBLISHED_DRAFTERS, ModelShape, config
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.ranks import Ranks, single
@@ -221,6 +222,18 @@ def test_every_public_shape_is_known_by_name(member: str, capsys: pytest.Capture
     assert [found.pop("model") for found in said] == [member, f"dummy:{member}", f"google/gemma-4-{member.upper()}-it"]
     assert said[0] == said[1] == said[2]
     assert said[0]["parameters"] + TOWERS[member] == PUBLISHED[member]
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_public_drafter_is_known_by_name(member: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Offline, by its hub id: a rank's weights grow by its share of them."""
+    config, weights = yaml.safe_load((ROOT / "deploy" / "gemma4.yaml").read_text()), []
+    for mtp in ({}, {"model": f"google/gemma-4-{member.upper()}-it-assistant"}):
+        config["applications"][0]["args"] |= {"model": f"google/gemma-4-{member.upper()}-it", "mtp": mtp}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        assert main(["plan", str(tmp_path / "config.yaml"), "--gpu", "h200", "--json"]) == 0
+        weights.append(json.loads(capsys.readouterr().out)[0]["weights_per_rank"])
+    assert 0.2 < (weights[1] - weights[0]) / (2 * PUBLISHED_DRAFTERS[member]) < 1
 
 
 def test_what_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
