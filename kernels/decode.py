@@ -3,11 +3,9 @@ of K and V to their page, attention over the pages.
 
     o = sum_j softmax_j( q . k_j ) v_j     over the keys j that position p sees:  j <= p, and j > p - window if there is one
 
-Scale 1.0, no cap; scores, softmax and sums fp32, as in `kernels.prefill`. Keys that a row does not see may be anything, NaN
-included: their scores and their values are replaced, not multiplied by zero.
+Keys that a row does not see may be anything, NaN included.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,14 +13,11 @@ import torch
 from torch import Tensor
 
 from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory
-from kernels.norm import rms_norm
-from kernels.prefill import gather
-from kernels.qkv import norm_rope, split_heads, store_kv
+from kernels.paged_attention import attend_rows, pages_of
+from kernels.qkv import qkv_post
 from kernels.slots import first_page
 from kernels.splitkv import ROWS, decode_kernel
 from kernels.tiles import LARGE_SHARED
-
-_GATHERED = 1 << 20  # elements of K gathered at once: what a cache holds
 
 
 @dataclass(frozen=True)
@@ -155,15 +150,17 @@ def decode_attention(
     assert len(out) == len(page_ids) == len(positions) == rows, (qkv.shape, out.shape)
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert rows * splits <= scratch.max_parts, (rows, splits, scratch.max_parts)
+    heads, (kv_heads, page) = out.shape[1] // d, pool.shape[2:4]
     inputs = (qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm)
     if not enabled(qkv):
-        paged_decode_step(*inputs, eps, window, out)
+        q, own_rows = qkv.new_empty(rows, heads, d), torch.arange(rows, device=qkv.device)
+        gathered = positions - first_page(positions, page, window) * page  # counted from the first page of `page_ids`
+        qkv_post(qkv, pool, page_ids, own_rows, gathered, cos_sin, q_norm, k_norm, eps, q)
+        attend_rows(q, pool, page_ids, positions, window, out.view(q.shape))
         return
-    kv_heads, page, _ = pool.shape[2:]
     if tile is None:
-        turns = cdiv(_pages(page_ids.shape[1] * page, page, window), splits)
+        turns = cdiv(pages_of(page_ids.shape[1] * page, page, window), splits)
         tile = decode_tile(d, page, rows * kv_heads * splits, turns, pool.element_size(), shared_memory(qkv))
-    heads = out.shape[1] // d
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
     check_contiguous(*inputs, out)
     launch(
@@ -172,84 +169,6 @@ def decode_attention(
         qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
         scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
     )  # fmt: skip
-
-
-def paged_decode_step(
-    qkv: Tensor,
-    pool: Tensor,
-    page_ids: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor | None,
-    eps: float,
-    window: int | None,
-    out: Tensor,
-) -> None:
-    """`decode_attention` in plain torch."""
-    live = (positions >= 0).nonzero().squeeze(1)
-    if live.shape[0] < positions.shape[0]:
-        qkv, page_ids, positions, cos_sin = (x[live] for x in (qkv, page_ids, positions, cos_sin))
-    page, d = pool.shape[3:]
-    q, k, v = split_heads(qkv, out.shape[1] // d, pool)
-    cos, sin = cos_sin.chunk(2, dim=1)
-    first = first_page(positions, page, window)
-    if k is not None and v is not None:
-        assert k_norm is not None, "a layer that appends K needs its norm"
-        own = page_ids.gather(1, (positions // page - first)[:, None].long()).squeeze(1)
-        store_kv(pool, own, positions % page, norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps))
-    q = norm_rope(q, q_norm, cos, sin, eps)
-    attended = torch.empty_like(q)
-    bounds = (positions + 1).tolist()
-    for rows, pages in row_blocks(bounds, pool, window):
-        queries = q[rows, None], pool, page_ids[rows, :pages], first[rows], positions[rows, None]
-        attended[rows] = decode_reference(*queries, window)[:, 0]
-    if live.shape[0] < out.shape[0]:
-        out.zero_()
-    out[live] = attended.flatten(1)
-
-
-def row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
-    """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, in all what is gathered at once."""
-    page, held = pool.shape[3], _GATHERED // pool[0, 0].numel()
-    first = 0
-    while first < len(bounds):
-        last, pages = first, 0
-        while last < len(bounds):
-            wider = max(pages, _pages(bounds[last], page, window))
-            if last > first and wider * (last + 1 - first) > held:
-                break
-            last, pages = last + 1, wider
-        yield slice(first, last), pages
-        first = last
-
-
-def _pages(bound: int, page: int, window: int | None) -> int:
-    whole = cdiv(bound, page)
-    return whole if window is None else min(whole, (window - 2) // page + 2)
-
-
-def decode_reference(q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """q [rows, n, heads, d] at positions int32 [rows, n], -1: anything comes out; page_ids int [rows, pages]: the pages `first` ..
-    of each row; entries past its last position's page are not read: the null page stands in, and is masked."""
-    rows, n, _, d = q.shape
-    kv_heads, page = pool.shape[2], pool.shape[3]
-    pages = page_ids.shape[1]
-    entries = first[:, None] + torch.arange(pages, device=q.device)
-    page_ids = torch.where(entries * page <= positions.amax(1, keepdim=True), page_ids, 0)
-    keys = (entries[..., None] * page + torch.arange(page, device=q.device))[:, None]  # [rows, 1, pages, page]
-    here = positions[..., None, None]
-    seen = keys <= here
-    if window is not None:
-        seen &= keys > here - window
-    k, v = (side.unflatten(0, (rows, pages)) for side in gather(pool, page_ids.flatten()))
-    v.transpose(2, 3)[~seen.any(1)] = 0.0
-    grouped = q.float().view(rows, n, kv_heads, -1, d).transpose(1, 2).reshape(rows, 1, kv_heads, -1, d)
-    scores = (grouped @ k.transpose(-1, -2)).unflatten(3, (n, -1))  # [rows, pages, kv_heads, n, group, page]
-    scores.masked_fill_(~seen.transpose(1, 2)[:, :, None, :, None], -torch.inf)
-    weights = scores.movedim(1, 4).flatten(-2).softmax(-1).unflatten(-1, (pages, page)).movedim(4, 1)
-    attended = (weights.flatten(3, 4) @ v).sum(1)  # [rows, kv_heads, n * group, d]
-    return attended.unflatten(2, (n, -1)).transpose(1, 2).reshape(q.shape).to(q.dtype)
 
 
 @cache

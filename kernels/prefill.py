@@ -21,6 +21,8 @@ from triton.language import constexpr
 
 from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
+from kernels.paged_attention import attention
+from kernels.slots import first_page
 from kernels.splitkv import page_of
 
 _TILE_ROWS = 128
@@ -78,36 +80,15 @@ def paged_prefill(
     """
     n, heads, _ = q.shape
     assert start + n <= pages.shape[0] * pool.shape[3], (start, n, pages.shape)
-    out, last_seen = torch.empty_like(q), torch.arange(start, start + n, device=q.device) if last_seen is None else last_seen
-    block = max(1, _SCORES // (heads * (start + n)))
-    for first in range(0, n, block):
-        last = min(first + block, n)
-        out[first:last] = _prefill_reference(q[first:last], pool, pages, start + first, window, last_seen[first:last])
+    page, positions = pool.shape[3], torch.arange(start, start + n, device=q.device)[None]
+    seen = positions if last_seen is None else last_seen[None]
+    out, block = torch.empty_like(q), max(1, _SCORES // (heads * (start + n)))
+    for begin in range(0, n, block):
+        part = slice(begin, begin + block)
+        first = first_page(positions[:, begin], page, window)
+        read = pages[None, int(first) : int(seen[:, part].max()) // page + 1]
+        out[part] = attention(q[None, part], pool, read, first, positions[:, part], window, seen[:, part])[0]
     return out
-
-
-def gather(pool: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of `pages` int [m], fresh: fp32 [m, kv_heads, page, d] each."""
-    k, v = (pool[:, side].index_select(0, pages).float() for side in (0, 1))
-    return k, v
-
-
-def _prefill_reference(q: Tensor, pool: Tensor, pages: Tensor, start: int, window: int | None, last_seen: Tensor) -> Tensor:
-    n, heads, d = q.shape
-    kv_heads, page = pool.shape[2], pool.shape[3]
-    end = int(last_seen.max()) + 1
-    oldest = 0 if window is None else max(0, start - window + 1)
-    base = oldest // page
-    sides = (side.transpose(0, 1).flatten(1, 2) for side in gather(pool, pages[base : cdiv(end, page)]))
-    k, v = (side[:, oldest - base * page : end - base * page] for side in sides)  # [kv_heads, keys, d]
-    queries = torch.arange(start, start + n, device=q.device)[:, None]
-    keys = torch.arange(oldest, end, device=q.device)
-    seen = keys <= last_seen[:, None]
-    if window is not None:
-        seen &= keys > queries - window
-    grouped = q.float().view(n, kv_heads, -1, d).permute(1, 2, 0, 3)  # [kv_heads, group, n, d]
-    scores = (grouped @ k[:, None].transpose(-1, -2)).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ v[:, None]).permute(2, 0, 1, 3).reshape(n, heads, d).to(q.dtype)
 
 
 def _joined_tiles(tiles: Iterable[Sequence[int]]) -> list[list[int]]:

@@ -30,7 +30,11 @@ def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float =
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in x's dtype."""
-    return _rope_reference(rms_norm(x, weight, eps, torch.float32), cos, sin).to(x.dtype)
+    half, pairs, rotated = x.shape[-1] // 2, cos.shape[1], rms_norm(x, weight, eps, torch.float32)
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = rotated[..., :pairs].clone(), rotated[..., half : half + pairs].clone()
+    rotated[..., :pairs], rotated[..., half : half + pairs] = first * cos - second * sin, second * cos + first * sin
+    return rotated.to(x.dtype)
 
 
 def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
@@ -38,14 +42,6 @@ def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor)
     pages, offsets = pages.long(), offsets.long()
     pool[pages, 0, :, offsets] = k
     pool[pages, 1, :, offsets] = v
-
-
-def split_heads(qkv: Tensor, heads: int, pool: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """[T, (heads + kv_projections * kv_heads) * d] -> q [T, heads, d], k and v [T, kv_heads, d] (one: v is k; none: None)."""
-    kv_heads, d = pool.shape[2], pool.shape[4]
-    kv_projections = (qkv.shape[1] - heads * d) // (kv_heads * d)
-    q, *kv = qkv.view(qkv.shape[0], qkv.shape[1] // d, d).split((heads, *(kv_heads,) * kv_projections), dim=1)
-    return (q, kv[0], kv[-1]) if kv else (q, None, None)
 
 
 def qkv_post(
@@ -65,23 +61,22 @@ def qkv_post(
     qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `decode_attention`;
     table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing into pages; its q is zero.
     """
+    heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
+    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
     if not enabled(qkv):
-        raw, k, v = split_heads(qkv, q.shape[1], pool)
+        raw, *kv = qkv.unflatten(1, (-1, d)).split((heads, *(kv_heads,) * kv_projections), dim=1)
         cos, sin = cos_sin.chunk(2, dim=1)
         q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
         q.masked_fill_((positions < 0)[:, None, None], 0)
-        if k is None or v is None:
+        if not kv:
             return
         assert k_norm is not None, "a layer that writes K needs its norm"
-        k, v = norm_rope(k, k_norm, cos, sin, eps), rms_norm(v, None, eps)
+        k, v = norm_rope(kv[0], k_norm, cos, sin, eps), rms_norm(kv[-1], None, eps)
         live = positions >= 0
         if not live.all():
             slots, positions, k, v = slots[live], positions[live], k[live], v[live]
-        page = pool.shape[3]
         store_kv(pool, table[slots, positions // page], positions % page, k, v)
         return
-    heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
-    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
     check_contiguous(*inputs)
     kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, page)
@@ -94,16 +89,6 @@ def _configured(heads: int, kv_heads: int, d: int, pairs: int, kv_projections: i
     return configured(
         _post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, PAGE=page, warps=warps
     )
-
-
-def _rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half, pairs = x.shape[-1] // 2, cos.shape[1]
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = x[..., :pairs], x[..., half : half + pairs]
-    rotated = x.clone()
-    rotated[..., :pairs] = first * cos - second * sin
-    rotated[..., half : half + pairs] = second * cos + first * sin
-    return rotated
 
 
 @triton.jit(do_not_specialize=["width", "slots", "positions"])  # rows may begin anywhere

@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.decode import DecodeScratch, decode_reference, row_blocks
+from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
-from kernels.slots import first_page
+from kernels.paged_attention import attend_rows
 from kernels.splitkv import load_run, page_of
 
 MOST_QUERIES = 9
@@ -106,13 +106,7 @@ def verify_attention(
     assert count == rows * q_len == len(positions), (q.shape, page_ids.shape, positions.shape)
     assert 1 <= q_len <= MOST_QUERIES, q_len
     if not enabled(q):
-        first = first_page(positions[::q_len], page, window)
-        queries, at = q.unflatten(0, (rows, q_len)), positions.view(rows, q_len)
-        reach = None if window is None else window + q_len - 1  # keys from the oldest of a row's first query to its last one's own
-        for block, pages in row_blocks((at.amax(1) + 1).tolist(), pool, reach):
-            attended = decode_reference(queries[block], pool, page_ids[block, :pages], first[block], at[block], window)
-            out.unflatten(0, (rows, q_len))[block] = attended
-        out[positions < 0] = 0.0
+        attend_rows(q, pool, page_ids, positions, window, out)
         return
     cut = verify_cut(
         max(rows, bucket), kv_heads, heads // kv_heads * q_len, d, page, page_ids.shape[1],

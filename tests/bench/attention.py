@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from kernels.chunks import extend_tiles
-from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile, paged_decode_step
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile
+from kernels.launch import plain_torch
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
 from tests.support.attention import Shape, decode_node
@@ -153,11 +154,12 @@ class Inputs:
         given = (self.qkv, self.pools[copy], self.page_ids, self.positions, self.cos_sin, *self.norms, EPS)
         decode_attention(*given, self.problem.layer.window, scratch, self.out, *cut)
 
-    def reference(self) -> Tensor:
+    def reference(self, scratch: DecodeScratch) -> Tensor:
         """What a launch over the first pool must give."""
         out = torch.empty_like(self.out)
         given = (self.qkv, self.pools[0], self.page_ids, self.positions, self.cos_sin, *self.norms, EPS)
-        paged_decode_step(*given, self.problem.layer.window, out)
+        with plain_torch():
+            decode_attention(*given, self.problem.layer.window, scratch, out, 1)
         return out
 
 
@@ -183,10 +185,10 @@ class Bench:
         """A row for each cut, once the default has been compared with the reference; after the deadline the default alone."""
         copies = max(1, min(96, -(-IN_TURN // problem.bytes))) if self.device.type == "cuda" else 2
         inputs = Inputs(problem, copies, self.device, memory)
-        want = inputs.reference()
         layer = problem.layer
         parts = problem.rows * max(splits for splits, _ in cuts)
         scratch = DecodeScratch(problem.rows, layer.heads, layer.kv_heads, layer.d, parts, self.device)
+        want = inputs.reference(scratch)
         for place, cut in enumerate(cuts):
             if place and time.perf_counter() > self.deadline:
                 self.skipped += len(cuts) - place

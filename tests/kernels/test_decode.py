@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import decode
+from kernels import paged_attention
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_cut, decode_splits
 from tests.bench import attention as bench
 from tests.support import interpreter
@@ -75,7 +75,7 @@ def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, shape: Shape) -
     """Every length, a padding row among them, equals dense attention, in blocks of rows or not; K and V of each are appended."""
     case = decode_case(shape, LENGTHS)
     check(case, attend(case))
-    monkeypatch.setattr(decode, "_GATHERED", 4 * shape.page * shape.kv_heads * shape.d)
+    monkeypatch.setattr(paged_attention, "_GATHERED", 4 * shape.page * shape.kv_heads * shape.d)
     check(case, attend(case))
 
 
@@ -143,8 +143,8 @@ def test_the_bench_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {(row["kernel"], row["shape"]) for row in rows}
     assert found == {(kernel, layer.name) for kernel in ("decode_attention", "extend_attention") for layer in bench.LAYERS}
     assert all(row["us"] > 0 and row["error"] < bench.TOLERANCE for row in rows)
-    whole = bench.paged_decode_step
-    monkeypatch.setattr(bench, "paged_decode_step", lambda *given: (whole(*given), given[-1].mul_(1.02)))
+    whole = bench.Inputs.reference
+    monkeypatch.setattr(bench.Inputs, "reference", lambda *given: whole(*given).mul_(1.02))
     with pytest.raises(AssertionError, match="relative error"):
         bench.dry(out)
 

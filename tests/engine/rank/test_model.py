@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import kernels.decode
 import kernels.qkv
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry, shard_vocab
@@ -269,7 +268,6 @@ def test_k_as_v_is_seen(case: Callable[[str], Case], monkeypatch: pytest.MonkeyP
         write(pool, pages, offsets, k, k if k.shape[2] == it.geometry.layers[-1].head_dim else v)
 
     monkeypatch.setattr(kernels.qkv, "store_kv", alias)
-    monkeypatch.setattr(kernels.decode, "store_kv", alias)
     error = it.error(it.run(Single(), it.steps(whole=True)))
     print(f"K as V: error {error:.2g}")
     assert FAULT <= error < torch.inf

@@ -1,0 +1,79 @@
+"""Attention over pages in plain torch: what the ops of decode rows, of rows with drafts and of prefill chunks have in common.
+
+    o_i = sum_j softmax_j( q_i . k_j ) v_j     over the keys j that query i sees:  j <= last_seen_i, and j > p_i - window
+
+Scale 1.0, no cap; scores, softmax and sums are fp32. What lies where no query of a row sees, NaN included, changes nothing: scores
+and values are replaced, not multiplied by zero.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.launch import cdiv
+from kernels.slots import first_page
+
+_GATHERED = 1 << 20  # elements of K gathered at once: what a cache holds
+
+
+def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, window: int | None, out: Tensor) -> None:
+    """The attention of `rows` rows of `q_len` queries each: `kernels.verify.verify_attention` in plain torch.
+
+    q and out [rows * q_len, heads, d]; pool one layer's; page_ids int32 [rows, width]; positions int32 [rows * q_len]
+    """
+    rows, page = len(page_ids), pool.shape[3]
+    queries, attended, at = q.unflatten(0, (rows, -1)), out.unflatten(0, (rows, -1)), positions.view(rows, -1)
+    first = first_page(at[:, 0], page, window)
+    reach = None if window is None else window + at.shape[1] - 1  # keys from the first query's oldest to the last one's own
+    for block, pages in _row_blocks((at.amax(1) + 1).tolist(), pool, reach):
+        attended[block] = attention(queries[block], pool, page_ids[block, :pages], first[block], at[block], window)
+    out[positions < 0] = 0.0
+
+
+def attention(
+    q: Tensor, pool: Tensor, page_ids: Tensor, first: Tensor, positions: Tensor, window: int | None, last_seen: Tensor | None = None
+) -> Tensor:
+    """q [rows, n, heads, d] at positions int [rows, n] -> the same shape and dtype; below position 0 anything comes out.
+
+    pool       one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
+    page_ids   int [rows, pages]: the pages `first` int [rows] and on of each row; entries behind the last key seen are not read
+    last_seen  int [rows, n], the last position that each query sees; None: its own
+    """
+    rows, n, _, d = q.shape
+    kv_heads, page = pool.shape[2:4]
+    last_seen = positions if last_seen is None else last_seen
+    entries = first[:, None] + torch.arange(page_ids.shape[1], device=q.device)
+    page_ids = torch.where(entries * page <= last_seen.amax(1, keepdim=True), page_ids, 0)  # else the null page, which is masked
+    keys = (entries[..., None] * page + torch.arange(page, device=q.device)).view(rows, 1, -1)
+    seen = keys <= last_seen[..., None]  # [rows, n, keys]
+    if window is not None:
+        seen &= keys > positions[..., None] - window
+    gathered = (pool[:, side].index_select(0, page_ids.flatten()).float().unflatten(0, (rows, -1)) for side in (0, 1))
+    k, v = (side.transpose(1, 2).flatten(2, 3) for side in gathered)  # [rows, kv_heads, keys, d]
+    v.masked_fill_(~seen.any(1)[:, None, :, None], 0.0)
+    grouped = q.float().view(rows, n, kv_heads, -1, d).transpose(1, 2)  # [rows, kv_heads, n, group, d]
+    scores = (grouped.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (n, -1))
+    weights = scores.masked_fill_(~seen[:, None, :, None], -torch.inf).softmax(-1)
+    return (weights.flatten(2, 3) @ v).unflatten(2, (n, -1)).transpose(1, 2).reshape(q.shape).to(q.dtype)
+
+
+def pages_of(bound: int, page: int, window: int | None) -> int:
+    """Pages that a query reads whose position is below `bound`, at most."""
+    whole = cdiv(bound, page)
+    return whole if window is None else min(whole, (window - 2) // page + 2)
+
+
+def _row_blocks(bounds: Sequence[int], pool: Tensor, window: int | None) -> Iterator[tuple[slice, int]]:
+    """Runs of rows, and how many pages each row of a run reads: enough for its longest bound, in all what is gathered at once."""
+    page, held = pool.shape[3], _GATHERED // pool[0, 0].numel()
+    first = 0
+    while first < len(bounds):
+        last, pages = first, 0
+        while last < len(bounds):
+            wider = max(pages, pages_of(bounds[last], page, window))
+            if last > first and wider * (last + 1 - first) > held:
+                break
+            last, pages = last + 1, wider
+        yield slice(first, last), pages
+        first = last
