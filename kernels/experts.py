@@ -207,18 +207,11 @@ def _grouped(
     total = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     up = total
     for k in range(0, K, BK):
-        if K % BK == 0:
-            values, gate = tl.load(rows + k, live, 0.0), tl.load(base + k)
-        else:
-            inside = k + lane < K
-            values, gate = tl.load(rows + k, live & inside, 0.0), tl.load(base + k, inside, 0.0)
-        total = add_product(values, gate, total, SWAP)
+        inside = (k + lane < K) | (K % BK == 0)  # a mask that holds everywhere is compiled away
+        values = tl.load(rows + k, live & inside, 0.0)
+        total = add_product(values, tl.load(base + k, inside, 0.0), total, SWAP)
         if GATED:
-            if K % BK == 0:
-                other = tl.load(base + M * K + k)
-            else:
-                other = tl.load(base + M * K + k, k + lane < K, 0.0)
-            up = add_product(values, other, up, SWAP)
+            up = add_product(values, tl.load(base + M * K + k, inside, 0.0), up, SWAP)
     if GATED:
         total = gelu(total) * up
     if SWAP:

@@ -106,7 +106,8 @@ def _run(
         peers, buffer = sent[0], sent[1].buffer
         pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
     kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
-    launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, x.shape[0], pointers, rank, buffer)
+    rows = (len(x),) if tile.kind == "gemm" else ()
+    launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, pointers, rank, buffer, *rows)
     return out
 
 
@@ -114,9 +115,9 @@ def _run(
 def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inbox_rows: int, width: int, empty: int) -> Configured:
     return configured(
         {"gemv": _gemv, "gemm": _gemm}[tile.kind],
-        M=m, K=k, GATED=gated, UP=up, ROWS=tile.rows, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
+        M=m, K=k, GATED=gated, UP=up, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
         SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty,
-        **({"SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {}),
+        **({"ROWS": tile.rows, "SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {}),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -140,34 +141,25 @@ def _store(
 def _load(base, TURN: constexpr, K: constexpr, BK: constexpr, POLICY: constexpr):
     """Columns [TURN BK, (TURN + 1) BK) of the rows at `base` [rows, 1]; zeros behind K."""
     offset = TURN * BK + tl.arange(0, BK)[None, :]
-    if (TURN + 1) * BK <= K:
-        tile = tl.load(base + offset, eviction_policy=POLICY)
-    else:
-        tile = tl.load(base + offset, mask=offset < K, other=0.0, eviction_policy=POLICY)
-    return tile
+    inside = (offset < K) | ((TURN + 1) * BK <= K)
+    return tl.load(base + offset, inside, 0.0, eviction_policy=POLICY)
 
 
 @triton.jit
-def _add_products(sums, tiles, x, T, TURN: constexpr, K: constexpr, BK: constexpr, ROWS: constexpr, MATRICES: constexpr):
-    """`sums`, by row and matrix [BN, BK / 8], and the products of tile TURN with the rows of x."""
-    added: tl.tuple = ()
-    for row in tl.static_range(ROWS):
-        values = _load(x + tl.minimum(row, T - 1) * K + tl.zeros([1, 1], tl.int32), TURN, K, BK, "").to(tl.float32)
-        for matrix in tl.static_range(MATRICES):
-            old = sums[row * MATRICES + matrix]
-            products = tl.reshape(tiles[TURN * MATRICES + matrix].to(tl.float32) * values, [old.shape[0], BK // 8, 8])
-            added += (old + tl.sum(products, 2),)
-    return added
+def _add_products(sums, tile, values):
+    """`sums` [BN, BK / 8] and the products of a weight tile [BN, BK] with a row's values [1, BK], eight neighbours at once."""
+    products = tl.reshape(tile.to(tl.float32) * values, [sums.shape[0], sums.shape[1], 8])
+    return sums + tl.sum(products, 2)
 
 
-@triton.jit(do_not_specialize=["T", "rank", "buffer"])
+@triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
-    x, weight, up, out, T, pointers, rank, buffer,
-    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
-    START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    x, weight, up, out, pointers, rank, buffer,
+    M: constexpr, K: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr, START: constexpr,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of up to ROWS rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last.
-    The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
+    """BN outputs of one row. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last. The loop
+    over K is unrolled, so that EARLY weight tiles are always on their way."""
     if START:
         trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
@@ -180,21 +172,23 @@ def _gemv(
         for matrix in tl.static_range(MATRICES):
             tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
     wait(PDL)
-    sums = (tl.zeros([BN, BK // 8], tl.float32),) * (MATRICES * ROWS)
+    sums = tl.zeros([BN, BK // 8], tl.float32)
+    second = sums
     for i in tl.static_range(TILES):
         if i + EARLY < TILES:
             for matrix in tl.static_range(MATRICES):
                 tiles += (_load(base + matrix * M * K, i + EARLY, K, BK, "evict_first"),)
-        sums = _add_products(sums, tiles, x, T, i, K, BK, ROWS, MATRICES)
-    for row in tl.static_range(ROWS):
-        total = tl.sum(sums[row * MATRICES], 1)
+        values = _load(x + tl.zeros([1, 1], tl.int32), i, K, BK, "").to(tl.float32)
+        sums = _add_products(sums, tiles[i * MATRICES], values)
         if GATED:
-            total = gelu(total) * tl.sum(sums[row * MATRICES + 1], 1)
-        live = (column < M) & (row < T)
-        out_row = tl.zeros([BN], tl.int32) + row
-        if UP > 0:
-            total = gelu(total) * tl.load(up + row * UP + column, live, 0.0).to(tl.float32)
-        _store(total, out, out_row, column, live, x.dtype.element_ty, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
+            second = _add_products(second, tiles[i * MATRICES + 1], values)
+    total, live = tl.sum(sums, 1), column < M
+    if GATED:
+        total = gelu(total) * tl.sum(second, 1)
+    if UP > 0:
+        total = gelu(total) * tl.load(up + column, live, 0.0).to(tl.float32)
+    row = tl.zeros([BN], tl.int32)
+    _store(total, out, row, column, live, x.dtype.element_ty, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
 @triton.jit
@@ -206,7 +200,7 @@ def _prefetch(base, TURN: constexpr, K: constexpr, BK: constexpr):
 
 @triton.jit(do_not_specialize=["T", "rank", "buffer"])
 def _gemm(
-    x, weight, up, out, T, pointers, rank, buffer,
+    x, weight, up, out, pointers, rank, buffer, T,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, SWAP: constexpr, SPLITS: constexpr,
     GATED: constexpr, UP: constexpr, START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
     PDL: constexpr,
@@ -233,18 +227,12 @@ def _gemm(
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
     second = total
     for k in range(0, PART, BK):
-        if PART % BK == 0:
-            values = tl.load(xs + k + offset, mask=live, other=0.0)
-            tile = tl.load(base + k + offset, eviction_policy="evict_first")
-        else:
-            values = tl.load(xs + k + offset, mask=live & (k + offset < K), other=0.0)
-            tile = tl.load(base + k + offset, mask=k + offset < K, other=0.0, eviction_policy="evict_first")
+        inside = (k + offset < K) | (PART % BK == 0)  # a mask that holds everywhere is compiled away
+        values = tl.load(xs + k + offset, live & inside, 0.0)
+        tile = tl.load(base + k + offset, inside, 0.0, eviction_policy="evict_first")
         total = add_product(values, tile, total, SWAP)
         if GATED:
-            if PART % BK == 0:
-                tile = tl.load(base + M * K + k + offset, eviction_policy="evict_first")
-            else:
-                tile = tl.load(base + M * K + k + offset, mask=k + offset < K, other=0.0, eviction_policy="evict_first")
+            tile = tl.load(base + M * K + k + offset, inside, 0.0, eviction_policy="evict_first")
             second = add_product(values, tile, second, SWAP)
     if GATED:
         total = gelu(total) * second

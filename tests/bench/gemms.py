@@ -22,8 +22,8 @@ from tests.support.engine.products import Product
 CHECKED = 4096  # outputs that are compared with fp32; all of them would take longer than the timing
 
 
-def gemv(rows: int, bn: int, bk: int, early: int, warps: int = 4) -> Tile:
-    return Tile("gemv", rows, bn, bk, early, warps)
+def gemv(bn: int, bk: int, early: int, warps: int = 4) -> Tile:
+    return Tile("gemv", 1, bn, bk, early, warps)
 
 
 def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
@@ -124,7 +124,7 @@ def candidates(shape: GemmShape, rows: int) -> list[Tile]:
     if rows > 128:
         return []
     size = 1 << (rows - 1).bit_length()
-    found = [*(_gemvs(size) if size <= 4 else ()), *_gemms(max(size, 16), rows)]
+    found = [*(_gemvs() if size == 1 else ()), *_gemms(max(size, 16), rows)]
     if shape.gated:
         found = [_halved(tile) for tile in found]
     whole = 1 << (shape.n - 1).bit_length()
@@ -138,25 +138,18 @@ def _halved(tile: Tile) -> Tile:
     return replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16), start=True)
 
 
-def _gemvs(rows: int) -> list[Tile]:
-    """Tiles of 8 KiB a warp group and turn or about; with more rows the sums take the registers that weights had."""
-    if rows == 1:
-        return [
-            *(gemv(1, 4, 1024, early) for early in (4, 3, 2, 1)),
-            *(gemv(1, 2, 1024, early) for early in (4, 6)),
-            *(gemv(1, 8, 1024, early, warps=8) for early in (2, 4)),
-            *(gemv(1, 8, 512, early) for early in (2, 4)),
-            *(gemv(1, 4, 2048, early, warps=8) for early in (2, 3)),
-            gemv(1, 2, 2048, 3),
-            gemv(1, 4, 512, 6, warps=2),
-            gemv(1, 4, 512, 4),
-            gemv(1, 8, 1024, 2),
-        ]
+def _gemvs() -> list[Tile]:
+    """Tiles of 8 KiB a warp group and turn or about."""
     return [
-        *(gemv(rows, 4, 1024, early) for early in (4, 2, 1)),
-        *(gemv(rows, 2, 1024, early) for early in (4, 2)),
-        *(gemv(rows, 8, 1024, early, warps=8) for early in (2, 1)),
-        gemv(rows, 8, 512, 2),
+        *(gemv(4, 1024, early) for early in (4, 3, 2, 1)),
+        *(gemv(2, 1024, early) for early in (4, 6)),
+        *(gemv(8, 1024, early, warps=8) for early in (2, 4)),
+        *(gemv(8, 512, early) for early in (2, 4)),
+        *(gemv(4, 2048, early, warps=8) for early in (2, 3)),
+        gemv(2, 2048, 3),
+        gemv(4, 512, 6, warps=2),
+        gemv(4, 512, 4),
+        gemv(8, 1024, 2),
     ]
 
 

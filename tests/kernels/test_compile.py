@@ -418,6 +418,6 @@ def test_planted_faults_are_seen() -> None:
 
 def test_a_spill_is_seen() -> None:
     """A kernel that holds more than a thread's registers shows a stack."""
-    case = GemmCase("starved", GemmShape(4096, HIDDEN), 1, gemv(1, 16, 1024, early=4, warps=1))
+    case = GemmCase("starved", GemmShape(4096, HIDDEN), 1, gemv(16, 1024, early=4, warps=1))
     (node,) = case.nodes(HOPPER)
     assert compile_node(node, HOPPER).stack > 0
