@@ -79,7 +79,7 @@ class _Job:
 def precompile_all(nodes: Iterable[Node], target: tuple[int, int], workers: int) -> int:
     """Compiles each node once into Triton's cache, `workers` at a time; their number. Workers are forks: before CUDA is used.
     One that does not compile is left to its launch, whose row says why."""
-    unique = {(node.kernel, str(sorted(node.constexprs.items())), str(node.types), node.aligned): node for node in nodes}
+    unique = {node.variant: node for node in nodes}
     jobs = [_Job(node.function.fn.__module__, replace(node, function=None), target) for node in unique.values()]
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         list(pool.map(_precompile, jobs))

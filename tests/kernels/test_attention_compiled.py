@@ -13,7 +13,7 @@ from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem
 from tests.support.attention import Shape, decode_node, ints, meta, precompile_decode
 from tests.support.compiled import Compiled, compile_node
-from tests.support.launches import Node, record
+from tests.support.launches import Node, argument_types, record
 from tests.support.ptx import early_reads
 
 pytestmark = pytest.mark.cpu
@@ -86,7 +86,7 @@ def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
 
 def read_early(compiled: Compiled) -> set[str]:
     """The kernel's arguments from whose memory something is read before the wait for its predecessors."""
-    return early_reads(compiled.ptx, list(compiled.node.types))
+    return early_reads(compiled.ptx, list(argument_types(compiled.node)))
 
 
 def test_only_norm_weights_are_read_before_the_wait() -> None:

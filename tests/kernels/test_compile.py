@@ -46,7 +46,7 @@ from tests.bench.gemms import GemmCase, gemv
 from tests.kernels.test_attention_compiled import BLACKWELL, HOPPER, SHARED, chunk_nodes, decode, named
 from tests.support.attention import ints, meta, verify_nodes
 from tests.support.compiled import Compiled, compile_node
-from tests.support.launches import Node, record
+from tests.support.launches import Node, argument_types, record
 from tests.support.ptx import accesses, early_reads, ends_without_waiting, narrow_products
 
 pytestmark = pytest.mark.cpu
@@ -317,7 +317,7 @@ def test_smaller_shared_memory(target: Target) -> None:
 def test_dependent_launch_is_safe(subject: str) -> None:
     """Before it waits for its predecessors a kernel writes nothing and reads only what is constant, and no path skips the wait."""
     for kernel in compiled(subject, HOPPER):
-        name, arguments = kernel.node.kernel, list(kernel.node.types)
+        name, arguments = kernel.node.kernel, list(argument_types(kernel.node))
         assert kernel.node.constexprs["PDL"], name
         assert not ends_without_waiting(kernel.ptx), name
         assert early_reads(kernel.ptx, arguments) <= CONSTANT.get(name, set()), name
@@ -335,7 +335,7 @@ def test_inboxes_are_polled() -> None:
         access.op
         for subject in ("fused_allreduce_norm", "choose")
         for kernel in compiled(subject, HOPPER)
-        for access in accesses(kernel.ptx, list(kernel.node.types))
+        for access in accesses(kernel.ptx, list(argument_types(kernel.node)))
         if access.reads and "inbox" in access.arguments
     ]
     assert polls
@@ -345,7 +345,8 @@ def test_inboxes_are_polled() -> None:
 def test_waits_for_ranks_end_by_the_clock() -> None:
     """A kernel that polls looks at the time, and no other does: how long a number of polls takes depends on the GPU."""
     for kernel in (*compiled("fused_allreduce_norm", HOPPER), *compiled("choose", HOPPER)):
-        inbox = any("inbox" in access.arguments and access.reads for access in accesses(kernel.ptx, list(kernel.node.types)))
+        found = accesses(kernel.ptx, list(argument_types(kernel.node)))
+        inbox = any("inbox" in access.arguments and access.reads for access in found)
         assert ("%globaltimer" in kernel.ptx) == inbox, kernel.node.kernel
 
 
@@ -354,7 +355,7 @@ def test_weights_are_on_their_way_before_the_wait() -> None:
     lets its dependents start before that, no other ever."""
     for kernel in compiled("linear", HOPPER):
         choices = kernel.node.constexprs
-        names = list(kernel.node.types)
+        names = list(argument_types(kernel.node))
         early = [access for access in accesses(kernel.ptx, names) if access.early]
         loads = [access for access in early if access.reads]
         vectors = choices["BN"] * choices["BK"] * (1 + choices["GATED"]) // (8 * 32 * choices["warps"])

@@ -16,7 +16,7 @@ from kernels import launch as launcher
 from kernels.launch import cdiv, enabled, late_compilations, launch, next_power_of_2, ready, shared_memory, trigger, wait
 from tests.support import interpreter
 from tests.support.engine.groups import alive
-from tests.support.launches import Node, compilations, record, without_overlap
+from tests.support.launches import Node, argument_types, compilations, record, without_overlap
 
 pytestmark = pytest.mark.cpu
 
@@ -106,7 +106,7 @@ def test_a_target_lists_launches_and_starts_none() -> None:
             assert not enabled(torch.zeros(1))
             launch(_add, (3,), x, x, 2**40, BLOCK=4)
         assert nodes == [Node("_add", (3,), {"BLOCK": 4, "PDL": pdl, "warps": 4, "stages": 3})]
-        assert nodes[0].types == {"x": "*bf16", "out": "*bf16", "n": "i64"}
+        assert argument_types(nodes[0]) == {"x": "*bf16", "out": "*bf16", "n": "i64"}
         assert nodes[0].function is _add
     assert compilations() == 0
 

@@ -75,7 +75,7 @@ def calls(step: str) -> tuple[Call, ...]:
         node = listed(made, grid, args)
         stand_ins = tuple(stand_in(arg) if isinstance(arg, Tensor) else arg for arg in args)
         call = Call(made.kernel, grid, stand_ins, node.constexprs)
-        found.setdefault(f"{node} {node.types} {node.aligned} {node.constants}", call)
+        found.setdefault(f"{node} {node.specialization}", call)
         return node
 
     precompile._listed = keep

@@ -9,7 +9,7 @@ from kernels.precompile import ListedLaunch as Node
 from kernels.precompile import listed as record
 from kernels.precompile import precompile
 
-__all__ = ["Node", "compilations", "kernel_name", "precompile", "record", "variants", "without_overlap"]
+__all__ = ["Node", "argument_types", "compilations", "kernel_name", "precompile", "record", "variants", "without_overlap"]
 
 
 def variants() -> list[Any]:
@@ -20,6 +20,12 @@ def variants() -> list[Any]:
 def compilations() -> int:
     """Kernel variants that this process has compiled, or loaded from Triton's cache on disk, for its launches so far."""
     return len(launch._launcher.compiled)
+
+
+def argument_types(node: Node) -> dict[str, str]:
+    """Types in Triton's words of the arguments that are not compiled in."""
+    named = zip(node.function.arg_names, node.specialization, strict=True)
+    return {name: kind for name, (kind, _) in named if kind != "constexpr"}
 
 
 def kernel_name(kernel: Any) -> str:

@@ -28,7 +28,7 @@ from kernels.inbox_check import inbox_checks
 from kernels.selfcheck import RandomInputs
 from tests.support import interpreter
 from tests.support.engine.shared_memory import mapped
-from tests.support.launches import kernel_name, record
+from tests.support.launches import argument_types, kernel_name, record
 
 pytestmark = pytest.mark.cpu
 
@@ -222,6 +222,6 @@ def test_every_kernel_that_writes_to_other_ranks_is_launched(most: int, *, shard
     over = [node for node in nodes if node.constexprs.get("SIZE") == 4]
     names = {"_allreduce_norm", "_gemv", "_gemm", "_choose"}
     assert {node.kernel for node in over} == names | ({"_allreduce_norm_sharded"} if sharded else set())
-    assert {"post_a" in node.types for node in over if node.kernel == "_allreduce_norm"} == {False, True}
+    assert {"post_a" in argument_types(node) for node in over if node.kernel == "_allreduce_norm"} == {False, True}
     assert sum(not node.constexprs.get("SEND", True) for node in over) == 2, "behind the products, which have sent"
     assert len(nodes) == len(over) + 1, "the choice is of the best of a rank's slice"
