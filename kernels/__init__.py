@@ -6,8 +6,7 @@ kernel takes its tensors. Read `launch` first, then `activation` and `linear`.
     launching   launch (every kernel starts there), relaunch (again, without Triton's Python), precompile (before the first launch)
     shared      numerics (casts, products, online softmax), norm (RMSNorm in torch), tiles (a product's tile by shape and rows)
     layers      embed, ple, linear, activation, route, experts, fused_allreduce_norm (what ends each half of a layer)
-    attention   qkv, decode and its kernel splitkv, verify (rows with drafts), prefill, paged_attention (all three in torch),
-                block_tables (for FlashInfer)
+    attention   qkv, decode and its kernel splitkv, verify (rows with drafts), prefill, paged_attention (all three in torch)
     towers      axial_rope, ragged_attention
     step        admissions (new sequences), slots (plans, decode rows), chunks (prefill rows)
     sampling    sample (formula and noise), sampling_batch (inputs), adjust, choose, candidates (small top_k), filters

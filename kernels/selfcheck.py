@@ -22,7 +22,6 @@ from kernels.activation import geglu
 from kernels.adjust import adjust, count_accepted
 from kernels.admissions import RECORD, admit
 from kernels.axial_rope import head_norm, norm_axial_rope
-from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import choose_best, local_best
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs, extend_tiles
@@ -150,9 +149,9 @@ def _admissions(draw: RandomInputs) -> Outputs:
     return *tables, tokens, lengths, parameters.integers, floats.view(torch.int32), parameters.stop
 
 
-def _block_tables(draw: RandomInputs) -> Outputs:
+def _page_rows(draw: RandomInputs) -> Outputs:
     tables, lengths = draw.filled(7, 3, 16), draw.ints(9, 9, 9)
-    block_tables(1 + draw.rising(2, 9), draw.ints(1, 0, 0), draw.ints(100, 15, -1), _PAGE, 40, tables, lengths)
+    gather_pages(1 + draw.rising(2, 9), draw.ints(1, 0, 0), draw.ints(100, 15, -1), _PAGE, 40, tables, lengths)
     return tables, lengths
 
 
@@ -389,7 +388,7 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
 CHECKS = (
     *(Check("kernels.slots", f"a step's inputs, {width} tokens a row", _step_inputs, (width,)) for width in (1, 3)),
     Check("kernels.admissions", "new sequences", _admissions),
-    Check("kernels.block_tables", "rows of page ids", _block_tables),
+    Check("kernels.slots", "rows of page ids for other libraries", _page_rows),
     Check("kernels.activation", "the gate", _geglu),
     *(Check("kernels.linear", f"products of {rows} rows", _products, (rows,)) for rows in (1, 2, 5, 30, 64)),
     Check("kernels.fused_allreduce_norm", "a fused norm of one rank", _allreduce_norm),

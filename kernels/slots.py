@@ -2,7 +2,7 @@
 
     apply_plan      releases, then appends, to the page tables; lengths of chunked slots
     decode_inputs   slot, position and token of each decode row; lengths advance
-    gather_pages    the page ids that each sequence reads, in one row of their own
+    gather_pages    the page ids that each sequence reads, in one row of their own; also for other libraries' kernels
     rotary_table    cos and sin of each row's position
     put             values at (row, column) pairs of a table
 
@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
+
+_INPUTS = 32  # of decode rows, of a program: a lane each
 
 
 class PlanLayout(NamedTuple):
@@ -67,16 +69,11 @@ def decode_inputs(
     tokens int32 [slots, max_len + ..]; lengths int32 [slots]: a row begins at its slot's length, with the token there, and goes on
     with the drafts behind it. width: of each row here; of rows that the plan has narrower the rest is padding, at position -1.
     """
-    rows = ids.shape[0]
-    if enabled(plan) and width > 1:
+    if enabled(plan):
+        rows, held = len(ids) // width, _INPUTS // width
         launch(
-            _wide_inputs, (rows // width,), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots,
-            HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, WIDTH=width, LANES=next_power_of_2(width), warps=1,
-        )  # fmt: skip
-    elif enabled(plan):
-        launch(
-            _inputs, (cdiv(rows, 32),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, rows,
-            HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, BLOCK=32, warps=1,
+            _inputs, (cdiv(rows, held),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, len(ids),
+            HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, WIDTH=width, HELD=held, BLOCK=_INPUTS, warps=1,
         )  # fmt: skip
     else:
         decodes, widths, *_ = plan_sections(plan, layout)[0].unbind(1)
@@ -89,27 +86,36 @@ def decode_inputs(
         lengths[decodes] += 1
 
 
-def gather_pages(table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor) -> None:
+def gather_pages(
+    table: Tensor, slots: Tensor, positions: Tensor, page: int, window: int | None, out: Tensor, lengths: Tensor | None = None
+) -> None:
     """out int32 [sequences, width]: entry j is the page of positions (first + j) * page .. of the sequence's slot.
 
     slots and positions int32 [sequences * rows]: a sequence's rows are consecutive, at rising positions; -1 behind them: padding.
     first is 0, or with a window that of the oldest key that the first row sees. Entries behind the last row's page are left.
+
+    lengths int32 [sequences], for kernels of other libraries, which may touch any entry: then entries behind the last row's page
+    are 0, and lengths are the keys up to that row's own, counted from the first page's first; of a padding sequence 1, in the null
+    page. Keys carry their rotation: a window that is masked by distance sees the same wherever counting begins.
     """
+    check_contiguous(out)
     (sequences, width), q_len = out.shape, max(1, len(slots) // max(1, len(out)))
     assert sequences * q_len == len(slots) == len(positions), (out.shape, slots.shape, positions.shape)
     if enabled(table):
         block = min(1024, next_power_of_2(width))
         launch(
             _pages, (sequences, cdiv(width, block)),
-            table, slots, positions, out, table.shape[1], width,
+            table, slots, positions, out, lengths, table.shape[1], width,
             PAGE=page, WINDOW=window or 0, BLOCK=block, Q_LEN=q_len, warps=2,
         )  # fmt: skip
     else:
         slots, positions = slots.view(-1, q_len)[:, 0], positions.view(-1, q_len)
-        entries = first_page(positions[:, :1], page, window) + torch.arange(out.shape[1], device=out.device)
-        used = (entries * page <= positions.amax(1, keepdim=True)) & (positions[:, :1] >= 0)
+        first, last = first_page(positions[:, :1], page, window), positions.amax(1, keepdim=True)
+        entries = first + torch.arange(width, device=out.device)
         pages = table[slots[:, None].long(), entries.clamp(max=table.shape[1] - 1)]
-        out.copy_(torch.where(used, pages, out))
+        out.copy_(torch.where(entries * page <= last, pages, out if lengths is None else 0))
+        if lengths is not None:
+            lengths.copy_((last + 1 - first * page).clamp(min=1).squeeze(1))
 
 
 def first_page(positions: Tensor, page: int, window: int | None) -> Tensor:
@@ -189,43 +195,30 @@ def _apply(
         tl.store(lengths + slot, tl.load(chunk_at + CHUNK * row + 2, live, 0), live)
 
 
-@triton.jit(do_not_specialize=["tokens_width", "padding", "rows", "ids", "positions", "slots"])  # rows may begin anywhere
+@triton.jit(do_not_specialize=["tokens_width", "padding", "count", "ids", "positions", "slots"])  # rows may begin anywhere
 def _inputs(
-    plan, tokens, tokens_width, lengths, padding, ids, positions, slots, rows,
-    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, BLOCK: constexpr, PDL: constexpr,
+    plan, tokens, tokens_width, lengths, padding, ids, positions, slots, count,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, HELD: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
+    """HELD rows of WIDTH inputs each, of `count` inputs in all; the first one of a row advances its slot's length."""
     trigger(PDL)
     wait(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < tl.load(plan + COUNTS)
+    lane = tl.arange(0, BLOCK)
+    entry, row = tl.program_id(0) * (HELD * WIDTH) + lane, tl.program_id(0) * HELD + lane // WIDTH
+    own = lane < HELD * WIDTH
+    live = own & (row < tl.load(plan + COUNTS))
     slot = tl.load(plan + HEADER + ROW * row, live, padding)
-    position = tl.load(lengths + slot, live, -1)
-    token = tl.load(tokens + slot.to(tl.int64) * tokens_width + position, live, 0)
-    tl.store(slots + row, slot, row < rows)
-    tl.store(positions + row, position, row < rows)
-    tl.store(ids + row, token, row < rows)
-    tl.store(lengths + slot, position + 1, live)
-
-
-@triton.jit(do_not_specialize=["tokens_width", "padding", "ids", "positions", "slots"])
-def _wide_inputs(
-    plan, tokens, tokens_width, lengths, padding, ids, positions, slots,
-    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, LANES: constexpr, PDL: constexpr,
-):  # fmt: skip
-    """One row of WIDTH inputs."""
-    trigger(PDL)
-    wait(PDL)
-    row, lane = tl.program_id(0), tl.arange(0, LANES)
-    live = row < tl.load(plan + COUNTS)
-    slot = tl.load(plan + HEADER + ROW * row, live, padding)
-    width = tl.load(plan + HEADER + ROW * row + 1, live, 0)
-    length = tl.load(lengths + slot)
-    token = tl.load(tokens + slot.to(tl.int64) * tokens_width + length + lane, lane < width, 0)
-    offset = row * WIDTH + lane
-    tl.store(slots + offset, slot + lane * 0, lane < WIDTH)
-    tl.store(positions + offset, tl.where(lane < width, length + lane, -1), lane < WIDTH)
-    tl.store(ids + offset, token, lane < WIDTH)
-    tl.store(lengths + slot, length + 1, live)
+    length = tl.load(lengths + slot, live, -1)
+    given, position = live, length
+    if WIDTH > 1:
+        ahead = lane % WIDTH
+        given = live & (ahead < tl.load(plan + HEADER + ROW * row + 1, live, 0))
+        position = tl.where(given, length + ahead, -1)
+    token = tl.load(tokens + slot.to(tl.int64) * tokens_width + position, given, 0)
+    tl.store(slots + entry, slot, own & (entry < count))
+    tl.store(positions + entry, position, own & (entry < count))
+    tl.store(ids + entry, token, own & (entry < count))
+    tl.store(lengths + slot, length + 1, live & (lane % WIDTH == 0))
 
 
 @triton.jit
@@ -237,29 +230,27 @@ def first_entry(position, WINDOW: constexpr, PAGE: constexpr):
     return first
 
 
-@triton.jit
-def row_entries(slots, positions, WINDOW: constexpr, PAGE: constexpr, BLOCK: constexpr, Q_LEN: constexpr = 1):
-    """On a grid (sequences, blocks): the first row's position, its slot, the first entry it sees, and this block's from there."""
-    row = tl.program_id(0) * Q_LEN
-    position = tl.load(positions + row)
-    slot = tl.load(slots + row).to(tl.int64)
-    return position, slot, first_entry(position, WINDOW, PAGE), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-
-
 @triton.jit(do_not_specialize=["width", "out_width", "slots", "positions"])
 def _pages(
-    table, slots, positions, out, width, out_width,
+    table, slots, positions, out, lengths, width, out_width,
     PAGE: constexpr, WINDOW: constexpr, BLOCK: constexpr, Q_LEN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     wait(PDL)
-    position, slot, first, offset = row_entries(slots, positions, WINDOW, PAGE, BLOCK, Q_LEN)
+    row = tl.program_id(0) * Q_LEN
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    first, offset = first_entry(position, WINDOW, PAGE), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if Q_LEN > 1:
-        row = tl.arange(0, triton.next_power_of_2(Q_LEN))
-        position = tl.max(tl.load(positions + tl.program_id(0) * Q_LEN + row, row < Q_LEN, -1), 0)
+        lane = tl.arange(0, triton.next_power_of_2(Q_LEN))
+        position = tl.max(tl.load(positions + row + lane, lane < Q_LEN, -1), 0)
     entry = first + offset
     live = (offset < out_width) & (entry * PAGE <= position) & (position >= 0)
     pages = tl.load(table + slot * width + entry, live, 0)
+    if lengths is not None:
+        live = offset < out_width
+        if tl.program_id(1) == 0:
+            tl.store(lengths + tl.program_id(0), tl.maximum(position + 1 - first * PAGE, 1))
     tl.store(out + tl.program_id(0).to(tl.int64) * out_width + offset, pages, live)
 
 

@@ -212,7 +212,7 @@ def test_its_own_tables_are_checked(flashinfer: FlashInfer, nano: Nano, monkeypa
     config = config_of(folder, 1, device=DEVICE, dtype="bfloat16")
     waves = [[request(number) for number in range(4)]]
     assert serve(nano_runner(folder, "trtllm_mha", graphs=True, debug_pages=True), config, waves).results
-    gather = trtllm.block_tables
+    gather = trtllm.gather_pages
     for entry, page in ((-1, 3), (0, 2**31 - 7)):
 
         def wrong(table: Tensor, *places: Any, entry: int = entry, page: int = page) -> None:
@@ -222,7 +222,7 @@ def test_its_own_tables_are_checked(flashinfer: FlashInfer, nano: Nano, monkeypa
 
         with monkeypatch.context() as patch:
             runner = nano_runner(
-                folder, "trtllm_mha", graphs=True, debug_pages=True, plant=partial(patch.setattr, trtllm, "block_tables", wrong)
+                folder, "trtllm_mha", graphs=True, debug_pages=True, plant=partial(patch.setattr, trtllm, "gather_pages", wrong)
             )
             with pytest.raises(PageViolation, match=rf"row 0 at position \d+, .* entry \d+: attention's copy names page {page}"):
                 serve(runner, config, waves)

@@ -25,7 +25,6 @@ from kernels.accept import DraftInputs, Verified, accept
 from kernels.adjust import adjust, count_accepted
 from kernels.admissions import admit
 from kernels.axial_rope import head_norm, norm_axial_rope
-from kernels.block_tables import block_tables
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs, extend_tiles
@@ -221,7 +220,7 @@ def slots_nodes() -> None:
     decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, ints(ROWS), ints(ROWS), ints(ROWS))
     decode_inputs(ints(500), LAYOUT, ints(9, 2049), ints(9), 8, *(ints(4 * ROWS) for _ in range(3)), 4)
     gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 64))
-    block_tables(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
+    gather_pages(table, ints(ROWS), ints(ROWS), 32, 1024, ints(ROWS, 40), ints(ROWS))
     rotary_table(ints(ROWS), fp32(128), fp32(ROWS, 256))
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_tables import block_tables
 from kernels.launch import enabled, plain_torch
 from kernels.slots import gather_pages
 from kernels.table_check import COPIED_ENTRY, RECORD, RECORDS, ROW_ENTRY, TABLE_ENTRY, check_rows, new_violations
@@ -49,7 +48,7 @@ class Tables:
         """The rows' page ids as another library's kernel takes them, over what an earlier step left."""
         width = WIDTH if self.window is None else 8
         copies, lengths = torch.full((ROWS, width), 2**31 - 7, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
-        block_tables(self.table, self.slots, self.positions, PAGE, self.window, copies, lengths)
+        gather_pages(self.table, self.slots, self.positions, PAGE, self.window, copies, lengths)
         return copies
 
     def check_copies(self, copies: Tensor, *, reference: bool = False) -> Records:
@@ -128,7 +127,7 @@ def test_each_planted_fault_is_recorded() -> None:
 
 @pytest.mark.parametrize("window", [None, 128])
 def test_right_copies_have_no_violations(window: int | None) -> None:
-    """Rows that `block_tables` gathered, padding among them, are as they must be; nothing is changed."""
+    """Rows that `gather_pages` copied, padding among them, are as they must be; nothing is changed."""
     for seed in range(10):
         tables = made(seed, window)
         copies = tables.copies()

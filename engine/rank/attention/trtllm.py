@@ -1,6 +1,6 @@
 """Attention by FlashInfer's TensorRT-LLM kernels, as the same two parts: trtllm-gen on SM10x; for decode rows alone, xqa elsewhere.
 
-    decode rows   qkv_post: q, and K and V into pages | block_tables, once a step and group | trtllm_batch_decode_with_kv_cache
+    decode rows   qkv_post: q, and K and V into pages | gather_pages, once a step and group | trtllm_batch_decode_with_kv_cache
     chunks        (q normed, K and V in their pages)  | rows of the page table              | trtllm_batch_context_with_kv_cache
 
 FlashInfer hands what it is given to its kernels as bare pointers: it checks neither dtype nor contiguity of tables and lengths, nor
@@ -34,8 +34,8 @@ from engine.geometry import KVGroup, Layer
 from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
 from engine.rank.batch import RowBlock
 from engine.rank.kv import ROW_TOKENS, GroupCache
-from kernels.block_tables import block_tables
 from kernels.launch import processors
+from kernels.slots import gather_pages
 
 Kernels = Literal["trtllm-gen", "xqa"]
 HEAD_DIMS = (256, 512)
@@ -170,7 +170,7 @@ class TrtllmDecode:
         assert count <= len(self._tables), (count, len(self._tables))
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
         page, window = cache.group.page, cache.group.window
-        block_tables(cache.table, block.slots, block.positions, page, window, rows.tables, rows.lengths)
+        gather_pages(cache.table, block.slots, block.positions, page, window, rows.tables, rows.lengths)
         if self._settings.check is not None:
             self._settings.check(cache.group, rows.tables, block.slots, block.positions, window)
         return rows

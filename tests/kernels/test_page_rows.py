@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.block_tables import block_tables
+from kernels.slots import gather_pages
 from tests.support import interpreter
 
 pytestmark = pytest.mark.cpu
@@ -19,7 +19,7 @@ def test_rows(window: int | None) -> None:
     slots = torch.tensor([2, 0, 1, 1, 2], dtype=torch.int32)
     positions = torch.tensor([190, 0, -1, 15, 16], dtype=torch.int32)
     tables, lengths = torch.full((5, 20), STALE, dtype=torch.int32), torch.full((5,), STALE, dtype=torch.int32)
-    block_tables(table, slots, positions, PAGE, window, tables, lengths)
+    gather_pages(table, slots, positions, PAGE, window, tables, lengths)
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         first = 0 if window is None else max(0, position - window + 1) // PAGE
         pages = table[slot, first : position // PAGE + 1].tolist() if position >= 0 else []
@@ -32,7 +32,7 @@ def test_a_sliced_or_wide_table_is_refused() -> None:
     table, slots = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     wide, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(AssertionError):
-        block_tables(table, slots, slots, PAGE, None, wide[:, :8], lengths)
+        gather_pages(table, slots, slots, PAGE, None, wide[:, :8], lengths)
 
 
 def test_under_the_interpreter() -> None:
