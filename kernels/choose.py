@@ -108,7 +108,8 @@ def choose_best(
     )  # fmt: skip
     launch(
         _choose, (rows,), best, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], results, *shared,
-        PARTS=parts, SIZE=size, WIDTH=next_power_of_2(size), SEND=stages[0], RECEIVE=stages[1], warps=1,
+        PARTS=parts, LANES=next_power_of_2(parts), SIZE=size, WIDTH=next_power_of_2(size), SEND=stages[0], RECEIVE=stages[1],
+        warps=1,
     )  # fmt: skip
 
 
@@ -228,14 +229,17 @@ def _first_best(values, ids, bad):
 @triton.jit(do_not_specialize=["tokens_width", "rank", "rank_stride"])
 def _choose(
     best, slots, positions, tokens, tokens_width, results, pointers, inbox, errors, rank, rank_stride,
-    PARTS: constexpr, SIZE: constexpr, WIDTH: constexpr, SEND: constexpr, RECEIVE: constexpr, PDL: constexpr,
+    PARTS: constexpr, LANES: constexpr, SIZE: constexpr, WIDTH: constexpr, SEND: constexpr, RECEIVE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, PARTS)
+    lane = tl.arange(0, LANES)
+    there = (lane < PARTS) | (LANES == PARTS)  # a mask that holds everywhere is compiled away
     wait(PDL)
     mine = best + (row * PARTS + lane) * 4
-    top, token, bad = _first_best(tl.load(mine), tl.load(mine + 1), tl.load(mine + 2))
+    top, token, bad = _first_best(
+        tl.load(mine, there, float("-inf")), tl.load(mine + 1, there, 0.0), tl.load(mine + 2, there, 0.0)
+    )
     if SIZE > 1:
         if SEND:
             for peer in tl.static_range(SIZE):

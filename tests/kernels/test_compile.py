@@ -173,12 +173,13 @@ def draft_nodes() -> None:
 
 @recorded
 def choose_nodes() -> None:
-    """Sampling over a quarter of the vocabulary, alone and over four ranks."""
+    """Sampling over a quarter of the vocabulary, alone and over four ranks; and among 24 clusters, no power of two."""
     parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
     inbox = ArgmaxInbox(ints(ArgmaxInbox.bytes(4, ROWS) // 4), long(4), 2, ROWS, ints(2))
     best = local_best(fp32(ROWS, 65536), batch, 65536, parts)
     for ranks in (None, inbox):
         choose_best(best, batch, ints(ROWS, 2), ranks)
+    choose_best(fp32(ROWS, 24, 4), batch, ints(ROWS, 2), None)
 
 
 @recorded
