@@ -345,15 +345,9 @@ def _allreduce_norm(
     live_word = word < N // VALUES
     if SIZE > 1:
         inboxes = inboxes_of(pointers, tl.int32, SIZE if SEND else 0)
-    post_weight = None
-    if post is not None:
-        post_weight = tl.load(post + lane, live, 0.0)
-    next_weight = None
-    if next_norm is not None:
-        next_weight = tl.load(next_norm + lane, live, 0.0)
-    factor = None
-    if scalar is not None:
-        factor = tl.load(scalar).to(tl.float32)
+    post_weight = None if post is None else tl.load(post + lane, live, 0.0)
+    next_weight = None if next_norm is None else tl.load(next_norm + lane, live, 0.0)
+    factor = None if scalar is None else tl.load(scalar).to(tl.float32)
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     if SIZE > 1:
@@ -365,9 +359,7 @@ def _allreduce_norm(
                 words = tl.load(mine + branch * (N // VALUES) + word, live_word, 0)
                 send(words, inboxes, offset + rank * STRIDE + branch * (N // VALUES), word, live_word, SIZE, EMPTY)
     if RECEIVE:
-        before = None
-        if post is not None:
-            before = tl.load(residual + row * N + lane, live, 0.0)
+        before = None if post is None else tl.load(residual + row * N + lane, live, 0.0)
         if SIZE > 1:
             total = _sum(_receive(inbox, offset, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
         else:
@@ -409,12 +401,8 @@ def _allreduce_norm_sharded(
     bits_type: constexpr = inbox.dtype.element_ty
     inboxes = inboxes_of(pointers, bits_type, SIZE)
     next_weight = tl.load(next_norm + lane, live, 0.0)
-    post_weight = None
-    if post is not None:
-        post_weight = tl.load(post + lane, live, 0.0)
-    factor = None
-    if scalar is not None:
-        factor = tl.load(scalar).to(tl.float32)
+    post_weight = None if post is None else tl.load(post + lane, live, 0.0)
+    factor = None if scalar is None else tl.load(scalar).to(tl.float32)
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     inbox = inbox.to(tl.pointer_type(tl.int32))
@@ -425,9 +413,7 @@ def _allreduce_norm_sharded(
         tl.store(owners_inbox + parts_at + rank * STRIDE + word, without_negative_zero(words, EMPTY), live_word)
     if NORM:  # noqa: SIM102 (NORM is known when the kernel is compiled)
         if owner == rank:
-            before = None
-            if post is not None:
-                before = tl.load(residual + row * N + lane, live, 0.0)
+            before = None if post is None else tl.load(residual + row * N + lane, live, 0.0)
             total = _sum(_receive(inbox, parts_at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
             h = hidden(total, post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)

@@ -191,9 +191,7 @@ def _norm_own(
     lane = tl.arange(0, BLOCK)
     live = lane < N
     post_weight, next_weight = tl.load(post + lane, live, 0.0), tl.load(next_norm + lane, live, 0.0)
-    factor = None
-    if scalar is not None:
-        factor = tl.load(scalar).to(tl.float32)
+    factor = None if scalar is None else tl.load(scalar).to(tl.float32)
     wait(PDL)
     trigger(PDL)
     before = tl.load(residual + row + lane, live, 0.0)
