@@ -103,6 +103,16 @@ def _inputs_reference(
 # ---- kernels
 
 
+@triton.jit
+def _store_entries(entries, index, slot, row, position, count, live):
+    """Entries of a list, as the module has it, at these indices."""
+    entry = entries + 4 * index
+    tl.store(entry, slot, live)
+    tl.store(entry + 1, row, live)
+    tl.store(entry + 2, position, live)
+    tl.store(entry + 3, count, live)
+
+
 @triton.jit(do_not_specialize=["tokens_width", "padding", "prompts", "list_length", "result_count"])
 def _chunk_inputs(
     plan, tokens, tokens_width, padding, ids, positions, slots, prompts, chunks, list_length, result_rows, result_slots,
@@ -129,11 +139,7 @@ def _chunk_inputs(
         inside = (row[:, None] >= behind[None, :]) & (row[:, None] < last[None, :])
         slot += tl.sum(tl.where(inside, its_slot[None, :] - padding, 0), 1)
         position += tl.sum(tl.where(inside, start[None, :] + row[:, None] - behind[None, :] + 1, 0), 1)
-        entry = chunks + 4 * (offset + lane)
-        tl.store(entry, its_slot, live & first)
-        tl.store(entry + 1, behind, live & first)
-        tl.store(entry + 2, start, live & first)
-        tl.store(entry + 3, end - start, live & first)
+        _store_entries(chunks, offset + lane, its_slot, behind, start, end - start, live & first)
         samples = (first_logit < end).to(tl.int32)
         index = (sampled + tl.cumsum(samples, 0) - samples) * WIDTH
         for token in range(WIDTH):
@@ -150,11 +156,8 @@ def _chunk_inputs(
     if first:
         for offset in range(count, list_length, BLOCK):
             pad = offset + lane == count
-            entry = chunks + 4 * (offset + lane)
-            tl.store(entry, tl.where(pad, padding, 0), offset + lane < list_length)
-            tl.store(entry + 1, tl.where(pad, total, 0), offset + lane < list_length)
-            tl.store(entry + 2, tl.where(pad, total - prompts, 0), offset + lane < list_length)
-            tl.store(entry + 3, tl.where(pad, prompts - total, 0), offset + lane < list_length)
+            at, start, held = tl.where(pad, total, 0), tl.where(pad, total - prompts, 0), tl.where(pad, prompts - total, 0)
+            _store_entries(chunks, offset + lane, tl.where(pad, padding, 0), at, start, held, offset + lane < list_length)
         for offset in range(sampled * WIDTH, result_count, BLOCK):
             index = offset + lane
             source = prompts + index - sampled * WIDTH
@@ -184,7 +187,4 @@ def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: c
         position += tl.sum(tl.where(inside, tl.load(entry + 2, live, 0)[None, :] + done, 0), 1)
         size += tl.sum(tl.where(inside, tl.minimum(rows[None, :] - done, tokens), 0), 1)
         total += tl.sum(cut, 0)
-    tl.store(tiles + 4 * tile, slot, tile < tiles_count)
-    tl.store(tiles + 4 * tile + 1, row, tile < tiles_count)
-    tl.store(tiles + 4 * tile + 2, position, tile < tiles_count)
-    tl.store(tiles + 4 * tile + 3, size, tile < tiles_count)
+    _store_entries(tiles, tile, slot, row, position, size, tile < tiles_count)
