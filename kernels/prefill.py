@@ -167,7 +167,7 @@ def _extend(
         newest = tl.load(last_seen + row + token, token < count, other=0)
         end = tl.max(newest, 0) + 1
     first = oldest // KEYS * KEYS
-    left = tl.minimum(tl.maximum((inside + KEYS - 1) // KEYS * KEYS, first), (end + KEYS - 1) // KEYS * KEYS)
+    left = tl.maximum(tl.minimum((inside + KEYS - 1) // KEYS * KEYS, (end + KEYS - 1) // KEYS * KEYS), first)
     right = tl.maximum((start + 1) // KEYS * KEYS, left)  # from here on some query is older than a key
 
     ids = table + slot.to(tl.int64) * width
