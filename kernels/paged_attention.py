@@ -28,7 +28,7 @@ def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, wi
     reach = None if window is None else window + at.shape[1] - 1  # keys from the first query's oldest to the last one's own
     for block, pages in _row_blocks((at.amax(1) + 1).tolist(), pool, reach):
         attended[block] = attention(queries[block], pool, page_ids[block, :pages], first[block], at[block], window)
-    out[positions < 0] = 0.0
+    out.masked_fill_((positions < 0)[:, None, None], 0.0)
 
 
 def attention(
