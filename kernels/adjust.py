@@ -49,9 +49,8 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
     capped = torch.empty(rows, dtype=torch.int32, device=logits.device)
     launch(
         _adjust, (rows, parts),
-        logits, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], plan, tables.flags, tables.bias_ids, tables.bias,
-        tables.penalties, tables.counts, tables.starts, tables.allowed, tables.bad_words, tables.word_ends, tables.masks,
-        tables.mask_rows, capped, first, batch.softcap or 1.0, batch.width,
+        logits, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], plan, *tables, capped, first,
+        batch.softcap or 1.0, batch.width,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
         WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1], WIDE=batch.width > 1,
         STEP=batch.step, warps=4,

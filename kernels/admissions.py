@@ -26,7 +26,7 @@ def admit(
 ) -> None:
     """packed int32, `count` records at its beginning, of up to `most` tokens each; tokens int32 [slots, n]; lengths int32 [slots];
     tables int32 [slots, width], one or two."""
-    check_contiguous(packed, tokens, lengths, *tables, parameters.integers, parameters.floats, parameters.stop)
+    check_contiguous(packed, tokens, lengths, *tables, *parameters)
     first, last, stops = tables[0], tables[-1], parameters.stop.shape[1]
     if enabled(packed):
         blocks = cdiv(max(most, stops, first.shape[1], last.shape[1]), _BLOCK)

@@ -76,7 +76,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
         _local_best, (rows, parts),
-        logits, batch.slots, batch.positions, parameters.integers, parameters.floats, parameters.stop, suppress, suppress.shape[0],
+        logits, batch.slots, batch.positions, *parameters, suppress, suppress.shape[0],
         batch.capped, best, first, batch.softcap or 1.0,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
         SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), warps=4,

@@ -17,6 +17,7 @@ Rows with a small top_k need no whole logits: `kernels.candidates`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,8 +42,7 @@ class Share:
     ranks: int
 
 
-@dataclass(frozen=True)
-class ScaledRows:
+class ScaledRows(NamedTuple):
     """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: of each BLOCK_IDS ids the largest value, and the sum of
     exp(value - peak)."""
 
@@ -93,7 +93,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, shar
     listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
     launch(
         _filter, (count,),
-        rows.values, rows.peaks, rows.masses, batch.slots, batch.positions, parameters.integers, parameters.floats, chosen, listed,
+        *rows, batch.slots, batch.positions, parameters.integers, parameters.floats, chosen, listed,
         tokens, len(batch.slots), share.rank, V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=share.ranks, warps=8,
     )  # fmt: skip
     return tokens

@@ -1,6 +1,10 @@
-"""What the sampling kernels read: the rows of a step that sample, and the tables of all slots that say how."""
+"""What the sampling kernels read: the rows of a step that sample, and the tables of all slots that say how.
+
+Tables lie in the order in which kernels take them.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -9,8 +13,7 @@ GREEDY_BELOW = 1e-5  # temperatures under it are greedy: logits divided by less 
 SMALL_TOP_K = 128  # filters behind a top_k up to it are decided by so many best ids of each rank (`kernels.candidates`)
 
 
-@dataclass(frozen=True)
-class SlotParameters:
+class SlotParameters(NamedTuple):
     """How each slot samples: integers int64 [slots, 3] (seed, top_k, first position that may stop), floats fp32 [slots, 3]
     (temperature, top_p, min_p), stop int32 [slots, ids], -1: none."""
 
@@ -19,8 +22,7 @@ class SlotParameters:
     stop: Tensor
 
 
-@dataclass(frozen=True)
-class SlotAdjustments:
+class SlotAdjustments(NamedTuple):
     """What is done to each slot's logits before they are sampled, on a rank that has those of ids first .. first + n - 1.
 
     flags       int32 [slots]: BIASED | PENALIZED | LIMITED | BAD_WORDS, which of the next four kinds of tables count; 0: none

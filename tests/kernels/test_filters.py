@@ -153,7 +153,7 @@ def interpreted_faults_are_seen() -> None:
     it = case(4)
     want = it.want[:-1]
     assert it.unfiltered[:-1, 0].tolist() != want
-    loose = replace(it.parameters, floats=it.parameters.floats.clone().fill_(1.0), integers=it.parameters.integers.clone())
+    loose = it.parameters._replace(floats=it.parameters.floats.clone().fill_(1.0), integers=it.parameters.integers.clone())
     loose.integers[:, 1] = 0
     assert drawn(replace(it, parameters=loose), 1)[0][:-1, 0].tolist() != want
     assert drawn(replace(it, positions=it.positions + 1), 1)[0][:-1, 0].tolist() != want

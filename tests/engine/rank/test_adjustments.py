@@ -250,7 +250,7 @@ def rows_of(batch: SamplingBatch, seed: int, logprobs: int | None = 2) -> Sample
 
 def with_parameters(batch: SamplingBatch, rows: SampledRows) -> SamplingBatch:
     """The batch, whose slots sample as `rows` say."""
-    parameters = replace(batch.parameters, integers=batch.parameters.integers.clone(), floats=batch.parameters.floats.clone())
+    parameters = batch.parameters._replace(integers=batch.parameters.integers.clone(), floats=batch.parameters.floats.clone())
     for table, own in ((parameters.integers, rows.parameters.integers), (parameters.floats, rows.parameters.floats)):
         table[batch.slots.long()] = own
     return replace(batch, parameters=parameters)
