@@ -1,7 +1,5 @@
 """Paged attention of chunks against dense attention in fp64, with NaN wherever nothing may be read."""
 
-import ctypes
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +11,7 @@ from kernels import prefill
 from kernels.chunks import extend_tiles
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.support import interpreter
+from tests.support.guard_pages import guarded
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -237,20 +236,12 @@ def interpreted_columns_of_v() -> None:
     prefill._configured.cache_clear()
 
 
-def behind_a_guard(count: int) -> Tensor:
-    """int32 [1, count] zeros, and right before them memory that nobody may read."""
-    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-    table = torch.frombuffer(memory, dtype=torch.int32, offset=mmap.PAGESIZE, count=count)
-    guard = ctypes.c_void_p(table.data_ptr() - mmap.PAGESIZE)
-    assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, 0) == 0  # 0: no access
-    return table.view(1, count)
-
-
 @pytest.mark.parametrize("window", [None, WINDOW])
 def interpreted_padding_reads_no_page_ids(window: int | None) -> None:
     """Rows far below position 0 give zeros, and nothing in front of their slot's row of the table is read: it would be a fault."""
     q, out = torch.randn(16, 4, 16), torch.full((16, 4, 16), 7.0)
-    extend_attention(q, paged([9], 2, 16, None).pool, behind_a_guard(8), tiles_of([(0, 0, -900, 16)], 16), window, out)
+    table = guarded(torch.zeros((1, 8), dtype=torch.int32), front=True)
+    extend_attention(q, paged([9], 2, 16, None).pool, table, tiles_of([(0, 0, -900, 16)], 16), window, out)
     assert (out == 0).all()
 
 

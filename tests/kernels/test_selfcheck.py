@@ -1,10 +1,13 @@
 """The kernels' checks: nothing to find under the interpreter, and one wrong number of any kernel is found."""
 
+import ctypes
 import importlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from kernels import linear, selfcheck
 from kernels.launch import enabled, plain_torch
 from kernels.selfcheck import CHECKS, Check, RandomInputs, failure, failures
 from tests.support import interpreter
+from tests.support.guard_pages import guarded
 from tests.support.launches import kernel_name, record
 from tests.support.repo_rules import ROOT
 
@@ -126,11 +130,54 @@ def test_under_the_interpreter() -> None:
     interpreter.run(__file__)
 
 
-def interpreted_nothing_is_wrong() -> None:
-    """Every kernel is started, and agrees with plain torch."""
+@dataclass(frozen=True)
+class GuardedInputs(RandomInputs):
+    """Inputs beside memory that nobody may touch, behind each or in front of it."""
+
+    front: bool = False
+
+    def floats(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        return guarded(super().floats(*shape, scale=scale, dtype=dtype), front=self.front)
+
+    def ints(self, *values: int) -> Tensor:
+        return guarded(super().ints(*values), front=self.front)
+
+    def rising(self, *shape: int) -> Tensor:
+        return guarded(super().rising(*shape), front=self.front)
+
+    def filled(self, value: int, *shape: int) -> Tensor:
+        return guarded(super().filled(value, *shape), front=self.front)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_what_lies_beside_guarded_inputs_cannot_be_read(front: bool) -> None:
+    """The system itself refuses to read four bytes there, and reads those of the tensor."""
+    x = guarded(torch.zeros(5), front=front)
+    inside, outside = (x.data_ptr(), x.data_ptr() - 4) if front else (x.data_ptr() + 16, x.data_ptr() + 20)
+    reading, writing = os.pipe()
+    read = [ctypes.CDLL(None).write(writing, ctypes.c_void_p(address), 4) for address in (inside, outside)]
+    os.close(reading)
+    os.close(writing)
+    assert read == [4, -1]
+
+
+def interpreted_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel is started, touches nothing behind its inputs, and agrees with plain torch."""
+    monkeypatch.setattr(selfcheck, "RandomInputs", GuardedInputs)
     with record() as nodes:
         assert failures(CHECKS, CPU, torch.float32) == []
     assert {node.kernel for node in nodes} == kernels_of_ours() - BETWEEN_RANKS
+
+
+@pytest.mark.slow
+def test_under_the_interpreter_in_front() -> None:
+    """No kernel touches what lies in front of its inputs."""
+    interpreter.run(__file__, cases="in_front_*")
+
+
+def in_front_nothing_is_touched() -> None:
+    for check in CHECKS:
+        check.run(GuardedInputs(CPU, torch.float32, front=True), *check.arguments)
 
 
 @cache
