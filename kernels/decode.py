@@ -3,7 +3,8 @@ of K and V to their page, attention over the pages.
 
     o = sum_j softmax_j( q . k_j ) v_j     over the keys j that position p sees:  j <= p, and j > p - window if there is one
 
-Keys that a row does not see may be anything, NaN included.
+Scale 1.0, no cap; scores, softmax and sums fp32, as in `kernels.paged_attention`. Keys that a row does not see may be anything, NaN
+included: their scores and their values are replaced, not multiplied by zero.
 """
 
 from dataclasses import dataclass, replace

@@ -200,7 +200,8 @@ def _inputs(
     plan, tokens, tokens_width, lengths, padding, ids, positions, slots, count,
     HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, HELD: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """HELD rows of WIDTH inputs each, of `count` inputs in all; the first one of a row advances its slot's length."""
+    """HELD rows of WIDTH inputs each, of `count` inputs in all; the first one of a row advances its slot's length, which all of
+    them have read: they are lanes of one warp."""
     trigger(PDL)
     wait(PDL)
     lane = tl.arange(0, BLOCK)

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tile:
-    """One variant of a kernel. `rows` of x a CTA takes, `bn` of its outputs, `bk` of the inner dimension a turn.
+    """One variant of a kernel. `rows` of x a CTA takes (gemv: one), `bn` of its outputs, `bk` of the inner dimension a turn.
 
     `early`: weight tiles asked for before the kernel waits for its predecessors, into registers (gemv) or L2 (gemm).
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
