@@ -75,7 +75,7 @@ class Turn(Struct, frozen=True):
     """A message."""
 
     role: Annotated[str, kt.one_of(*_ROLES)]
-    content: str | Annotated[list[ContentBlock], Meta(max_length=PARTS)] | None = None
+    content: str | Annotated[list[ContentBlock], Meta(max_length=PARTS)]
 
 
 class ClientTool(Struct, frozen=True):
@@ -228,7 +228,7 @@ def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
     if turn.role not in _ROLES:
         raise invalid(f"{where}.role", f"{turn.role!r} is not one of {', '.join(_ROLES)}")
     if not isinstance(turn.content, list):
-        return [ChatMessage(turn.role, turn.content or "")]
+        return [ChatMessage(turn.role, turn.content)]
     if turn.role == "assistant":
         return [_reply(turn.content, f"{where}.content")]
     return _client_messages(turn.role, turn.content, f"{where}.content")

@@ -32,4 +32,4 @@ CHAT: AbsentKeys = {
     "web_search_options": (),
 }
 
-COMPLETION: AbsentKeys = {**COMMON, "add_special_tokens": (True,), "suffix": ("",), "thinking_token_budget": ()}
+COMPLETION: AbsentKeys = {**COMMON, "add_special_tokens": (True,), "suffix": ("",)}  # and a chat's own keys

@@ -17,7 +17,7 @@ import binascii
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import dropwhile
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -46,7 +46,8 @@ from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
 
 ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else
-_LOGPROBS = "message.output_text.logprobs"
+# What may be included of an answer beside: of tools that are not offered, and the client's own images.
+_NEVER_THERE = ("code_interpreter_call.", "computer_call_output.", "file_search_call.", "message.input_image.", "web_search_call.")
 _ITEMS_SCHEMA = kt.array(kt.component("InputItem"), minItems=1, maxItems=MESSAGES)
 _INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
@@ -63,6 +64,7 @@ _ABSENT: AbsentKeys = {
     "context_management": ([],),
     "moderation": (),
 }
+V = TypeVar("V")
 
 
 class InputPart(Struct, frozen=True):
@@ -162,8 +164,9 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
         included = _INCLUDE_LIST.read(self.include, "include")
-        if _LOGPROBS in included:
-            raise invalid("include", f"{_LOGPROBS} is not supported here", code="unsupported_parameter")
+        for name in included:
+            if name != ENCRYPTED and not name.startswith(_NEVER_THERE):
+                raise invalid("include", f"{name[:100]!r} is not supported here", code="unsupported_parameter")
         return ENCRYPTED in included
 
     def _messages(self) -> list[ChatMessage]:
@@ -252,7 +255,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
             call = PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id"))
             return ChatMessage("assistant", "", calls=(call,))
         case "function_call_output":
-            return ChatMessage("tool", _output(item, where), call_id=_required(item.call_id, f"{where}.call_id"))
+            return ChatMessage("tool", _output(item, f"{where}.output"), call_id=_required(item.call_id, f"{where}.call_id"))
         case kind:
             hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
             raise invalid(f"{where}.type", f"items of type {kind!r} are not supported{hint}")
@@ -272,11 +275,9 @@ def _thought(item: InputItem, where: str) -> str:
 
 
 def _output(item: InputItem, where: str) -> str | list[Part]:
-    where = f"{where}.output"
-    if not_null(item.output) is None:
-        raise invalid(where, "is required")
-    text = read_text(item.output, where)
-    return _content(_PART_LIST.read(item.output, where), where) if text is None else text
+    given = _required(not_null(item.output), where)
+    text = read_text(given, where)
+    return _content(_PART_LIST.read(given, where) if text is None else text, where)
 
 
 def _part(part: InputPart, where: str) -> Part:
@@ -288,9 +289,9 @@ def _part(part: InputPart, where: str) -> Part:
 
 
 def _content(content: str | list[InputPart] | None, where: str) -> str | list[Part]:
-    if not isinstance(content, list):
-        return content or ""
-    return content_of([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
+    if isinstance(content, list):
+        return content_of([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
+    return _required(content, where)
 
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
@@ -301,7 +302,7 @@ def _text(content: str | list[InputPart] | None, where: str) -> str:
     return text
 
 
-def _required(value: str | None, where: str) -> str:
+def _required(value: V | None, where: str) -> V:
     if value is None:
         raise invalid(where, "is required")
     return value

@@ -209,7 +209,7 @@ def chat_keys_without(kind: type[Struct]) -> AbsentKeys:
 
 
 CHAT_READER = BodyReader(ChatRequest, absent_keys.CHAT)
-COMPLETION_READER = BodyReader(CompletionRequest, absent_keys.COMPLETION)
+COMPLETION_READER = BodyReader(CompletionRequest, {**chat_keys_without(CompletionRequest), **absent_keys.COMPLETION})
 
 
 def _prompts(raw: Raw) -> list[str | list[int]]:

@@ -191,6 +191,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "max_tokens": (None, 0),
     "messages": ([], "x", [*ASK, {"role": "assistant", "content": "It"}]),
     "messages[0].role": ([{"role": "tool", "content": "x"}],),
+    "messages[0].content": ([{"role": "user"}], [user(None)]),
     "messages[0].content[0]": (
         [user([{"type": "text"}])],
         [user([{"type": "tool_result", "content": "x"}])],

@@ -3,12 +3,12 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import openai
 import pytest
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import ResponseIncludable, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from deploy.edge.openai.response_request import encrypted_content_of
@@ -215,6 +215,8 @@ BAD: dict[str, tuple[Any, ...]] = {
         [],
         5,
         [{"role": "wizard", "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
         [{"type": "item_reference", "id": "x"}],
         [user([{"type": "input_image", "image_url": "x"}])],
         [{"type": "function_call", "name": "f", "arguments": "{}"}],
@@ -231,7 +233,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "n": (2,),
     "min_tokens": (3,),
     "guided_regex": ("a",),
-    "include": (["message.output_text.logprobs"],),
+    "include": (["message.output_text.logprobs"], ["reasoning.encrypted_content", "reasoning.text"]),
     "tools": (
         [{"type": "mcp", "server_label": "x"}],
         [{"type": "function"}],
@@ -255,6 +257,12 @@ def test_a_bad_body_is_refused_by_name(edge: Edge, param: str, value: Any) -> No
     reply = post(edge, {key: value for key, value in body.items() if value is not None})
     assert error_of(reply, 400)["param"] == param
     assert not edge.core.requests
+
+
+@pytest.mark.parametrize("name", get_args(ResponseIncludable))
+def test_what_would_never_be_there_may_be_included(edge: Edge, name: str) -> None:
+    """Of all that OpenAI's client knows only logprobs are refused: agents ask for what tools gave that they were not offered."""
+    assert post(edge, asked(include=[name])).status_code == (400 if name.endswith("logprobs") else 200)
 
 
 @pytest.mark.parametrize("name", ["codex_start", "codex_tools"])

@@ -89,6 +89,10 @@ BAD_TEXT_VALUES: dict[str, tuple[Any, ...]] = {
     "max_tokens": (0,),
     "suffix": ("end",),
     "best_of": (4,),
+    "max_completion_tokens": (4,),
+    "messages": (MESSAGES,),
+    "reasoning_effort": ("low",),
+    "tools": ([{"type": "function", "function": {"name": "f"}}],),
     "logprobs": (21,),
     "guided_grammar": ('other ::= "x"', "root ::= other"),
 }
