@@ -20,11 +20,9 @@ from deploy.edge.key_types import JsonObject
 from deploy.edge.raw_json import ANYTHING, Json, not_null, read_small
 from engine.errors import InvalidRequest
 from engine.front.grammar import MAX_SCHEMA_BYTES, Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
-from engine.front.string_schema import FORMATS
 
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
-_VALUES = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
 RulesReader = Callable[[Any, str], str | None]  # from what a key holds, and the key
 
 
@@ -117,20 +115,7 @@ def _schema(value: Any, key: str) -> str:
     schema = _nested(value, key)
     if schema is not True and not isinstance(schema, dict):
         raise InvalidRequest(f"{key}: must be a JSON Schema, an object")
-    return json_answer({} if schema is True else _without_unknown_formats(schema))
-
-
-def _without_unknown_formats(schema: Any) -> Any:
-    """JSON Schema has them as annotations: pydantic writes "password", zod "cuid"."""
-    match schema:
-        case dict():
-            kept = dict(schema)
-            if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
-                del kept["format"]
-            return {name: value if name in _VALUES else _without_unknown_formats(value) for name, value in kept.items()}
-        case list():
-            return [_without_unknown_formats(element) for element in schema]
-    return schema
+    return json_answer({} if schema is True else schema)
 
 
 def _any_object(value: Any, key: str) -> str | None:

@@ -11,7 +11,7 @@ the whole batch waits for (6 ms of 10 kB).
 import enum
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,14 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
-from engine.front.string_schema import lark_regex
+from engine.front.string_schema import FORMATS, lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
 
 MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _COMBINED = ("allOf", "not", "if", "dependentSchemas")
 _BRANCHES = ("anyOf", "oneOf", "$ref")
-_VALUES = ("const", "enum", "default", "examples")
+_VALUES = frozenset(("const", "enum", "default", "examples"))
 _MAX_CHOICES = 1024
 _MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
 _HEAD = '%llguidance {"no_forcing": true}\n'
@@ -48,7 +48,7 @@ def closed(schema: Any) -> Any:
     """The schema, whose objects have no more than their `properties` where it does not say what others may be, as in calls: a model
     that may write any key writes keys without end. One that combines schemas for the same object stays as it is."""
     try:
-        return _closed(schema)
+        return _changed(schema, _close)
     except _Combination:
         return schema
 
@@ -57,29 +57,39 @@ class _Combination(Exception):
     """A schema says something of an object that another one describes, too."""
 
 
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
+def _close(schema: dict[str, Any]) -> None:
     properties = schema.get("properties")
     if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
         raise _Combination
-    kept = {key: value if key in _VALUES else _closed_member(key, value) for key, value in schema.items()}
     required = schema.get("required")
     named = set(map(str, required)) if isinstance(required, list) else set[str]()
     if isinstance(properties, Mapping) and not schema.keys() & _OTHERS and properties.keys() >= named:
-        kept["additionalProperties"] = False
+        schema["additionalProperties"] = False
+
+
+def _drop_unknown_format(schema: dict[str, Any]) -> None:
+    """It is an annotation: pydantic writes "password", zod "cuid"."""
+    if str(schema.get("format")) not in FORMATS:
+        schema.pop("format", None)
+
+
+def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+    """A copy of a schema, each object in which has been given to `change`, the innermost first."""
+    if isinstance(schema, list):
+        return [_changed(item, change) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = dict(schema)
+    for key in schema.keys() - _VALUES:
+        inner = schema[key]
+        named = key in SCHEMAS_BY_NAME and isinstance(inner, Mapping)
+        kept[key] = {name: _changed(each, change) for name, each in inner.items()} if named else _changed(inner, change)
+    change(kept)
     return kept
 
 
-def _closed_member(key: str, value: Any) -> Any:
-    named = key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
-    return {name: _closed(inner) for name, inner in value.items()} if named else _closed(value)
-
-
 def _json(schema: Mapping[str, Any] | None) -> str:
-    kept = closed({"type": "object"} if schema is None else schema)
+    kept = closed({"type": "object"} if schema is None else _changed(schema, _drop_unknown_format))
     text = json.dumps(dict(kept) | {"x-guidance": _SPACING})
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")

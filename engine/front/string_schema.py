@@ -2,9 +2,9 @@
 
     {"pattern": "^a|b$", "maxLength": 9}        ->        (?:(?:a)(.|\\n)*|(.|\\n)*(?:b))    and    (.|\\n){0,9}
 
-A pattern is searched for in a string, unless it is anchored; its \\d, \\w and \\s are ASCII's, as ECMA-262 has them. Of a format
-nothing can be written that its usual readers refuse. Each expression is of the kind that llguidance compiles, which neither looks
-around nor back: SchemaError names what cannot be said so.
+A pattern is searched for in a string, unless it is anchored; its \\d, \\w and \\s are ASCII's, as ECMA-262 has them. Of
+FORMATS nothing can be written that their usual readers refuse; any other format says nothing. Each expression is of the kind that
+llguidance compiles, which neither looks around nor back: SchemaError names what cannot be said so.
 """
 
 import re
@@ -33,8 +33,8 @@ class SchemaError(ValueError):
 def expressions(schema: Mapping[str, Any]) -> list[str]:
     """Regular expressions, all of which a string of this schema matches from its first to its last character. SchemaError."""
     regexes = [] if schema.get("pattern") is None else [_searched(schema["pattern"])]
-    if (name := schema.get("format")) is not None:
-        regexes += _format(name)
+    if (name := str(schema.get("format"))) in FORMATS:
+        regexes += [FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [FORMATS[name]]
     if any(schema.get(keyword) is not None for keyword in ("minLength", "maxLength")):
         regexes.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
     if len(regexes) > 1 and not _compiles(" & ".join(map(lark_regex, regexes))):
@@ -109,12 +109,6 @@ def _anchored(atoms: list[str], pattern: str) -> str:
     if "^" in inside or "$" in inside:
         raise SchemaError(f"an anchor inside of {pattern[:100]!r}, of the schema keyword 'pattern',")
     return ("" if begins else _ANY) + f"(?:{''.join(inside)})" + ("" if ends else _ANY)
-
-
-def _format(name: Any) -> list[str]:
-    if not isinstance(name, str) or name not in FORMATS:
-        raise SchemaError(f"{str(name)[:100]!r} of the schema keyword 'format'")
-    return [FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [FORMATS[name]]
 
 
 def _date() -> str:
