@@ -54,7 +54,6 @@ def one_of(*values: str) -> Meta:
     return Meta(max_length=64, extra_json_schema={"enum": values})
 
 
-RawNull = Annotated[Raw, shown_as()] | UnsetType
 RawText = Annotated[Raw, shown_as(STRING)] | UnsetType
 RawTexts = Annotated[Raw, shown_as(STRINGS)] | UnsetType
 RawStops = Annotated[Raw, shown_as(STRING, STRINGS)] | UnsetType

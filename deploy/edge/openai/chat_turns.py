@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
-from deploy.edge.key_types import JsonObject, Kind, Name, Natural, RawNull, RawTextOrObject, array, component, one_of
+from deploy.edge.key_types import JsonObject, Kind, Name, Natural, RawTextOrObject, array, component, one_of
 from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai.effort import thinks_by_effort
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_small
@@ -19,7 +19,6 @@ _SWITCHES_BYTES = 4096
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
 SWITCHES = ("enable_thinking", *sorted(EXTRAS))
 _URL_PARTS: Mapping[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
-_ONLY_NULL = ("function_call", "audio", "refusal")  # what clients send back unasked
 
 
 class MediaUrl(Struct, frozen=True):
@@ -65,9 +64,10 @@ class Message(Struct, frozen=True):
     tool_call_id: Name | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    function_call: RawNull = UNSET
-    audio: RawNull = UNSET
-    refusal: RawNull = UNSET
+    # What OpenAI's replies have, clients send back.
+    function_call: None = None
+    audio: None = None
+    refusal: None = None
 
 
 class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,9 +120,6 @@ def _messages(raw: Raw) -> list[ChatMessage]:
 
 
 def _message(message: Message, where: str) -> ChatMessage:
-    for name in _ONLY_NULL:
-        if not_null(getattr(message, name)) is not None:
-            raise invalid(f"{where}.{name}", "is not supported, only null", code="unsupported_parameter")
     content = message.content
     if content is None and message.role == "user":
         raise invalid(f"{where}.content", "a user's message needs content, not null")

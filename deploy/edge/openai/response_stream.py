@@ -9,8 +9,11 @@ Items are a message for text, reasoning for a thought, function_call for a call.
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count, groupby
+
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from deploy.edge.blocks import BlockFormat, encode, event, is_json
 from deploy.edge.error_response import message_of
@@ -173,18 +176,9 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
     }
 
 
-def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> list[JsonObject]:
+def _declared(namespace: DeclaredTool | None, functions: Iterable[OfferedFunction]) -> Sequence[DeclaredTool | JsonObject]:
     """Functions as they were declared, those of a namespace in it."""
-    tools = [
-        {
-            "type": tool.type,
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": copied(tool.parameters),
-            "strict": tool.strict,
-        }
-        for tool in (function.tool for function in functions)
-    ]
+    tools = [replace(tool, parameters=copied(tool.parameters), tools=UNSET) for tool in (function.tool for function in functions)]
     if namespace is None:
         return tools
     return [{"type": "namespace", "name": namespace.name, "description": namespace.description or "", "tools": tools}]
