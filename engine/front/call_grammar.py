@@ -12,7 +12,7 @@ keyword that the notation cannot keep is refused by name, or its tool can be cal
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -24,8 +24,6 @@ from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, re
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
-                          "deprecated", "readOnly", "writeOnly", "strict", "discriminator"))  # fmt: skip
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -37,6 +35,12 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
 }
 _BARE_KEY = re.compile(f"{KEY_CHARACTER}+(?: {KEY_CHARACTER}+)*")
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
+# All by which a schema refuses values: a keyword that is none of them is an annotation, JSON Schema's own or anybody's.
+_CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS.values(), (
+    "not", "if", "contains", "uniqueItems", "additionalItems", "unevaluatedItems", "minProperties", "maxProperties",
+    "propertyNames", "patternProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
+    "$dynamicRef",
+)))  # fmt: skip
 _DEPTH, _RULES, _PATTERNS, _PAIRS = 64, 2048, 128, 4096
 _BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
 
@@ -231,7 +235,7 @@ class CallGrammar:
 
 def _only(schema: Schema, known: Collection[str]) -> None:
     for keyword in schema:
-        if keyword not in known and keyword not in _ANNOTATIONS:
+        if keyword in _CONSTRAINTS and keyword not in known:
             raise SchemaError(f"the schema keyword {keyword[:100]!r}")
 
 

@@ -161,6 +161,16 @@ def test_a_keyword_that_is_left_out_is_seen(walker: Walker, keyword: str) -> Non
     assert wrong > 10
 
 
+def test_annotations_of_others_say_nothing(walker: Walker) -> None:
+    """OpenAPI's and anybody's keywords leave a strict tool's schema as it is. Planted: one that refuses values is a 400."""
+    about = {"nullable": True, "example": 5, "x-order": 1, "xml": {}, "contentMediaType": "text/plain"}
+    schema = {"type": "object", "properties": {"it": {"type": "integer", **about}}, "required": ["it"], **about}
+    for seed in range(WALKS):
+        assert not invalid(schema, called(walker, schema, seed))
+    with pytest.raises(InvalidRequest, match="minProperties"):
+        called(walker, schema | {"minProperties": 1}, 1)
+
+
 def declared(seed: int) -> dict[str, Any]:
     """The parameters of a tool of a real server."""
     return parameters(random.Random(seed))
