@@ -80,7 +80,7 @@ class ChatMessage:
 class ChatPrompt:
     """A conversation. `tools` are declared as chat templates take them; `thinks` None: as the server's default.
 
-    `thought_tokens`: the most that its thoughts may have; `switches`: the template's own, of engine.front.template.EXTRAS;
+    `thought_tokens`: the most that its thoughts may have; `switches`: the template's own;
     `max_soft_tokens`: of each image, whatever its part says.
     """
 

@@ -19,7 +19,6 @@ from engine.front.arguments import ArgumentsParser
 from engine.front.value_schema import ValueSchema
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-EXTRAS = frozenset({"preserve_thinking"})
 
 # Candidates for the sentinel: the last of the private-use characters, which have no meaning to any template or tokenizer.
 _SENTINELS = [chr(code) for code in range(0x10FFF6, 0x10FFFE)]
@@ -55,7 +54,7 @@ class ChatTemplate:
     ) -> tuple[str, str]:
         """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field.
 
-        messages and tools are in OpenAI's form; `switches`: enable_thinking, add_generation_prompt, and those of EXTRAS.
+        messages and tools are in OpenAI's form; `switches`: enable_thinking, add_generation_prompt, preserve_thinking.
         """
         cut = CutCalls()
         try:

@@ -153,7 +153,7 @@ class TextProcessor:
 
         messages and tools are in OpenAI's form; a content is a string, a list of parts ({"type": "text"}, or a kind of media) or,
         of a tool message, a mapping. `media`: in the parts' order, what stands for each in the prompt. `extra` goes to the
-        template: only its EXTRAS. Raises InvalidRequest, naming the field; also for what is seen to have more than `most` tokens
+        template. Raises InvalidRequest, naming the field; also for what is seen to have more than `most` tokens
         before all of it has been tokenized.
         """
         if self._template is None:

@@ -3,21 +3,19 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-import msgspec
 from msgspec import UNSET, Meta, Raw, Struct
+from msgspec.structs import asdict
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
 from deploy.edge.key_types import JsonObject, Kind, Name, Natural, RawTextOrObject, array, component, one_of
 from deploy.edge.media.tasks import BUDGETS
 from deploy.edge.openai.effort import thinks_by_effort
-from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null, read_small
-from engine.front.template import EXTRAS, ROLES
+from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null
+from engine.front.template import ROLES
 from engine.protocol import MediaKind
 
-_SWITCHES_BYTES = 4096
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
-SWITCHES = ("enable_thinking", *sorted(EXTRAS))
 _URL_PARTS: Mapping[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 
 
@@ -82,22 +80,28 @@ class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
         return self.max_soft_tokens
 
 
+class TemplateSwitches(Struct, frozen=True, forbid_unknown_fields=True):
+    """What chat templates may be told: whether the model thinks, and whether earlier turns keep their thoughts."""
+
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+
+
 _MESSAGES = ListReader(Message, MESSAGES)
 _TOOLS = ListReader(JsonObject, TOOLS)
-_SWITCHES = msgspec.json.Decoder(dict[str, bool])
 
 
 def read_chat(
     messages: Raw,
     tools: Json,
-    switches: Json,
+    switches: TemplateSwitches | None,
     *,
     effort: str | None,
     processor: ProcessorKeys | None,
     generation_prompt: bool | None,
 ) -> ChatPrompt:
     """InvalidRequest names the key that is wrong."""
-    given = _switches(switches)
+    given = {name: value for name, value in (asdict(switches) if switches else {}).items() if value is not None}
     turns = _messages(messages)
     check_bounds([tools], "tools", "they")
     return ChatPrompt(
@@ -146,12 +150,3 @@ def _part(part: ContentPart, where: str) -> Part:
 def _call(call: ToolCall) -> PastCall:
     given = not_null(call.function.arguments)
     return PastCall(call.function.name, None if given is None else decode(given, "messages", ANYTHING), call.id)
-
-
-def _switches(raw: Json) -> dict[str, bool]:
-    key = "chat_template_kwargs"
-    switches = read_small(raw, key, _SWITCHES, _SWITCHES_BYTES) or {}
-    for name in switches:
-        if name not in SWITCHES:
-            raise invalid(f"{key}.{name}", f"not one of {', '.join(SWITCHES)}")
-    return switches

@@ -21,7 +21,7 @@ from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
 from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
 from deploy.edge.common_keys import CommonSamplingKeys, RawTools
 from deploy.edge.openai import absent_keys
-from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, SWITCHES, ProcessorKeys, read_chat
+from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
 from deploy.edge.openai.effort import REASONING_EFFORTS
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
@@ -45,7 +45,6 @@ WORD_CHARACTERS = 256
 _BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
 _BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
-_SWITCHES = {"type": "object", "additionalProperties": False, "properties": {name: {"type": "boolean"} for name in SWITCHES}}
 _TEXTS = ListReader(str, PROMPTS)
 _WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WORDS // 2)  # two spellings each
 _BIAS = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
@@ -136,7 +135,7 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     top_logprobs: kt.Alternatives | None = None
     tools: RawTools = UNSET
     tool_choice: kt.RawToolChoice = UNSET
-    chat_template_kwargs: Annotated[Raw, kt.shown_as(_SWITCHES)] | UnsetType = UNSET
+    chat_template_kwargs: TemplateSwitches | None = None
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
     thinking_token_budget: kt.Natural | None = None
