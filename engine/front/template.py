@@ -18,8 +18,6 @@ from engine.errors import CheckpointError, InvalidRequest
 from engine.front.arguments import ArgumentsParser
 from engine.front.value_schema import ValueSchema
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-
 # Candidates for the sentinel: the last of the private-use characters, which have no meaning to any template or tokenizer.
 _SENTINELS = [chr(code) for code in range(0x10FFF6, 0x10FFFE)]
 MAX_CUT = 1 << 15  # values in the cut arguments of a conversation, and 32 for each call: some 0.2 s of CPU
@@ -58,7 +56,7 @@ class ChatTemplate:
         """
         cut = CutCalls()
         try:
-            prepared = [_prepared(message, index, cut) for index, message in enumerate(messages)]
+            prepared = [_prepared(message, cut) for message in messages]
             sentinel = _sentinel([prepared, tools])
             shown, declared = self._guard(prepared, sentinel), self._guard(tools, sentinel) or None
             text = self._template.render(self._tokens | switches, messages=shown, tools=declared, documents=None)
@@ -103,15 +101,10 @@ class CutCalls:
         return parser.take()
 
 
-def _prepared(message: Mapping[str, Any], index: int, cut: CutCalls) -> dict[str, Any]:
-    """The message as templates expect it: a known role, replies without thoughts, tool arguments as mappings."""
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(
-            f"messages[{index}].role: {role!r} is not one of {', '.join(sorted(ROLES))}", param="messages"
-        )
+def _prepared(message: Mapping[str, Any], cut: CutCalls) -> dict[str, Any]:
+    """The message as templates expect it: replies without thoughts, tool arguments as mappings."""
     ready = dict(message)
-    if role == "assistant":
+    if message["role"] == "assistant":
         ready["content"] = _without_thoughts(message.get("content"))
         if (thought := message.get("reasoning") or message.get("reasoning_content")) is not None:
             ready |= {"reasoning": thought, "reasoning_content": thought}  # templates read one or the other

@@ -37,8 +37,6 @@ _OF_CHATS = ("frequency_penalty", "logit_bias", "max_completion_tokens", "n", "p
 _ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": (), **dict.fromkeys(_OF_CHATS, ())}
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
-_ROLES = ("user", "assistant", "system")
-_THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 P = TypeVar("P", bound=Part)
 _CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -74,7 +72,7 @@ class ContentBlock(Struct, frozen=True):
 class Turn(Struct, frozen=True):
     """A message."""
 
-    role: Annotated[str, kt.one_of(*_ROLES)]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[ContentBlock], Meta(max_length=PARTS)]
 
 
@@ -91,7 +89,7 @@ class ClientTool(Struct, frozen=True):
 class ToolUseChoice(Struct, frozen=True):
     """Whether, and which, tools are to be used."""
 
-    type: Annotated[str, kt.one_of(*_CHOICES, "tool")]
+    type: Literal["auto", "any", "none", "tool"]
     name: kt.Name | None = None
     disable_parallel_tool_use: bool | None = None
 
@@ -99,7 +97,7 @@ class ToolUseChoice(Struct, frozen=True):
 class ThinkingConfig(Struct, frozen=True):
     """Whether the model thinks first, and of how many tokens its thoughts may be together."""
 
-    type: Annotated[str, kt.one_of(*_THINKS)]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: kt.Count | None = None
 
 
@@ -121,7 +119,7 @@ class CountRequest(Struct, frozen=True):
             [*self._system_message(), *self._turns()],
             _tools(self.tools),
             choice=_choice(self.tool_choice),
-            thinks=_thinks(self.thinking),
+            thinks=self.thinking.type != "disabled" if self.thinking else None,
             thought_tokens=self.thinking.budget_tokens if self.thinking else None,
         )
 
@@ -191,19 +189,11 @@ def _declaration(tool: ClientTool, index: int) -> kt.JsonObject:
 def _choice(choice: ToolUseChoice | None) -> ToolChoice:
     if choice is None:
         return ToolChoice()
-    if choice.type == "tool" and choice.name is not None:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise invalid("tool_choice.name", "is required")
         return ToolChoice("required", (choice.name,), one=True)
-    if choice.type not in _CHOICES:
-        raise invalid("tool_choice.type", f"not one of {', '.join(_CHOICES)}, or 'tool' with a name")
     return ToolChoice(_CHOICES[choice.type], one=bool(choice.disable_parallel_tool_use))
-
-
-def _thinks(config: ThinkingConfig | None) -> bool | None:
-    if config is None:
-        return None
-    if config.type not in _THINKS:
-        raise invalid("thinking.type", f"not one of {', '.join(_THINKS)}")
-    return _THINKS[config.type]
 
 
 def _part(block: ContentBlock, where: str) -> Part:
@@ -225,8 +215,6 @@ def _parts(raw: Json, where: str, part: Callable[[ContentBlock, str], P]) -> lis
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
     """Return one turn as messages of a chat."""
-    if turn.role not in _ROLES:
-        raise invalid(f"{where}.role", f"{turn.role!r} is not one of {', '.join(_ROLES)}")
     if not isinstance(turn.content, list):
         return [ChatMessage(turn.role, turn.content)]
     if turn.role == "assistant":

@@ -11,9 +11,9 @@ from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import RawTools
-from deploy.edge.key_types import ID, JsonObject, ModelName, array, one_of, shown_as
+from deploy.edge.key_types import ID, JsonObject, ModelName, array, shown_as
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
-from deploy.edge.openai.effort import REASONING_EFFORTS
+from deploy.edge.openai.effort import Effort
 from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import invalid, not_null, token_ids
 from deploy.edge.service import Service
@@ -32,7 +32,7 @@ class TokenizeRequest(Struct, frozen=True):
     tools: RawTools = UNSET
     chat_template_kwargs: TemplateSwitches | None = None
     add_generation_prompt: bool | None = None
-    reasoning_effort: Annotated[str, one_of(*REASONING_EFFORTS)] | None = None
+    reasoning_effort: Effort | None = None
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def chat(self) -> ChatPrompt | None:

@@ -1,7 +1,7 @@
 """A conversation as OpenAI's chat completions write it: messages, tools, and the chat template's switches."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct
 from msgspec.structs import asdict
@@ -10,9 +10,8 @@ from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
 from deploy.edge.key_types import JsonObject, Kind, Name, Natural, RawTextOrObject, array, component, one_of
 from deploy.edge.media.tasks import BUDGETS
-from deploy.edge.openai.effort import thinks_by_effort
+from deploy.edge.openai.effort import Effort, thinks_by_effort
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null
-from engine.front.template import ROLES
 from engine.protocol import MediaKind
 
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
@@ -55,7 +54,7 @@ class ToolCall(Struct, frozen=True):
 class Message(Struct, frozen=True):
     """One turn."""
 
-    role: Annotated[str, one_of(*sorted(ROLES))]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Meta(max_length=PARTS)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
@@ -96,7 +95,7 @@ def read_chat(
     tools: Json,
     switches: TemplateSwitches | None,
     *,
-    effort: str | None,
+    effort: Effort | None,
     processor: ProcessorKeys | None,
     generation_prompt: bool | None,
 ) -> ChatPrompt:
@@ -107,7 +106,7 @@ def read_chat(
     return ChatPrompt(
         turns,
         _TOOLS.read(tools, "tools"),
-        thinks=given.pop("enable_thinking", thinks_by_effort(effort, "reasoning_effort")),
+        thinks=given.pop("enable_thinking", thinks_by_effort(effort)),
         add_generation_prompt=generation_prompt is not False,
         switches=given,
         max_soft_tokens=processor.checked() if processor else None,

@@ -39,7 +39,7 @@ from deploy.edge.common_keys import (
     media_part,
     text_part,
 )
-from deploy.edge.openai.effort import thinks_by_effort
+from deploy.edge.openai.effort import Effort, thinks_by_effort
 from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
@@ -122,7 +122,7 @@ class OfferedFunction:
 class ReasoningConfig(Struct, frozen=True):
     """Whether the model thinks first."""
 
-    effort: kt.Kind | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
                 _with_instructions(self.instructions, self._messages()),
                 [function.declaration() for function in self.functions()],
                 choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
-                thinks=thinks_by_effort(self.reasoning.effort if self.reasoning else None, "reasoning.effort"),
+                thinks=thinks_by_effort(self.reasoning.effort if self.reasoning else None),
             ),
             sampling=self.sampling(max_tokens=self.max_output_tokens),
             stream=bool(self.stream),

@@ -22,7 +22,7 @@ from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
 from deploy.edge.common_keys import CommonSamplingKeys, RawTools
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
-from deploy.edge.openai.effort import REASONING_EFFORTS
+from deploy.edge.openai.effort import Effort
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
@@ -139,7 +139,7 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
     thinking_token_budget: kt.Natural | None = None
-    reasoning_effort: Annotated[str, kt.one_of(*REASONING_EFFORTS)] | None = None
+    reasoning_effort: Effort | None = None
     mm_processor_kwargs: ProcessorKeys | None = None
 
     def ask(self) -> Ask:

@@ -201,7 +201,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "stop_sequences": (["a"] * 17, [""]),
     "tools[0].type": ([{"type": "web_search_20250305", "name": "web_search"}],),
     "tools[1]": ([TOOLS[0], TOOLS[0]],),
-    "tool_choice": ({"type": "maybe"},),
+    "tool_choice": ({"type": "maybe"}, {"type": "tool"}),
     "thinking": ({"type": "deeply"},),
     "mcp_servers": ([{"name": "x"}],),
     "container": ("x",),

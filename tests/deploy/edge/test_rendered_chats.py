@@ -142,8 +142,8 @@ def test_conversations_are_rendered_as_transformers_does(checkpoints: list[Check
     assert differing(checkpoints) == []
 
 
-def _without_ids(message: dict[str, Any], place: int, cut: CutCalls) -> dict[str, Any]:
-    ready = _prepared(message, place, cut)
+def _without_ids(message: dict[str, Any], cut: CutCalls) -> dict[str, Any]:
+    ready = _prepared(message, cut)
     return {key: value for key, value in ready.items() if key != "tool_call_id"}
 
 

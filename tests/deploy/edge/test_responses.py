@@ -243,7 +243,7 @@ BAD: dict[str, tuple[Any, ...]] = {
         [{"type": "namespace", "name": "n", "tools": [TOOL, TOOL]}],
     ),
     "tool_choice": ({"type": "web_search"},),
-    "reasoning.effort": ({"effort": "hard"},),
+    "reasoning": ({"effort": "hard"},),
     "text.format": ({"format": {"type": "xml"}},),
     "max_output_tokens": (0,),
     "metadata": ([], {"a": 1}, {"a": "x" * 513}, dict.fromkeys("abcdefghijklmnopq", "")),

@@ -182,7 +182,6 @@ def test_small_members_get_no_empty_thought(tmp_path: Path, member: str) -> None
 @pytest.mark.parametrize(
     ("messages", "options", "param", "says"),
     [
-        ([{"role": "root", "content": "x"}], {}, "messages", "messages[0].role"),
         ([user([{"type": "image_url", "image_url": {}}])], {}, "messages", "image_url"),
         ([assistant(tool_calls=[CALL | {"function": {"name": "f", "arguments": "{]"}}])], {}, "messages", "arguments"),
         ([assistant(tool_calls=[CALL | {"function": {"name": "f", "arguments": "[1]"}}])], {}, "messages", "object"),
