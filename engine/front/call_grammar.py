@@ -6,7 +6,7 @@
     object_2: "{" "city:" string ("," "days:" integer_3)? "}"          keys in the order in which templates render them
 
 Only declared properties can be written, where a schema has `properties`; of a tuple all elements that it names. A schema with a
-keyword that the notation cannot keep is refused by name, or its tool can be called with any arguments that are well-formed.
+keyword that the notation cannot keep is refused by name, or stands for any value that is well-formed.
 """
 
 import json
@@ -54,18 +54,22 @@ KEY: /{KEY_CHARACTER_OF_GRAMMARS}{{1,64}}/
 """
 
 
+class TooMuch(SchemaError):
+    """A tool's rules would be more than a grammar has room for."""
+
+
 class CallGrammar:
     """Rules for calls of some tools; `text` has them all, `call` is one call, `called` one behind the marker that begins it."""
 
     def __init__(self, markers: Markers, tools: Mapping[str, Any], strict: Collection[str] = ()) -> None:
-        """`tools`: parameters' schemas by name. One that cannot be kept leaves its tool's arguments free; of `strict` ones it is an
-        InvalidRequest."""
+        """`tools`: parameters' schemas by name. What cannot be kept is left free; of `strict` ones it is an InvalidRequest."""
         self._quote = f"<[{markers.quote}]>"
         self._rules: list[str] = []
         self._bytes = 0
         self._referred: dict[str, str] = {}
         self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
         self._root: Any = None  # the schema of the tool whose rules are being made
+        self._strict = False  # and whether all of it must be kept
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
         self._rules += [f"tool_{index}: {json.dumps(name)} {rule}" for index, (name, rule) in enumerate(arguments.items())]
         called = " | ".join(f"tool_{index}" for index in range(len(arguments)))
@@ -81,7 +85,7 @@ class CallGrammar:
     def _arguments(self, name: str, schema: Any, strict: bool) -> str:
         if not schema:
             return "any_object"
-        self._root = schema
+        self._root, self._strict = schema, strict
         kept, size, referred = len(self._rules), self._bytes, dict(self._referred)
         try:
             return f"({self._value(_of_object(schema), 0)})"
@@ -96,7 +100,7 @@ class CallGrammar:
     def _rule(self, kind: str, body: str) -> str:
         """Add a rule; returns its name."""
         if len(self._rules) >= _RULES:
-            raise SchemaError(f"more than {_RULES} rules")
+            raise TooMuch(f"more than {_RULES} rules")
         name = f"{kind}_{len(self._rules)}"
         self._add(f"{name}: {body}")
         return name
@@ -104,13 +108,23 @@ class CallGrammar:
     def _add(self, rule: str) -> None:
         self._bytes += len(rule)
         if self._bytes > _BYTES:
-            raise SchemaError(f"a grammar of more than {_BYTES} bytes")
+            raise TooMuch(f"a grammar of more than {_BYTES} bytes")
         self._rules.append(rule)
 
     def _value(self, schema: Any, depth: int) -> str:
-        """The right side of a rule for a value of this schema."""
+        """The right side of a rule for a value of this schema; for any, inside of arguments that need not be kept."""
+        try:
+            return self._by_schema(schema, depth)
+        except TooMuch:
+            raise
+        except SchemaError:
+            if self._strict or not depth:
+                raise
+            return "value"
+
+    def _by_schema(self, schema: Any, depth: int) -> str:
         if depth > _DEPTH:
-            raise SchemaError(f"nesting deeper than {_DEPTH}")
+            raise TooMuch(f"nesting deeper than {_DEPTH}")
         if schema is True or schema == {}:
             return "value"
         if not isinstance(schema, Mapping):
@@ -144,7 +158,7 @@ class CallGrammar:
         """Check the schemas of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
         self._pairs += len(branches) * (len(branches) - 1) // 2
         if self._pairs > _PAIRS:
-            raise SchemaError("the schema keyword 'oneOf' with so many schemas")
+            raise TooMuch("the schema keyword 'oneOf' with so many schemas")
         if not all(are_apart(*pair) for pair in combinations(branches, 2)):
             raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once")
 
@@ -182,7 +196,7 @@ class CallGrammar:
     def _string(self, schema: Schema) -> str:
         self._patterns += "pattern" in schema
         if self._patterns > _PATTERNS:
-            raise SchemaError(f"more than {_PATTERNS} times the schema keyword 'pattern'")
+            raise TooMuch(f"more than {_PATTERNS} times the schema keyword 'pattern'")
         if not (kept := expressions(schema)):
             return "string"
         return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"

@@ -153,7 +153,7 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge) -> None:
     assert markers is not None
     behind = [text.removeprefix("<|tool_call>") for text in (ONE, call("run-it", "{b:2}"), call("f"))]
     strict = [{"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}, TOOLS[0]]
-    free = {"type": "object", "properties": {"a": {"not": {}}}}
+    free = {"type": "object", "properties": {"b": {"not": {}}}}
     loose = [{"type": "function", "function": {"name": "run-it", "parameters": free}}, TOOLS[0]]
     found: dict[tuple[str, int], Any] = {}
     for setting in ("strict", "names", "off"):
