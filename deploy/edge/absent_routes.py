@@ -8,6 +8,7 @@ _NO_VERSION = "Paths begin with /v1: the base URL may lack it."
 _SENTENCES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v1/classify", "/v1/pooling",
                      "/embeddings", "/encode", "/score", "/rerank", "/classify", "/pooling"), _GENERATES),
+    "/v1/responses/input_tokens": "Tokens are counted by /tokenize and /v1/messages/count_tokens.",
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/realtime", "/v1/videos"), _TEXT_ONLY),
     **dict.fromkeys(("/v1/responses", "/v1/conversations", "/v1/threads", "/v1/assistants"), _NO_STATE),
     **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/messages/batches"), _NO_BATCHES),

@@ -1,7 +1,7 @@
 """What several APIs' requests have in common: bounds, stop strings, content parts, and functions as chat templates take them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -17,8 +17,9 @@ TOOLS = 512
 STOPS = 16
 RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
+Detail = Literal["low", "high", "original", "auto"]
 # To an image's soft tokens.
-DETAILS: Mapping[str | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
+_DETAILS: Mapping[Detail | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
 
 _STOPS = ListReader(Annotated[str, Meta(min_length=1, max_length=256)], STOPS)
 
@@ -86,13 +87,11 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
     return Text(text)
 
 
-def media_part(kind: MediaKind, url: str | None, where: str, detail: str | None = None) -> Media:
-    """Return a content part of another kind. InvalidRequest: it has no URL that can be read, or an unknown `detail`."""
+def media_part(kind: MediaKind, url: str | None, where: str, detail: Detail | None = None) -> Media:
+    """Return a content part of another kind. InvalidRequest: it has no URL that can be read."""
     if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs a URL: data:, http: or https:")
-    if detail not in DETAILS:
-        raise invalid(where, f"detail: not one of {', '.join(filter(None, DETAILS))}")
-    return Media(kind, url, DETAILS[detail])
+    return Media(kind, url, _DETAILS[detail])
 
 
 def content_of(parts: list[Part]) -> str | list[Part]:

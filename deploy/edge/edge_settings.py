@@ -9,6 +9,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
+SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have
 
 
 class LimitSettings(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class MediaSettings(msgspec.Struct, frozen=True):
 
     max_media: Annotated[int, Meta(ge=0, le=1024)] = 32
     """images, videos and clips of a request"""
-    max_soft_tokens: Literal[70, 140, 280, 560, 1120] = 1120
+    max_soft_tokens: SoftTokens = 1120
     """tokens that an image may have; who asks for more gets these"""
     pixels: Annotated[int, Meta(ge=1 << 16, le=1 << 28)] = 25_000_000
     """pixels of an image, or of a video's frame, before it is resized"""

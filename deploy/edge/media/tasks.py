@@ -5,14 +5,15 @@
 """
 
 import struct
+from typing import get_args
 
 import msgspec
 
-from deploy.edge.edge_settings import MediaSettings
+from deploy.edge.edge_settings import MediaSettings, SoftTokens
 from engine.protocol import MediaKind
 
 FRAMES_TYPE = "video/jpeg"  # frames in base64, with commas between them
-BUDGETS = (70, 140, 280, 560, 1120)  # of soft tokens, that the models know
+BUDGETS: tuple[int, ...] = get_args(SoftTokens)
 
 
 class DecodeTask(MediaSettings, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ from msgspec import UNSET, Meta, Raw, Struct
 from msgspec.structs import asdict
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, InputAudio, check_bounds, media_part, text_part
-from deploy.edge.key_types import JsonObject, Kind, Name, Natural, RawTextOrObject, array, component, one_of
-from deploy.edge.media.tasks import BUDGETS
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, Detail, InputAudio, check_bounds, media_part, text_part
+from deploy.edge.edge_settings import SoftTokens
+from deploy.edge.key_types import JsonObject, Kind, Name, RawTextOrObject, array, component, one_of
 from deploy.edge.openai.effort import Effort, thinks_by_effort
 from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null
 from engine.protocol import MediaKind
@@ -22,7 +22,7 @@ class MediaUrl(Struct, frozen=True):
     """Where a medium is, or all of it; `detail`: of an image."""
 
     url: str | None = None
-    detail: Kind | None = None
+    detail: Detail | None = None
 
 
 class ContentPart(Struct, frozen=True):
@@ -70,13 +70,7 @@ class Message(Struct, frozen=True):
 class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
     """`max_soft_tokens`: of each image, instead of its `detail` (vLLM's)."""
 
-    max_soft_tokens: Natural | None = None
-
-    def checked(self) -> int | None:
-        """InvalidRequest: images have no such budget."""
-        if self.max_soft_tokens not in (None, *BUDGETS):
-            raise invalid("mm_processor_kwargs.max_soft_tokens", f"not one of {', '.join(map(str, BUDGETS))}")
-        return self.max_soft_tokens
+    max_soft_tokens: SoftTokens | None = None
 
 
 class TemplateSwitches(Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +103,7 @@ def read_chat(
         thinks=given.pop("enable_thinking", thinks_by_effort(effort)),
         add_generation_prompt=generation_prompt is not False,
         switches=given,
-        max_soft_tokens=processor.checked() if processor else None,
+        max_soft_tokens=processor.max_soft_tokens if processor else None,
     )
 
 

@@ -30,6 +30,7 @@ from deploy.edge.common_keys import (
     PARTS,
     TOOLS,
     CommonSamplingKeys,
+    Detail,
     InputAudio,
     RawTools,
     TextForm,
@@ -73,7 +74,7 @@ class InputPart(Struct, frozen=True):
     type: Annotated[str, kt.one_of(*_TEXTS, "input_image", "input_audio")]
     text: str | None = None
     image_url: str | None = None
-    detail: kt.Kind | None = None
+    detail: Detail | None = None
     input_audio: InputAudio | None = None
 
 
