@@ -22,6 +22,7 @@ from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS, lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
+from engine.front.value_schema import listed
 
 MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
@@ -61,8 +62,7 @@ def _close(schema: dict[str, Any]) -> None:
     properties = schema.get("properties")
     if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
         raise _Combination
-    required = schema.get("required")
-    named = set(map(str, required)) if isinstance(required, list) else set[str]()
+    named = set(map(str, listed(schema.get("required"))))
     if isinstance(properties, Mapping) and not schema.keys() & _OTHERS and properties.keys() >= named:
         schema["additionalProperties"] = False
 
