@@ -196,11 +196,11 @@ def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> 
     check_bounds([raw], "tools", "they")
     for index, tool in enumerate(_TOOL_LIST.read(raw, "tools")):
         match tool.type:
+            case "function" | "namespace" if not tool.name:
+                raise invalid(f"{where}[{index}].name", "is required")
             case "function":
                 yield OfferedFunction(tool, namespace)
             case "namespace" if namespace is None:
-                if not tool.name:
-                    raise invalid(f"{where}[{index}].name", "is required")
                 yield from _functions(tool.tools, f"{where}[{index}].tools", tool)
             case kind if not kind.startswith(_NOT_OFFERED):
                 why = f"{kind!r} is not supported, only 'function' and namespaces of functions"

@@ -259,6 +259,14 @@ def test_a_bad_body_is_refused_by_name(edge: Edge, param: str, value: Any) -> No
     assert not edge.core.requests
 
 
+def test_a_tool_as_chats_have_it_lacks_its_name(edge: Edge) -> None:
+    """What stands under `function` there stands beside the type here: the error says what is missing, in this API's words."""
+    nested = {"type": "function", "function": {"name": "get_weather"}}
+    inside = {"type": "namespace", "name": "n", "tools": [nested]}
+    for tools, place in (([TOOL, nested], "tools[1]"), ([inside], "tools[0].tools[0]")):
+        assert error_of(post(edge, asked(tools=tools)), 400)["message"] == f"{place}.name: is required"
+
+
 @pytest.mark.parametrize("name", get_args(ResponseIncludable))
 def test_what_would_never_be_there_may_be_included(edge: Edge, name: str) -> None:
     """Of all that OpenAI's client knows only logprobs are refused: agents ask for what tools gave that they were not offered."""
