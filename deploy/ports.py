@@ -1,12 +1,13 @@
 """The ports of one launcher: no other launcher of this machine listens there too.
 
-HAProxy has its ports alone. Serve's own proxy, where HAProxy sends what no replica can take yet, listens with SO_REUSEPORT: of two
-on one port the kernel would have each answer for the other's stack. So its ports are kept: a bound socket that does not listen gets
-no connection, lets in whoever shares, and keeps everybody else from binding, other launchers among them.
+HAProxy has its ports alone, and binds them seconds after they are chosen: of launchers that start together one has the usual ones.
+Serve's own proxy, where HAProxy sends what no replica can take yet, listens with SO_REUSEPORT: of two on one port the kernel would
+have each answer for the other's stack. So its ports are kept: a bound socket that does not listen gets no connection, lets in
+whoever shares, and keeps everybody else from binding, other launchers among them.
 """
 
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from engine.errors import ConfigError
 
@@ -25,8 +26,8 @@ class Ports:
 
     def choose(self, seed: int) -> dict[str, int]:
         """Choose and keep a port for each variable; returns them by variable."""
-        block = iter(self._block(seed))
-        haproxy = {name: port if is_free(port) else next(block) for name, port in HAPROXY_PORTS.items()}
+        block, usual = iter(self._block(seed)), self._marks(_FIRST + BLOCK * _BLOCKS)  # behind all blocks
+        haproxy = {name: port if usual and is_free(port) else next(block) for name, port in HAPROXY_PORTS.items()}
         first, *_, last = block
         return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | dict(zip(REPLICA_RANGE, (first, last), strict=True))
 
@@ -34,12 +35,15 @@ class Ports:
         """Find a block for HAProxy and the replicas. HAProxy knows a port for a moment longer than its replica lives."""
         for turn in range(_BLOCKS):
             first = _FIRST + BLOCK * ((seed + turn) % _BLOCKS)
-            try:
-                self._keep(first)
-            except OSError:
-                continue
-            return range(first + 1, first + BLOCK)
+            if self._marks(first):
+                return range(first + 1, first + BLOCK)
         raise ConfigError(f"no block of {BLOCK} ports from {_FIRST} on is free")
+
+    def _marks(self, port: int) -> bool:
+        """Keep `port` to mark others as taken. False: another launcher did."""
+        with suppress(OSError):
+            return bool(self._keep(port))
+        return False
 
     def _keep(self, port: int) -> int:
         """Keep `port`, or any free one for 0. OSError: somebody has it."""
