@@ -146,7 +146,7 @@ def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> N
     print(f"\nredeployed in {time.monotonic() - began:.1f} s: {len(replies)} requests meanwhile, the longest took {longest:.1f} s")
     assert {reply.status_code for reply in replies} == {200}
     assert serve_process.build_info(stack) != built
-    assert len(stack.find("engine.rank.worker")) == 2
+    wait(lambda: len(stack.find("engine.rank.worker")) == 2, 10, stack.said)  # those before have ended
 
 
 def test_it_answers_held_out_questions(stack: Stack) -> None:
@@ -163,10 +163,11 @@ def test_it_answers_held_out_questions(stack: Stack) -> None:
 
 @pytest.mark.skipif(read_vision(resolve("nano:31b")) is None, reason="the trained model has no tower yet")
 def test_it_answers_questions_about_pictures(stack: Stack) -> None:
-    """Thirty of colours, shapes and digits that nobody was trained on, six at a time by a client: right but for one; counted."""
+    """Thirty of colours, shapes and digits that nobody was trained on, six at a time by a client: right but for two; counted."""
     with api(stack) as client, ThreadPoolExecutor(6) as pool:
         wrong = [pair for pair in pool.map(partial(look, client), drawn(random.Random(SEED), 30)) if len(set(pair)) > 1]
-    assert (len(wrong) <= 1, figures(stack)["quartet_encoded_images_total"] > 20) == (True, True), (SEED, wrong)
+    assert len(wrong) <= 2, (SEED, wrong)  # two in a thousand are: three of thirty once in 30 000 runs
+    assert figures(stack)["quartet_encoded_images_total"] > 20
 
 
 WEATHER: Any = {
@@ -337,19 +338,18 @@ def test_a_burst_waits_its_turn(stack: Stack) -> None:
 
 def test_a_newcomer_passes_a_crowd(stack: Stack) -> None:
     """Sixty streams of one address that nobody reads, at sixteen slots: another address' is answered with the second sixteen."""
-    body = json.dumps(LONG | {"max_tokens": 60}).encode()
+    body = json.dumps(LONG | {"max_tokens": 120}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with ExitStack() as held:
+    with ExitStack() as held, httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as newcomer:
         crowd = [held.enter_context(socket.create_connection(("127.0.0.1", stack.port), timeout=60)) for _ in range(60)]
         for sock in crowd:
             sock.sendall(f"{head}\r\n\r\n".encode() + body)
-        wait(lambda: figures(stack)["quartet_requests_running"] == 16, 40, stack.said)
-        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as newcomer:
-            assert newcomer.post(f"{stack.url}/v1/chat/completions", json=SHORT).status_code == 200
+        wait(lambda: len(select.select(crowd, [], [], 0)[0]) >= 16, 40, stack.said)
+        assert newcomer.post(f"{stack.url}/v1/chat/completions", json=SHORT).status_code == 200
         begun = len(select.select(crowd, [], [], 0)[0])
     print(f"\n{begun} of {len(crowd)} had begun when the newcomer was answered")
     assert begun < 3 * 16
-    wait(lambda: figures(stack)["quartet_requests_running"] == 0, 40, stack.said)
+    wait(lambda: (told := figures(stack))["quartet_requests_running"] == told["quartet_requests_waiting"] == 0, 40, stack.said)
 
 
 def test_slow_bodies_shut_nobody_out(stack: Stack) -> None:
@@ -465,7 +465,8 @@ def test_no_other_stack_answers_for_it(stack: Stack, tmp_path: Path) -> None:
 
 def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     """An open stream finishes, new requests are refused, and then no process, port, folder or shared memory is left."""
-    ours = serve_process.folders()
+    folder = stack.folder
+    assert (folder / "launcher.pid").read_text() == str(stack.process.pid)
     shared = set(Path("/dev/shm").iterdir())
     reader = Reader(stack.url, LONG | {"max_tokens": 60})
     wait(lambda: "data:" in reader.text, 20, stack.said)
@@ -479,7 +480,7 @@ def test_sigterm_drains_and_leaves_nothing(stack: Stack) -> None:
     assert code == 0, stack.said()
     assert "will be retried" not in stack.said(), "Ray takes the end of Serve's controller for a failure"
     assert [(pid, command_line(pid)) for pid in stack.tree if command_line(pid)] == []
-    assert len(serve_process.folders()) == len(ours) - 1
+    assert not folder.exists()
     assert set(Path("/dev/shm").iterdir()) <= shared
     assert len(ports) > 5
     assert [port for port in ports if not serve_process.is_free(port)] == []

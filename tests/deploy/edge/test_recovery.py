@@ -3,9 +3,9 @@
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import httpx
@@ -122,8 +122,18 @@ async def fails_when_cancelled(scope: Scope, receive: Receive, send: Send) -> No
         raise BROKEN
 
 
-def left_behind(app: ASGIApp, routes: Callable[[], dict[str, bool]], leaves_after: float = 20) -> tuple[list[Message], list[str]]:
-    """(what a client gets that leaves after so many seconds, what asyncio says of errors that nobody has asked for)."""
+@dataclass(frozen=True)
+class Leaving:
+    """A client that leaves once Serve is `asked`; it has `left` then."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
+
+
+def left_behind(
+    app: ASGIApp, routes: Callable[[], dict[str, bool]], client: Leaving | None = None
+) -> tuple[list[Message], list[str]]:
+    """(what a client gets, None: one that stays; what asyncio says of errors that nobody has asked for)."""
     sent: list[Message] = []
     unasked: list[str] = []
 
@@ -134,13 +144,16 @@ def left_behind(app: ASGIApp, routes: Callable[[], dict[str, bool]], leaves_afte
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unasked.append(context["message"]))
         scope = {"type": "http", "method": "GET", "path": "/v1", "headers": []}
         request = asyncio.ensure_future(Recovery(app, routes)(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
-        if not (await asyncio.wait({request}, timeout=leaves_after))[0]:
+        if client is not None:
+            assert await asyncio.to_thread(client.asked.wait, 20)
             request.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await request
-            await asyncio.sleep(0.2)  # the thread that asks Serve ends
+            client.left.set()
         else:
-            await request
+            async with asyncio.timeout(20):
+                await request
+        await asyncio.get_running_loop().shutdown_default_executor()  # the thread that asks Serve has ended
         del request
         await asyncio.sleep(0.05)
         gc.collect()
@@ -149,12 +162,16 @@ def left_behind(app: ASGIApp, routes: Callable[[], dict[str, bool]], leaves_afte
     return sent, unasked
 
 
-@pytest.mark.parametrize(("lost", "leaves_after", "statuses"), [(True, 20, [503]), (False, 0.12, [])], ids=["refused", "left"])
-def test_what_fails_when_it_is_given_up_is_logged(
-    lost: bool, leaves_after: float, statuses: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("lost", "statuses"), [(True, [503]), (False, [])], ids=["refused", "left"])
+def test_what_fails_when_it_is_given_up_is_logged(lost: bool, statuses: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """Of a request that is refused, and of one whose client leaves: once, with its traceback, and not by the collector."""
-    sent, unasked = left_behind(fails_when_cancelled, lambda: {"/": lost}, leaves_after)
+    client = Leaving()
+
+    def routes() -> dict[str, bool]:
+        client.asked.set()
+        return {"/": lost}
+
+    sent, unasked = left_behind(fails_when_cancelled, routes, None if lost else client)
     assert [message["status"] for message in sent if "status" in message] == statuses
     assert unasked == []
     assert [record.exc_info and record.exc_info[1] for record in caplog.records if record.name == "ray.serve"] == [BROKEN]
@@ -218,12 +235,14 @@ def test_what_fails_while_serve_is_asked_is_the_servers() -> None:
 
 def test_that_serve_cannot_be_asked_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A request waits on, and the error is said though its client has left."""
+    client = Leaving()
 
     def routes() -> NoReturn:
-        time.sleep(0.15)
+        client.asked.set()
+        client.left.wait(20)
         raise KeyError("deployments")
 
-    assert left_behind(WaitingProxy(), routes, 0.08)[1] == []
+    assert left_behind(WaitingProxy(), routes, client)[1] == []
     assert ["deployments" in str(record.exc_info) for record in caplog.records if record.name == "ray.serve"] == [True]
 
 

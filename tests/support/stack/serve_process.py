@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -64,17 +63,26 @@ class Stack:
         """The reply to the body of a chat."""
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s)
 
+    @property
+    def folder(self) -> Path:
+        """The private one of its launcher, while Ray runs."""
+        return Path(self._raylet(r"/tmp/q-\w+")[0])
+
+    def _raylet(self, words: str) -> re.Match[str]:
+        """`words` in the command line of the raylet, whose forks have the same until they have one of their own."""
+        found = re.search(words, command_line(self.find("raylet/raylet")[0]))
+        assert found is not None
+        return found
+
     def redeploy(self, **args: Any) -> None:
         """Hand the running Serve this config with other `args`, as `serve deploy` would."""
         config = yaml.safe_load(self.config.read_text())
         config["applications"][0]["args"].update(args)
         changed = self.config.with_name("changed.yaml")
         changed.write_text(yaml.safe_dump(config))
-        (raylet,) = self.find("raylet/raylet")
-        found = re.search(r"--gcs-address=(\S+)", command_line(raylet))
-        assert found is not None
+        raylet, gcs = self.find("raylet/raylet")[0], self._raylet(r"--gcs-address=(\S+)")[1]
         environ = [entry.partition("=")[::2] for entry in Path(f"/proc/{raylet}/environ").read_text().split("\0") if entry]
-        command = [sys.executable, "-m", "tests.support.stack.redeploy", found[1], str(changed)]
+        command = [sys.executable, "-m", "tests.support.stack.redeploy", gcs, str(changed)]
         subprocess.run(command, cwd=ROOT, env=dict(environ), check=True, timeout=60)
 
     def _read(self) -> None:
@@ -108,8 +116,8 @@ class Stack:
             self.grow()
             self.process.kill()
             self.process.wait(10)
-        for pid in self.tree:
-            if command_line(pid):
+        for pid in filter(command_line, self.tree):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -173,24 +181,35 @@ def open_streams(stack: Stack, body: dict[str, Any], count: int = 8) -> "list[Re
     return readers
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that is free, and stays so while a server boots: the kernel chooses none of these for connections."""
-    for port in random.SystemRandom().sample(range(30_000, 32_768), 100):
+    """A port that is free, and stays so while a server boots: the kernel chooses none of these for connections, nor does another
+    call in this process."""
+    for port in random.SystemRandom().sample(sorted({*range(30_000, 32_768)} - _given), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            _given.add(port)
             return port
     raise AssertionError("100 ports are taken")
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Whether nobody listens there. A probe of the kernel's range may get that very port, and then answers itself."""
     with socket.socket() as probe:
         probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+        return probe.connect_ex(("127.0.0.1", port)) != 0 or probe.getsockname() == probe.getpeername()
 
 
-def folders() -> set[str]:
-    """The launcher's private folders."""
-    return {entry.name for entry in Path(tempfile.gettempdir()).iterdir() if entry.name.startswith("q-")}
+def folders() -> set[Path]:
+    """What launchers that have ended have left of their private folders: other stacks of this machine keep theirs."""
+    return {folder for folder in Path("/tmp").glob("q-*") if not _owner_lives(folder)}
+
+
+def _owner_lives(folder: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return bool(command_line(int((folder / "launcher.pid").read_text() or "0")))
+    return False
 
 
 def descendants(ancestor: int) -> set[int]:
@@ -240,13 +259,11 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 def _inodes(pid: int) -> list[str]:
     out = []
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = str(fd.readlink())
-            if target.startswith("socket:["):
-                out.append(target[8:-1])
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return out
+            with suppress(FileNotFoundError):  # closed meanwhile
+                target = str(fd.readlink())
+                out += [target[8:-1]] if target.startswith("socket:[") else []
     return out
 
 
