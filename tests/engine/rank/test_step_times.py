@@ -40,18 +40,27 @@ def measured(rank: Rank, runner: Runner) -> StepTimes:
     return measure(runner, rank.config, rank.geometry.vocab)
 
 
-def test_times_grow_with_rows(rank: Rank) -> None:
-    """Every point up to the most rows there can be; on a CPU a row more costs what it costs."""
-    times = measured(rank, build(rank, PAGES))
+def grows(times: StepTimes) -> bool:
+    """A row more costs what it costs on a CPU, a decode row beside a prompt less than a whole prompt, a token of context little."""
+    beside = all(0 <= ms < times.prefills[-1][1] for _, ms in times.mixed)
+    context = 0 < times.context_ms < 1 and 0 < times.read_ms + times.attend_ms < 1
+    return beside and context and times.prefills[-1][1] > 2 * times.prefills[0][1]
+
+
+def test_times_grow_with_rows(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every point up to the most rows there can be; in the best of three tries, for a busy neighbour takes of our caches what it
+    takes. Planted: a prompt is timed by its first row."""
+    runner = build(rank, PAGES)
+    times = measured(rank, runner)
     print(times)
     assert [rows for rows, _ in times.decodes] == [1, 4]
     assert [rows for rows, _ in times.prefills] == [1, 64]
     assert [rows for rows, _ in times.mixed] == [1, 3]
-    assert all(0 <= ms < times.prefills[-1][1] for _, ms in times.mixed)
     assert times.tile == 1
-    assert times.prefills[-1][1] > 2 * times.prefills[0][1]
-    assert 0 < times.context_ms < 1
-    assert 0 < times.read_ms + times.attend_ms < 1
+    assert grows(times) or any(grows(measured(rank, runner)) for _ in range(2))
+    prefill_ms = step_times._Probe.prefill_ms
+    monkeypatch.setattr(step_times._Probe, "prefill_ms", lambda probe, rows, context=0: prefill_ms(probe, 1, context))
+    assert not all(grows(measured(rank, runner)) for _ in range(3))
 
 
 def test_times_are_those_of_steps(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
