@@ -7,20 +7,7 @@ import openai
 from pydantic import BaseModel
 
 from tests.clients.cases import ABOUT_ANNA, ANSWER_S, WEATHER, Server, case, expect, main
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    city: str
-
-
-class City(BaseModel):
-    """The weather in a city"""
-
-    city: str
-
+from tests.clients.classes import City, Person
 
 ANNA = {"name": "Anna", "city": "Paris"}
 

@@ -9,18 +9,13 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from tests.clients.cases import ABOUT_ANNA, ANSWER, ANSWER_S, CALLED, RESULT, SUM, SUMMED, WEATHER, Server, case, expect, main
+from tests.clients.classes import City
 
 
 class Person(BaseModel):
     """A person."""
 
     name: str = Field(description="The first name")
-    city: str
-
-
-class City(BaseModel):
-    """The weather in a city"""
-
     city: str
 
 

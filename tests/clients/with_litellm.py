@@ -4,16 +4,9 @@ import json
 from typing import Any
 
 import litellm
-from pydantic import BaseModel
 
 from tests.clients.cases import ABOUT_ANNA, ANSWER_S, CALLED, SUM, SUMMED, TOOL, WEATHER, Server, case, expect, main
-
-
-class Person(BaseModel):
-    """What structured output shall be."""
-
-    name: str
-    city: str
+from tests.clients.classes import Person
 
 
 def arguments(server: Server, text: str, **more: Any) -> dict[str, Any]:

@@ -7,27 +7,9 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
 
-from tests.clients.cases import ABOUT_ANNA, ANSWER, ANSWER_S, CALLED, RESULT, SUM, SUMMED, WEATHER, Server, case, expect, main
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    city: str
-
-
-class City(BaseModel):
-    """The weather in a city"""
-
-    city: str
-
-
-def get_weather(city: str) -> str:
-    """The weather in a city"""
-    return RESULT
+from tests.clients.cases import ABOUT_ANNA, ANSWER, ANSWER_S, CALLED, SUM, SUMMED, WEATHER, Server, case, expect, main
+from tests.clients.classes import City, Person, get_weather
 
 
 def model(server: Server, **more: Any) -> OpenAILike:

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import openai
-from pydantic import BaseModel
 
 from tests.clients.cases import (
     ABOUT_ANNA,
@@ -22,17 +21,11 @@ from tests.clients.cases import (
     main,
     raised,
 )
+from tests.clients.classes import City, Person
 
 RESPONSES_TOOL: Any = {"type": "function", **TOOL["function"]}
 QUESTION: list[Any] = [{"role": "user", "content": WEATHER}]
 ADD: list[Any] = [{"role": "user", "content": SUM}]
-
-
-class Person(BaseModel):
-    """What structured output shall be."""
-
-    name: str
-    city: str
 
 
 def api(server: Server) -> openai.OpenAI:
@@ -110,12 +103,6 @@ def tool_helper(server: Server) -> None:
     with api(server).chat.completions.stream(model=server.model, messages=QUESTION, tools=[tool], temperature=0) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     expect([(event.name, event.parsed_arguments) for event in done], [("get_weather", City(city="Paris"))])
-
-
-class City(BaseModel):
-    """A tool's arguments."""
-
-    city: str
 
 
 @case("tools: required")

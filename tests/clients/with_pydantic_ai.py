@@ -2,35 +2,17 @@
 
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.clients.cases import ABOUT_ANNA, ANSWER, ANSWER_S, RESULT, SUM, SUMMED, WEATHER, Server, case, expect, main
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    city: str
-
-
-class City(BaseModel):
-    """The weather in a city"""
-
-    city: str
+from tests.clients.cases import ABOUT_ANNA, ANSWER, ANSWER_S, SUM, SUMMED, WEATHER, Server, case, expect, main
+from tests.clients.classes import City, Person, get_weather
 
 
 def agent(server: Server, kind: type[Any] = OpenAIChatModel, **more: Any) -> Agent[None, Any]:
     model = kind(server.model, provider=OpenAIProvider(base_url=server.base, api_key=server.key))
     return Agent(model, model_settings={"temperature": 0, "timeout": ANSWER_S, "max_tokens": 160}, retries=0, **more)
-
-
-def get_weather(city: str) -> str:
-    """The weather in a city"""
-    return RESULT
 
 
 @case("text")
