@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -264,8 +265,8 @@ def test_equal_keys_are_counted_as_one_by_one() -> None:
         assert equal_keys(part, whole, offset) == expected
 
 
-def test_a_hit_is_charged_to_nobody_else() -> None:
-    """Sequences that share a prefix run side by side in pools that do not hold it twice."""
+def side_by_side() -> Scheduler:
+    """Four sequences that share a prefix, in pools that do not hold it twice."""
     config = SchedulerConfig(GROUPS, (40, 24), 4, 80, 64, cache_share=1.0)
     scheduler = Scheduler(config)
     machine = KVMachine(GROUPS, config.pages, 4, 80, lambda prefix, position, seed: 50)
@@ -275,9 +276,29 @@ def test_a_hit_is_charged_to_nobody_else() -> None:
         if number == 0:
             step(scheduler, machine)
     machine.submit(scheduler.schedule())
-    check_pages(scheduler)
     assert len(scheduler.requests.running) == 4
     assert scheduler.requests.counters.hit_tokens == 3 * len(prefix)
+    return scheduler
+
+
+def test_a_hit_is_charged_to_nobody_else() -> None:
+    """Sequences that share a prefix run side by side."""
+    check_pages(side_by_side())
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda pool, pages: pool._free.append(pool._free[0]),
+    lambda pool, pages: pool._free.append(pages[-1]),
+    lambda pool, pages: pool._free.pop(),
+    lambda pool, pages: pool.holders.__setitem__(pages[-1], 2),
+    lambda pool, pages: pages.__setitem__(-1, pages[0]),
+], ids=["free twice", "free and held", "lost", "miscounted", "another's"])  # fmt: skip
+def test_books_that_are_wrong_are_noticed(spoil: Callable[[PagePool, list[int]], object]) -> None:
+    """Planted: each way in which what pools and sequences say of a page may differ."""
+    scheduler = side_by_side()
+    spoil(scheduler.allocator.pools[1], scheduler.requests.running[0].runs[1].pages)
+    with pytest.raises(AssertionError):
+        check_pages(scheduler)
 
 
 @pytest.mark.parametrize(("honest", "found"), [(True, 5 * PAGE), (False, 0)], ids=["honest", "planted fault"])

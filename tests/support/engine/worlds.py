@@ -347,16 +347,18 @@ def check_widths(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_pages(scheduler: Scheduler) -> None:
-    """Free, held and idle pages are the whole pool; a shared page is full and committed in all; the cache's tree is sound."""
+    """Each page of a pool is free, held or idle, once; its holders are counted; a shared page is full and committed in all; the
+    cache's tree is sound."""
     kept = check_tree(scheduler)
     for index, pool in enumerate(scheduler.allocator.pools):
-        named = [page for sequence in scheduler.requests.running for page in sequence.runs[index].pages]
-        held = set(named)
-        idle = kept[index] - held
+        held = Counter(page for sequence in scheduler.requests.running for page in sequence.runs[index].pages)
+        free, idle = set(pool._free), kept[index] - held.keys()
         assert 0 not in held
-        assert (len(held), len(idle)) == (pool.used, pool.idle)
-        assert len(held) + len(idle) + pool.free == pool.total
-        shared = {page for page, count in Counter(named).items() if count > 1} if len(held) < len(named) else ()
+        assert (len(held), len(idle), len(free)) == (pool.used, pool.idle, pool.free)
+        assert free.isdisjoint(held), "a page is free, and held"
+        assert free.isdisjoint(idle), "a page is free, and cached"
+        assert all(pool.holders[page] == count for page, count in held.items())
+        shared = {page for page, count in held.items() if count > 1}
         for sequence in scheduler.requests.running if shared else ():
             run = sequence.runs[index]
             ends = [(at + 1) * pool.group.page for at, page in enumerate(run.pages, run.first) if page in shared]
