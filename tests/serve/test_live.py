@@ -5,13 +5,17 @@ load generator that keeps its own ledger. One boot: a steady load, then one unde
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
 from tests.support.monitoring.board_checks import MARGIN_S, quantiles, shown, window
-from tests.support.monitoring.prometheus import finite
+from tests.support.monitoring.committed import paths, read
+from tests.support.monitoring.pictures import Span, draw, draw_all
+from tests.support.monitoring.prometheus import Api, finite
 from tests.support.monitoring.query_checks import silent
-from tests.support.stack.live_stack import CALIBRATION, LiveRun, live_run
+from tests.support.stack.live_stack import CALIBRATION, RENAMED, LiveRun, live_run
 
 pytestmark = [
     pytest.mark.serve,
@@ -32,10 +36,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
 
 
 def test_every_query_of_every_board_and_rule_answers(run: LiveRun) -> None:
-    """Every panel query, recording rule and alert input is finite, under load and after a death; before there was anything, not."""
-    assert silent(run.api, f"{window(run.steady)}s", run.steady.ended + MARGIN_S) == []
+    """Every panel query, recording rule and alert input is finite, under load and after a death; before there was anything, not.
+    Where one metric has another name, what shows it is not, and all else is."""
+    steadily = f"{window(run.steady)}s", run.steady.ended + MARGIN_S
+    assert silent(run.api, *steadily) == []
     assert silent(run.api, "20s", run.settled) == []
     assert len(silent(run.api, "20s", run.steady.began - 3600)) > 60
+    assert run.renamed is not None
+    unanswered = silent(run.renamed, *steadily)
+    assert len(unanswered) >= 2
+    assert [line for line in unanswered if RENAMED not in line] == []
+
+
+def test_the_boards_can_be_drawn(run: LiveRun, tmp_path: Path) -> None:
+    """Each board becomes a picture from these answers, small, and not the one that an empty Prometheus gives."""
+    drawn = draw_all(run.api, STEADY_S, tmp_path, "10s", run.steady.ended)
+    assert len(drawn) == 3
+    assert all(10_000 < len(path.read_bytes()) < 300_000 for path in drawn)
+    hours_ago = Span(run.steady.began - 7200, run.steady.began - 7000, 10)
+    draw(read(paths()[0], "10s"), run.api, hours_ago, tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").stat().st_size < 0.6 * drawn[0].stat().st_size
+
+
+def test_no_prometheus_is_one_clear_line() -> None:
+    """An address without a Prometheus is a ConfigError that names it."""
+    with pytest.raises(ConfigError, match=r"no Prometheus answers at http://127\.0\.0\.1:9"):
+        Api("http://127.0.0.1:9", timeout_s=1).ask("up")
 
 
 def test_boards_agree_with_the_load_generator(run: LiveRun) -> None:

@@ -101,12 +101,9 @@ def _levels(phase: Phase) -> list[ExpectedFigure]:
 def _means(records: Sequence[RequestResult]) -> list[ExpectedFigure]:
     ttft, tpot = _seconds(records, "ttft"), _seconds(records, "tpot")
     e2e = statistics.fmean(record.e2e for record in records)
-    spread = sum(record.last - record.first for record in records if record.first is not None and record.last is not None)
-    gap = spread / sum(record.output_tokens - 1 for record in records)
-    means = {
+    means = {  # not ITL, whose weights are outputs: with drafts a client does not know how many tokens each had
         "TTFT": statistics.fmean(ttft),
         "TPOT": statistics.fmean(tpot),
-        "ITL": gap,
         "E2E": e2e,
         "Prompt tokens of a request": statistics.fmean(record.prompt_tokens for record in records),
     }

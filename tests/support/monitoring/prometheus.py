@@ -24,6 +24,8 @@ from tests.support.stack.serve_process import free_port
 RAY_JOB = "ray"  # Ray's own exporters
 READY_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
+SCRAPES_BEFORE = 3  # each series is seen at zero before anything happens, or its first events would be missed
+TARGETS_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,18 @@ class Prometheus:
                 time.sleep(0.1)
         log = (Path(self._folder.name) / "log").read_text(errors="replace")
         raise ConfigError(f"Prometheus did not become ready: {log[-800:]}")
+
+
+def wait_scraped(api: Api, targets: int) -> None:
+    """Until every target has been scraped SCRAPES_BEFORE times, Ray's once; ConfigError when one never is."""
+    end = time.monotonic() + TARGETS_TIMEOUT_S
+    while time.monotonic() < end:
+        seen = api.ask("count_over_time(up[30s])")
+        enough = (series.last >= (1 if series.labels["job"] == RAY_JOB else SCRAPES_BEFORE) for series in seen)
+        if len(seen) >= targets and all(enough):
+            return
+        time.sleep(0.2)
+    raise ConfigError(f"not scraped: {[(target['scrapeUrl'], target['lastError']) for target in api.targets()]}")
 
 
 def itself(port: int) -> dict[str, Any]:

@@ -24,8 +24,7 @@ import httpx
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, calibrate, connected
 from tests.support.load.request import Endpoint, RequestResult
 from tests.support.monitoring.pictures import draw_all
-from tests.support.monitoring.prometheus import Api, Prometheus, jobs
-from tests.support.monitoring.scripted_exporters import wait_scraped
+from tests.support.monitoring.prometheus import Api, Prometheus, jobs, wait_scraped
 from tests.support.monitoring.tables import JOB, RULES
 from tests.support.stack.serve_process import Stack, listeners, wait
 
@@ -142,6 +141,7 @@ class LiveRun:
     settled: float
     doubled: Api | None = None
     dropped: Api | None = None
+    renamed: Api | None = None
 
 
 def fault_twice(scrapes: Sequence[dict[str, Any]], listed: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -154,6 +154,15 @@ def fault_dropped(scrapes: Sequence[dict[str, Any]], listed: Mapping[str, Any]) 
     """Planted: one group is left out of the list."""
     rule = {"source_labels": ["replica"], "regex": listed["labels"]["replica"], "action": "drop"}
     return [{**scrape, "relabel_configs": [rule]} if scrape["job_name"] == JOB else scrape for scrape in scrapes]
+
+
+RENAMED = "quartet_generation_tokens_total"
+
+
+def fault_renamed(scrapes: Sequence[dict[str, Any]], listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Planted: one metric has another name."""
+    rule = {"source_labels": ["__name__"], "regex": RENAMED, "target_label": "__name__", "replacement": "quartet_generated_total"}
+    return [{**scrape, "metric_relabel_configs": [rule]} for scrape in scrapes]
 
 
 @contextmanager
@@ -169,7 +178,7 @@ def live_run(folder: Path, steady_s: float, failover_s: float, seed: int, *, fau
         groups = httpx.get(listing).json()
         scrapes = list(jobs(listing))
         prometheus = stack.enter_context(Prometheus(scrapes, RULES))
-        wrong = [fault(scrapes, groups[0]) for fault in (fault_twice, fault_dropped)] if faults else []
+        wrong = [fault(scrapes, groups[0]) for fault in (fault_twice, fault_dropped, fault_renamed)] if faults else []
         apis = [stack.enter_context(Prometheus(each, RULES)).api for each in wrong]
         wait_scraped(prometheus.api, REPLICAS + 3)
         scale = measure(served.url, seed)
