@@ -1,5 +1,6 @@
 """What every tier shares: its order and limits, the devices it may ask for, and the nano checkpoints."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -74,6 +75,7 @@ def forked_groups() -> Iterator[None]:
     from cluster import children
     from tests.support.forked import forked_by
 
+    gc.collect()  # what files before this one have left open is closed before descriptors are counted
     with forked_by(children):
         yield
 
