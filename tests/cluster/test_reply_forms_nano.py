@@ -25,6 +25,7 @@ from engine.config import engine_config
 from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
+from tests.support.edge.summed import sse, sum_chat
 from tests.support.engine.groups import running
 from tests.support.engine.schemas import members
 
@@ -120,18 +121,9 @@ def asker(client: httpx.AsyncClient, bias: dict[str, float]) -> Ask:
 
 def whole(stream: str) -> dict[str, Any]:
     """A streamed choice, put together."""
-    message: dict[str, Any] = {"content": "", "tool_calls": []}
-    finish = None
-    for line in stream.split("\n\n"):
-        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-            delta = choice["delta"]
-            message["content"] += delta.get("content") or ""
-            for piece in delta.get("tool_calls", ()):
-                if "id" in piece:
-                    message["tool_calls"].append({"function": {"name": piece["function"]["name"], "arguments": ""}})
-                message["tool_calls"][piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
-            finish = choice["finish_reason"] or finish
-    return {"message": message, "finish_reason": finish}
+    found = sum_chat(sse(stream))
+    calls = [{"function": {"name": name, "arguments": arguments}} for _, name, arguments in found["calls"]]
+    return {"message": {"content": found["content"], "tool_calls": calls}, "finish_reason": found["finish"]}
 
 
 def thinking(seed: int) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""The attention kernels compiled for every GPU they are meant for: resources, and what they read before their predecessors end."""
+"""The attention kernels compiled for every GPU they are meant for, and how far ahead they load; test_compile has the rest."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from kernels.qkv import qkv_post
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem
 from tests.support.attention import Shape, decode_node, ints, meta, precompile_decode
 from tests.support.compiled import Compiled, compile_node
-from tests.support.launches import Node, argument_types, record
-from tests.support.ptx import early_reads
+from tests.support.launches import Node, record
 
 pytestmark = pytest.mark.cpu
 
@@ -84,31 +82,14 @@ def test_small_gpus_get_smaller_tiles(target: tuple[int, int]) -> None:
     assert large.shared > SHARED[target]
 
 
-def read_early(compiled: Compiled) -> set[str]:
-    """The kernel's arguments from whose memory something is read before the wait for its predecessors."""
-    return early_reads(compiled.ptx, list(argument_types(compiled.node)))
-
-
-def test_only_norm_weights_are_read_before_the_wait() -> None:
-    """Of memory, only the norms' weights are read before the predecessors have ended; dependents are released right behind that."""
-    for name, rows in (("31b-tp4-sliding", 1), ("31b-tp4-full", 100)):
-        compiled = compile_node(decode(named(name), rows, HOPPER), HOPPER)
-        dependency = [line.split(";")[0] for line in compiled.ptx_memory if line.startswith("griddepcontrol")]
-        assert dependency == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
-        assert read_early(compiled) == {"q_norm", "k_norm"}
-        late = replace(compiled, ptx=compiled.ptx.replace("griddepcontrol.wait", "", 1) + "griddepcontrol.wait")
-        assert {"positions", "page_ids", "qkv", "pool"} <= read_early(late)
-    post, extend, *_ = (compile_node(node, HOPPER) for node in chunk_nodes(named("31b-tp4-sliding"), HOPPER))
-    assert read_early(post) <= {"q_norm", "k_norm"}
-    assert read_early(extend) == set()
-
-
 def test_keys_are_fetched_ahead() -> None:
     """Where a CTA has a multiprocessor's memory to itself, or half of it, two turns or more are in flight, and the loop waits for
-    the oldest one; at 100 rows with a window three CTAs share it, each with a turn of 64 keys."""
+    the oldest one; at 100 rows with a window three CTAs share it, each with a turn of 64 keys. Dependents start behind the wait."""
     for name, rows, kept in (("31b-tp4-sliding", 64, 3 * 2 * PAGE * 256 * 2), ("31b-tp4-full", 100, 2 * 2 * PAGE * 512 * 2)):
         compiled = compile_node(decode(named(name), rows, HOPPER), HOPPER)
         assert compiled.shared >= kept, compiled.shared
+        dependency = [line.split(";")[0] for line in compiled.ptx_memory if line.startswith("griddepcontrol")]
+        assert dependency == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
         assert any(re.search(r"cp\.async\.cg", line) for line in compiled.ptx_memory)
         assert re.search(r"cp\.async\.wait_group\s+(0x)?[2-9]", compiled.ptx)
     compiled = compile_node(decode(named("31b-tp4-sliding"), 100, HOPPER), HOPPER)
