@@ -176,7 +176,7 @@ def build_info(stack: Stack) -> set[str]:
 def open_streams(stack: Stack, body: dict[str, Any], count: int = 8) -> "list[Reader]":
     """Streams of which each has begun and none is near its end."""
     readers = [Reader(stack.url, body) for _ in range(count)]
-    wait(lambda: all(reader.text.count("data:") > 3 for reader in readers), 40, stack.said)
+    wait(lambda: all(reader.text.count("data:") > 3 for reader in readers), 90, stack.said)
     assert not any(reader.ended for reader in readers)
     return readers
 
