@@ -5,10 +5,12 @@ scan of it. Every finding is an InvalidRequest that names the key.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
+from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType, type_info
 
 from deploy.edge.key_types import Natural
 from engine.errors import InvalidRequest
@@ -22,6 +24,7 @@ _STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six milli
 _SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
+_NAMES = re.compile(r"[A-Za-z_]\w*")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _TRUNCATED = "data was truncated, or half of a character (a lone surrogate) ends a string"  # msgspec does not tell them apart
 _MALFORMED: dict[type, str] = {RecursionError: "it is nested too deeply", UnicodeDecodeError: "it is not UTF-8"}
@@ -74,7 +77,7 @@ def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V]) -> V:
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _complaint(error, key) from None
+        raise _complaint(error, key, decoder.type) from None
 
 
 def token_ids(raw: Json, key: str, most: int) -> list[int]:
@@ -147,8 +150,8 @@ def read_text(raw: Json, key: str) -> str | None:
     return decode(raw, key, _TEXT) if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"' else None
 
 
-def _complaint(error: Exception, key: str) -> InvalidRequest:
-    """msgspec's one finding in our words; `key`: which of the request's was decoded."""
+def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
+    """msgspec's one finding in our words; `key`: which of the request's was decoded, as which type."""
     if not isinstance(error, msgspec.ValidationError):
         why = _MALFORMED.get(type(error), str(error)).replace("data was truncated", _TRUNCATED)
         return InvalidRequest(f"The body is not JSON: {why}", param=_first(key) or None, code="invalid_json")
@@ -159,7 +162,24 @@ def _complaint(error: Exception, key: str) -> InvalidRequest:
     if missing := _MISSING.match(what):
         path = f"{path}.{missing[1]}".lstrip(".")
         what = "is required"
+    if what.startswith("Invalid enum value"):
+        what += f", not one of {', '.join(map(str, _values(type_info(decoded), _NAMES.findall(path))))}"
     path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")
     if not path:
         return InvalidRequest(f"The body must be a JSON object: {what}", code="invalid_json")
     return invalid(path[:200], what[:300])
+
+
+def _values(kind: Type, path: list[str]) -> Sequence[Any]:
+    """The only values that JSON of this kind may have at a path of keys; none: it is not bound to some."""
+    inside: list[Type] = []
+    match kind:
+        case LiteralType():
+            return kind.values
+        case ListType():
+            inside = [kind.item_type]
+        case UnionType():
+            inside = list(kind.types)
+        case StructType():
+            inside, path = [field.type for field in kind.fields if [field.encode_name] == path[:1]], path[1:]
+    return [value for one in inside for value in _values(one, path)]

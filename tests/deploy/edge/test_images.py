@@ -165,7 +165,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("no url", [{"type": "image_url"}], "needs a URL"),
     ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "needs a URL"),
     ("not base64", [{"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}], "base64"),
-    ("detail", [image_url(BLUE, detail="medium")], "detail: Invalid enum value 'medium'"),
+    ("detail", [image_url(BLUE, detail="medium")], "detail: Invalid enum value 'medium', not one of auto, high, low, original"),
     ("unknown", [{"type": "hologram_url"}], "not supported"),
     ("truncated", [image_url(saved(Image.new("RGB", (99, 99)), "JPEG")[:500])], "image 1: it cannot be decoded"),
     ("second", [image_url(BLUE), image_url(b"<svg/>")], "image 2: it is none of"),
