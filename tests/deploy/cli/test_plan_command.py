@@ -145,8 +145,7 @@ def test_a_nano_engine_allocates_what_was_planned(member: str, nano: Nano) -> No
     runner = worker.build(rank, pages_of(engine, worker.kv_bytes(rank)))
     real = [(cache.group, cache.pool.shape[1], cache.pool.nbytes, cache.table.nbytes) for cache in runner.slots.cache]
     assert [(pool.group, pool.pages, pool.pool_bytes, pool.table_bytes) for pool in planned.pools] == real
-    tables = runner.slots.adjustments.tables
-    allocated = sum(getattr(tables, field.name).nbytes for field in dataclasses.fields(tables))
+    allocated = sum(table.nbytes for table in runner.slots.adjustments.tables)
     assert allocated == adjustment_bytes(engine.max_seqs, rank.geometry.vocab, 1)
     assert allocated != adjustment_bytes(engine.max_seqs - 1, rank.geometry.vocab, 1), "the padding's slot counts"
     more = pools(engine, tuple(pool.pages + 1 for pool in planned.pools))
