@@ -17,6 +17,7 @@ ORDER = ("pure", "cpu", "serve", "gpu", "gpu4")  # cheap tiers first: a broken l
 LONGEST = {
     *("test_drafts", "test_quality", "test_exactness", "test_media_exactness", "test_model", "test_mixed_steps", "test_bombs"),
     *("test_random_models", "test_drafters", "test_page_check", "test_cached_prefixes", "test_runner", "test_step_times"),
+    "test_compile_ahead",
 }
 GPUS_NEEDED = {"gpu": 1, "gpu4": 2}
 

@@ -78,7 +78,7 @@ def test_a_boot_finds_what_was_compiled(tmp_path: Path) -> None:
     encoded = [msgspec.json.encode(args(asked, share, 2, os.getpid())).decode() for share in range(2)]
     command = [sys.executable, "-m", "engine.rank.compile_ahead"]
     compilers = [subprocess.Popen([*command, text], env=environment) for text in encoded]
-    assert [process.wait(200) for process in compilers] == [0, 0]
+    assert [process.wait(500) for process in compilers] == [0, 0]
 
     def boot(*options: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.support.engine.idle_boot", msgspec.json.encode(asked).decode(), *options]
