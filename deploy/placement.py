@@ -8,6 +8,7 @@ from deploy.models.resolve import resolve
 from deploy.settings import Settings
 from engine.checkpoint import generation_config
 from engine.config import EngineConfig, engine_config
+from engine.errors import ConfigError
 
 
 def place(settings: Settings) -> EngineConfig:
@@ -19,12 +20,16 @@ def place(settings: Settings) -> EngineConfig:
 def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path], *, has_gpus: bool) -> EngineConfig:
     """Makes the engine's own settings for the model in `folder`, on a node with GPUs or without. `drafter_of`: from the assistant's
     name to its folder."""
-    drafter = drafter_of(settings.mtp.model) if settings.mtp.model and settings.mtp.drafts else None
+    mtp = settings.mtp
+    try:
+        drafter = drafter_of(mtp.model) if mtp.model and mtp.drafts else None
+    except ConfigError as error:
+        raise ConfigError(f"mtp.{error}") from error
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus and has_gpus else "cpu"
     return engine_config(
         model=str(folder),
         device=device,
         load_format=settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors"),
         suppress=tuple(generation_config(folder).get("suppress_tokens") or ()),
-        **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": settings.mtp.drafts}},
+        **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": mtp.drafts}},
     )

@@ -77,7 +77,7 @@ def configured(settings: Settings, folder: Path) -> EngineConfig:
 
 def _drafter_here(model: str) -> Path:
     if (folder := known_folder(model)) is None:
-        raise ConfigError(f"mtp.model: {model} is not on this machine and no known shape: give a folder with config.json")
+        raise ConfigError(f"model: {model} is not on this machine and no known shape: give a folder with config.json")
     return folder
 
 

@@ -14,6 +14,7 @@ import yaml
 from deploy import environment
 from deploy.models.resolve import resolve
 from deploy.nodes import check_nodes, check_replicas, gpus_of
+from deploy.placement import place
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE
 from deploy.settings import Settings, read_config, read_settings
 from engine.config import engine_config
@@ -192,6 +193,13 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
     half, whole = engine_config(**asked, kv_dtype="bfloat16"), engine_config(**asked, dtype="float32")
     pairs = zip(half.kv_groups(geometry), whole.kv_groups(geometry), strict=True)
     assert all(2 * two.page_bytes == four.page_bytes for two, four in pairs)
+
+
+def test_a_drafter_that_is_not_there_is_said_to_be_one() -> None:
+    """By the key that named it; so is a hub id that cannot be downloaded."""
+    for name, why in (("nano:70b-assistant", "is not one of nano:"), ("someone/assistant", "is not in the local hub cache")):
+        with pytest.raises(ConfigError, match=f"^mtp.model: {name} {why}"):
+            place(Settings.read({"model": "nano:31b", "mtp": {"model": name}}))
 
 
 def test_eight_drafts_where_a_gpu_verifies_them() -> None:
