@@ -18,7 +18,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_ALTERNATIVES = 20  # logprobs of a token beside its own: OpenAI's bound
 MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a rank's table has a fixed width
 MAX_SPAN = 2048  # tokens of a media item that see each other both ways: a chunk has all of them
-DIGEST_BYTES = 32  # of a media item
 _LENGTH = struct.Struct("<I")
 
 MediaKind = Literal["image", "video", "audio"]

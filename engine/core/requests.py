@@ -14,7 +14,6 @@ from engine.core.sequence import Sequence
 from engine.errors import InvalidRequest
 from engine.media_geometry import MediaGeometry
 from engine.protocol import (
-    DIGEST_BYTES,
     MAX_SPAN,
     MAX_STOP_IDS,
     AbortReason,
@@ -118,8 +117,6 @@ class Requests:
                 encoder.check(item)
             if not end <= item.first < item.end <= prompt:
                 raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
-            if len(item.digest) != DIGEST_BYTES:
-                raise InvalidRequest(f"the digest of a media item has {len(item.digest)} bytes, not {DIGEST_BYTES}")
             self._check_spans(item)
             end = item.end
 
