@@ -26,8 +26,8 @@ class Ports:
 
     def choose(self, seed: int) -> dict[str, int]:
         """Choose and keep a port for each variable; returns them by variable."""
-        block, usual = iter(self._block(seed)), self._marks(_FIRST + BLOCK * _BLOCKS)  # behind all blocks
-        haproxy = {name: port if usual and is_free(port) else next(block) for name, port in HAPROXY_PORTS.items()}
+        block, owns_defaults = iter(self._block(seed)), self._claim(_FIRST + BLOCK * _BLOCKS)  # behind all blocks
+        haproxy = {name: port if owns_defaults and is_free(port) else next(block) for name, port in HAPROXY_PORTS.items()}
         first, *_, last = block
         return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | dict(zip(REPLICA_RANGE, (first, last), strict=True))
 
@@ -35,11 +35,11 @@ class Ports:
         """Find a block for HAProxy and the replicas. HAProxy knows a port for a moment longer than its replica lives."""
         for turn in range(_BLOCKS):
             first = _FIRST + BLOCK * ((seed + turn) % _BLOCKS)
-            if self._marks(first):
+            if self._claim(first):
                 return range(first + 1, first + BLOCK)
         raise ConfigError(f"no block of {BLOCK} ports from {_FIRST} on is free")
 
-    def _marks(self, port: int) -> bool:
+    def _claim(self, port: int) -> bool:
         """Keep `port` to mark others as taken. False: another launcher did."""
         with suppress(OSError):
             return bool(self._keep(port))

@@ -234,11 +234,11 @@ def _choose(
     trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
-    there = (lane < PARTS) | (LANES == PARTS)  # a mask that holds everywhere is compiled away
+    inside = (lane < PARTS) | (LANES == PARTS)  # a mask that holds everywhere is compiled away
     wait(PDL)
     mine = best + (row * PARTS + lane) * 4
     top, token, bad = _first_best(
-        tl.load(mine, there, float("-inf")), tl.load(mine + 1, there, 0.0), tl.load(mine + 2, there, 0.0)
+        tl.load(mine, inside, float("-inf")), tl.load(mine + 1, inside, 0.0), tl.load(mine + 2, inside, 0.0)
     )
     if SIZE > 1:
         if SEND:

@@ -70,10 +70,10 @@ def decode_inputs(
     with the drafts behind it. width: of each row here; of rows that the plan has narrower the rest is padding, at position -1.
     """
     if enabled(plan):
-        rows, held = len(ids) // width, _INPUTS // width
+        rows, block_rows = len(ids) // width, _INPUTS // width
         launch(
-            _inputs, (cdiv(rows, held),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, len(ids),
-            HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, WIDTH=width, HELD=held, BLOCK=_INPUTS, warps=1,
+            _inputs, (cdiv(rows, block_rows),), plan, tokens, tokens.shape[1], lengths, padding, ids, positions, slots, len(ids),
+            HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, WIDTH=width, BLOCK_ROWS=block_rows, BLOCK=_INPUTS, warps=1,
         )  # fmt: skip
     else:
         decodes, widths, *_ = plan_sections(plan, layout)[0].unbind(1)
@@ -198,15 +198,15 @@ def _apply(
 @triton.jit(do_not_specialize=["tokens_width", "padding", "count", "ids", "positions", "slots"])  # rows may begin anywhere
 def _inputs(
     plan, tokens, tokens_width, lengths, padding, ids, positions, slots, count,
-    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, HELD: constexpr, BLOCK: constexpr, PDL: constexpr,
+    HEADER: constexpr, COUNTS: constexpr, ROW: constexpr, WIDTH: constexpr, BLOCK_ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """HELD rows of WIDTH inputs each, of `count` inputs in all; the first one of a row advances its slot's length, which all of
-    them have read: they are lanes of one warp."""
+    """BLOCK_ROWS rows of WIDTH inputs each, of `count` inputs in all; the first one of a row advances its slot's length, which all
+    of them have read: they are lanes of one warp."""
     trigger(PDL)
     wait(PDL)
     lane = tl.arange(0, BLOCK)
-    entry, row = tl.program_id(0) * (HELD * WIDTH) + lane, tl.program_id(0) * HELD + lane // WIDTH
-    own = lane < HELD * WIDTH
+    entry, row = tl.program_id(0) * (BLOCK_ROWS * WIDTH) + lane, tl.program_id(0) * BLOCK_ROWS + lane // WIDTH
+    own = lane < BLOCK_ROWS * WIDTH
     live = own & (row < tl.load(plan + COUNTS))
     slot = tl.load(plan + HEADER + ROW * row, live, padding)
     length = tl.load(lengths + slot, live, -1)

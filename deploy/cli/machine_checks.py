@@ -170,7 +170,8 @@ def ports(api: int = 8000) -> Iterator[Finding]:
     """Tries the ports that the launcher listens on."""
     for port in (api, *HAPROXY_PORTS.values()):
         remedy = "quartet serve --port chooses another" if port == api else "quartet serve takes a free one by itself"
-        yield checked(f"port {port}", is_free(port), "free" if is_free(port) else "taken", remedy)
+        free = is_free(port)
+        yield checked(f"port {port}", free, "free" if free else "taken", remedy)
 
 
 def ingress() -> Finding:

@@ -163,14 +163,14 @@ def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
         path = f"{path}.{missing[1]}".lstrip(".")
         what = "is required"
     if what.startswith("Invalid enum value"):
-        what += f", not one of {', '.join(map(str, _values(type_info(decoded), _NAMES.findall(path))))}"
+        what += f", not one of {', '.join(map(str, _allowed_values(type_info(decoded), _NAMES.findall(path))))}"
     path = f"{key}{path}" if path.startswith("[") or not path else f"{key}.{path}".lstrip(".")
     if not path:
         return InvalidRequest(f"The body must be a JSON object: {what}", code="invalid_json")
     return invalid(path[:200], what[:300])
 
 
-def _values(kind: Type, path: list[str]) -> Sequence[Any]:
+def _allowed_values(kind: Type, path: list[str]) -> Sequence[Any]:
     """The only values that JSON of this kind may have at a path of keys; none: it is not bound to some."""
     inside: list[Type] = []
     match kind:
@@ -182,4 +182,4 @@ def _values(kind: Type, path: list[str]) -> Sequence[Any]:
             inside = list(kind.types)
         case StructType():
             inside, path = [field.type for field in kind.fields if [field.encode_name] == path[:1]], path[1:]
-    return [value for one in inside for value in _values(one, path)]
+    return [value for one in inside for value in _allowed_values(one, path)]

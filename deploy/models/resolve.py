@@ -16,7 +16,8 @@ from pathlib import Path
 from deploy.models.nano import TRAINED, trained
 from engine.errors import ConfigError
 
-MEMBERS = {"nano": (TRAINED, trained()), "dummy": (Path(__file__).parent / "public", ["e2b", "e4b", "12b", "26b-a4b", "31b"])}
+PUBLIC = Path(__file__).parent / "public"
+MEMBERS = ["e2b", "e4b", "12b", "26b-a4b", "31b"]
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)")  # as the hub library checks it
 
@@ -41,8 +42,8 @@ def folder_here(model: str, revision: str | None = None) -> Path | None:
 def local_folder(model: str) -> Path | None:
     """The folder of a `model` that is no hub id, None for one; ConfigError where there is no such folder or member."""
     kind, _, member = model.partition(":")
-    if kind in MEMBERS:
-        root, names = MEMBERS[kind]
+    if kind in ("nano", "dummy"):
+        root, names = (TRAINED, trained()) if kind == "nano" else (PUBLIC, MEMBERS)
         name = member.removesuffix("-assistant")
         if name not in names:
             raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in names)}")

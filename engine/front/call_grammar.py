@@ -54,7 +54,7 @@ KEY: /{KEY_CHARACTER_OF_GRAMMARS}{{1,64}}/
 """
 
 
-class TooMuch(SchemaError):
+class GrammarTooLarge(SchemaError):
     """A tool's rules would be more than a grammar has room for."""
 
 
@@ -100,7 +100,7 @@ class CallGrammar:
     def _rule(self, kind: str, body: str) -> str:
         """Add a rule; returns its name."""
         if len(self._rules) >= _RULES:
-            raise TooMuch(f"more than {_RULES} rules")
+            raise GrammarTooLarge(f"more than {_RULES} rules")
         name = f"{kind}_{len(self._rules)}"
         self._add(f"{name}: {body}")
         return name
@@ -108,14 +108,14 @@ class CallGrammar:
     def _add(self, rule: str) -> None:
         self._bytes += len(rule)
         if self._bytes > _BYTES:
-            raise TooMuch(f"a grammar of more than {_BYTES} bytes")
+            raise GrammarTooLarge(f"a grammar of more than {_BYTES} bytes")
         self._rules.append(rule)
 
     def _value(self, schema: Any, depth: int) -> str:
         """The right side of a rule for a value of this schema; for any, inside of arguments that need not be kept."""
         try:
             return self._by_schema(schema, depth)
-        except TooMuch:
+        except GrammarTooLarge:
             raise
         except SchemaError:
             if self._strict or not depth:
@@ -124,7 +124,7 @@ class CallGrammar:
 
     def _by_schema(self, schema: Any, depth: int) -> str:
         if depth > _DEPTH:
-            raise TooMuch(f"nesting deeper than {_DEPTH}")
+            raise GrammarTooLarge(f"nesting deeper than {_DEPTH}")
         if schema is True or schema == {}:
             return "value"
         if not isinstance(schema, Mapping):
@@ -158,7 +158,7 @@ class CallGrammar:
         """Check the schemas of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
         self._pairs += len(branches) * (len(branches) - 1) // 2
         if self._pairs > _PAIRS:
-            raise TooMuch("the schema keyword 'oneOf' with so many schemas")
+            raise GrammarTooLarge("the schema keyword 'oneOf' with so many schemas")
         if not all(are_apart(*pair) for pair in combinations(branches, 2)):
             raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once")
 
@@ -196,7 +196,7 @@ class CallGrammar:
     def _string(self, schema: Schema) -> str:
         self._patterns += "pattern" in schema
         if self._patterns > _PATTERNS:
-            raise TooMuch(f"more than {_PATTERNS} times the schema keyword 'pattern'")
+            raise GrammarTooLarge(f"more than {_PATTERNS} times the schema keyword 'pattern'")
         if not (kept := expressions(schema)):
             return "string"
         return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"
