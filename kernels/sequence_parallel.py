@@ -4,16 +4,23 @@
     norm of own rows          sum, norm, residual, next norm                                      x is copied to all other ranks
     column-parallel product   x [T, n]
 
-The rows are cut into two pieces: one is copied while the other is computed. Copies to other GPUs need no multiprocessors, of which
-a product leaves none to a kernel beside it. Behind the copies a number goes to a flag at the receiver, where a kernel waits for it.
+The rows are cut into three pieces, and a piece goes through all products up to the next sum before the next one does:
 
-One buffer each for parts and for x is enough: a rank sends a piece's next part when it has x of all ranks, who sent theirs once
-they had read the parts; and its next x when it has the next parts, whose senders have read x.
+    products  | 0    | 1    | norm 0 | 2    | norm 1 | next 0 | norm 2 | next 1 | ...
+    copies           | part 0 | part 1 | x 0 | part 2 | x 1    | x 2    | part 0 ...
+
+Copies to other GPUs need no multiprocessors, of which a product leaves none to a kernel beside it. Behind the copies a number goes to
+a flag at the receiver, where a kernel waits for it.
+
+One buffer each for parts and for x is enough: a rank sends a piece's next part when it has the piece's x of all ranks, who sent
+theirs once they had read its parts; and its next x when it has the next parts, whose senders have read x.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,33 +33,36 @@ from kernels.fused_allreduce_norm import Norms, hidden, normed, polled, row_warp
 from kernels.launch import cdiv, configured, enabled, launch, next_power_of_2, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
-FIRST = 11 / 16  # of the rows are in the first piece: products of it and of the rest have no more waves than of all rows
+ENDS = 3 / 16, 9 / 16  # of the first and second piece, among all rows: products of pieces have hardly more waves than of all rows
 BLOCK = 128  # rows of a product's tile
-NORM_ROWS = 1280  # rows: their copies begin when they are normed, beside the norms of the next
 _NUMBERS = 1 << 10
 _PARTS, _X = 0, 1
+Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
 
 @dataclass(frozen=True)
 class ScatteredPart:
-    """A row-parallel product [T, n] whose rows are on their way to the ranks that add and norm them."""
+    """A row-parallel product [T, n] for the ranks that add and norm its rows."""
 
-    rows: Tensor
+    pieces: Pieces
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """x [T, n] whose pieces are on their way from the ranks that normed them."""
+    """x [T, n] whose pieces are on their way from the ranks that norm them; of the last one this rank's rows by `norm_last`."""
 
     rows: Tensor
     group: "SequenceParallel"
     number: int
+    norm_last: Callable[[], None]
 
-    def pieces(self) -> Iterator[slice]:
-        """Yields each piece once the device has it."""
-        for piece, rows in enumerate(self.group.pieces):
-            self.group.wait_for(_X, piece, self.number)
-            yield rows
+    def pieces(self) -> Pieces:
+        """Yields each piece once the device has it; to be asked for once."""
+        for index, rows in enumerate(self.group.pieces):
+            if index == 1:
+                self.norm_last()
+            self.group.wait_for(_X, index, self.number)
+            yield self.rows[rows]
 
     def whole(self) -> Tensor:
         """All rows, once the device has them; they hold until the next forward."""
@@ -61,8 +71,10 @@ class GatheredRows:
 
 
 class _Copy(NamedTuple):
-    """To one other rank: this rank's part of those `rows` that it owns, and this rank's own rows of x; a flag behind each."""
+    """To one other rank, on a stream: this rank's part of those `rows` of a piece that it owns, and this rank's own rows of x; a
+    flag behind each."""
 
+    stream: torch.cuda.Stream | None
     rows: slice
     part: Tensor
     x: Tensor
@@ -78,14 +90,15 @@ class SequenceParallel:
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: range, width: int, dtype: torch.dtype, errors: Tensor) -> None:
         self.rank, self.size, self.rows, self._errors = rank, len(memories), rows, errors
-        x, flags = rows[-1] * width * dtype.itemsize, 16 * (self.size - 1)
+        x, flags = rows[-1] * width * dtype.itemsize, 24 * (self.size - 1)
         self._x = [memory[:x].view(dtype).view(-1, width) for memory in memories]
         self._parts = [memory[x:-flags].view(dtype).view(-1, width) for memory in memories]
-        self._flags = [memory[-flags:].view(torch.int32).view(2, 2, self.size - 1) for memory in memories]
+        self._flags = [memory[-flags:].view(torch.int32).view(2, 3, self.size - 1) for memory in memories]
         self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device).split(1)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        streams = range(self.size - 1)
+        self._streams = [torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in streams]
         self._number = 0
         self.pieces: tuple[slice, ...] = ()
         self._copies: list[list[_Copy]] = []  # of each piece
@@ -93,75 +106,86 @@ class SequenceParallel:
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
         """Bytes of one rank's memory, for up to so many rows: x, their parts of every other rank, flags."""
-        return (rows + (size - 1) * (rows // size + 2)) * width * dtype.itemsize + 16 * (size - 1)
+        return (rows + (size - 1) * (rows // size + 3)) * width * dtype.itemsize + 24 * (size - 1)
 
     def begin(self, rows: int) -> "SequenceParallel":
         """A forward of so many rows begins."""
-        first = max(self.size, int(rows * FIRST) // BLOCK * BLOCK)
-        self.pieces = slice(0, first), slice(first, rows)
+        unit = max(1, min(BLOCK, rows // 16))
+        ends = (0, *(int(rows * end) // unit * unit for end in ENDS), rows)
+        self.pieces = tuple(slice(start, end) for start, end in pairwise(ends))
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
-        self._copies = [[self._copy(piece, peer) for peer in peers] for piece in range(len(self.pieces))]
+        copies = [list(zip(self._streams, peers, strict=True)) for _ in self.pieces]
+        self._copies = [[self._copy(index, *to) for to in of_piece] for index, of_piece in enumerate(copies)]
         return self
 
-    def _copy(self, piece: int, peer: int) -> _Copy:
+    def cut(self, x: Tensor | Pieces) -> Pieces:
+        """Returns the pieces of x [T, n]."""
+        return (x[rows] for rows in self.pieces) if isinstance(x, Tensor) else x
+
+    def _copy(self, piece: int, stream: torch.cuda.Stream | None, peer: int) -> _Copy:
         slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
         parts, flags = self._parts_of(peer, piece)[slot], self._flags[peer][:, piece, slot : slot + 1].unbind()
-        return _Copy(self.own(piece, peer), parts, self._x[peer], *flags)
+        x = self._x[peer][self.pieces[piece]][self.own(piece, self.rank)]
+        return _Copy(stream, self.own(piece, peer), parts, x, *flags)
 
     def own(self, piece: int, rank: int) -> slice:
-        """Rows of a piece, as rows of all, that `rank` adds and norms."""
-        first, count = self.pieces[piece].start, self.pieces[piece].stop - self.pieces[piece].start
-        return slice(first + count * rank // self.size, first + count * (rank + 1) // self.size)
+        """Rows of a piece that `rank` adds and norms."""
+        count = self.pieces[piece].stop - self.pieces[piece].start
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def _parts_of(self, owner: int, piece: int) -> Tensor:
         """[size - 1, own rows, n]: every other rank's part of the owner's rows."""
         own, others = self.own(piece, owner), self.size - 1
-        count, first = own.stop - own.start, piece * others * cdiv(self.pieces[0].stop, self.size)
-        return self._parts[owner][first : first + others * count].view(others, count, -1)
+        first = others * sum(cdiv(rows.stop - rows.start, self.size) for rows in self.pieces[:piece])
+        count = own.stop - own.start
+        return self._parts[owner][first : first + others * count].view(others, count, self.width)
 
-    def scatter(self, part: Tensor, piece: int) -> None:
-        """Begin to copy this rank's part [T, n], computed up to the end of a piece, to the piece's other owners."""
-        with self._beside():
-            for copy in self._copies[piece]:
-                copy.part.copy_(part[copy.rows], non_blocking=True)
-                copy.part_flag.copy_(self._numbers[self._number], non_blocking=True)
-        if self._stream is not None:
-            part.record_stream(self._stream)
+    def scatter(self, part: Tensor, piece: int, number: int) -> None:
+        """Begin to copy this rank's part [piece's rows, n] to their other owners."""
+        self._send([(copy.stream, copy.part, part[copy.rows], copy.part_flag) for copy in self._copies[piece]], number)
+
+    def _send(self, copies: list[tuple[torch.cuda.Stream | None, Tensor, Tensor, Tensor]], number: int) -> None:
+        """Copy (stream, to, rows, flag) behind what the current stream holds by now."""
+        computed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        for stream, to, rows, flag in copies:
+            if stream is not None and computed is not None:
+                stream.wait_event(computed)
+                rows.record_stream(stream)
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                to.copy_(rows, non_blocking=True)
+                flag.copy_(self._numbers[number], non_blocking=True)
 
     def norm(
         self, part: ScatteredPart, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
     ) -> tuple[Tensor, GatheredRows]:
         """Adds the parts of own rows in rank order, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which own
-        rows are written, x). residual [T, n], of which own rows are read."""
-        h, x, number = torch.empty_like(residual), self._x[self.rank], self._numbers[self._number]
-        for piece, copies in enumerate(self._copies):
-            own, parts = self.own(piece, self.rank), self._parts_of(self.rank, piece)
-            self.wait_for(_PARTS, piece, self._number)
-            for first in range(own.start, own.stop, NORM_ROWS):
-                rows = slice(first, min(first + NORM_ROWS, own.stop))
-                others = parts[:, rows.start - own.start : rows.stop - own.start]
-                sum_norm(part.rows[rows], others, self.rank, residual[rows], norms, eps, scalar, h[rows], x[rows])
-                with self._beside():
-                    for copy in copies:
-                        copy.x[rows].copy_(x[rows], non_blocking=True)
-                        if rows.stop == own.stop:
-                            copy.x_flag.copy_(number, non_blocking=True)
-        gathered = GatheredRows(x[: len(h)], self, self._number)
+        rows are written, x). residual [T, n], of which own rows are read. Of the last piece, once x's second one is asked for."""
+        h, number, norm_last = torch.empty_like(residual), self._number, None
         self._number = (self._number + 1) % _NUMBERS
-        return h, gathered
+        for index, rows in enumerate(part.pieces):
+            self.scatter(rows, index, number)
+            if norm_last is not None:
+                norm_last()
+            norm_last = partial(self._norm, index, number, rows, residual, norms, eps, scalar, h)
+        assert norm_last is not None
+        return h, GatheredRows(self._x[self.rank][: len(h)], self, number, norm_last)
+
+    def _norm(
+        self, piece: int, number: int, part: Tensor, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor
+    ) -> None:
+        """Norm own rows of a piece, and begin to copy them to all other ranks."""
+        rows, own = self.pieces[piece], self.own(piece, self.rank)
+        x = self._x[self.rank][rows][own]
+        self.wait_for(_PARTS, piece, number)
+        others = self._parts_of(self.rank, piece)
+        sum_norm(part[own], others, self.rank, residual[rows][own], norms, eps, scalar, h[rows][own], x)
+        self._send([(copy.stream, copy.x, x, copy.x_flag) for copy in self._copies[piece]], number)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
         """Let what follows on the current stream wait for every other rank's copy of that number."""
         others = self.size - 1
         wait_kernel = configured(_wait_for, warps=1, SIZE=others, BLOCK=next_power_of_2(others))
         launch(wait_kernel, (1,), self._flags[self.rank][what, piece], self._errors, number)
-
-    def _beside(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        """The stream of copies, behind what the current one holds by now."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
 
 
 def sum_norm(

@@ -227,15 +227,15 @@ def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.
 
     Raises ConfigError as `self_check` does.
     """
-    rows, n, device = 4 * parallel.size, sequence.width, sequence.device
-    part = torch.arange(rows * n, device=device).remainder(7).to(dtype).view(rows, n) * (parallel.rank + 1)
+    rows, n, device = 16 * parallel.size, sequence.width, sequence.device
+    part = torch.arange(rows * n, device=device).remainder(5 + parallel.rank).to(dtype).view(rows, n)
     norms, residual = Norms(*torch.ones((2, n), device=device, dtype=dtype)), torch.ones_like(part)
-    for piece in range(len(sequence.begin(rows).pieces)):
-        sequence.scatter(part, piece)
-    _, x = sequence.norm(ScatteredPart(part), residual, norms, 1e-6, None)
+    _, gathered = sequence.norm(ScatteredPart(sequence.begin(rows).cut(part)), residual, norms, 1e-6, None)
+    x = gathered.whole()
     _, expected = fused_allreduce_norm(parallel.all_reduce(part), residual, norms, 1e-6)
     assert expected is not None
-    _expect(parallel, x.whole(), expected, "norm by rows")
+    close = torch.isclose(x, expected, 0.02, 0.02)
+    _expect(parallel, close, torch.ones_like(close), "norm by rows")
 
 
 def _expect(parallel: Parallel, actual: Tensor, expected: Tensor, what: str) -> None:

@@ -46,10 +46,12 @@ def _build(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.M
 
 
 def _fill(model: torch.nn.Module, geometry: Geometry, device: torch.device, seed: int) -> None:
-    """Every parameter and layer scalar from its seed; an unknown one is an error, a forgotten one would show as a wrong logit."""
+    """Fill the text's parameters and layer scalars from their seeds; an unknown one is an error, a forgotten one a wrong logit."""
     held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")}
     with torch.no_grad():
         for name, tensor in held.items():
+            if not name.startswith(("model.language_model.", "lm_head.")):  # encoders of pictures and audio
+                continue
             tensor.copy_(dummy_tensor(name, TENSORS, geometry, seed, device))
 
 

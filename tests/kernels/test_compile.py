@@ -124,7 +124,7 @@ def sequence_parallel_nodes() -> None:
     n, bf16 = HIDDEN, torch.bfloat16
     memories = [meta(SequenceParallel.bytes(4, 2048, n, bf16), dtype=torch.uint8) for _ in range(4)]
     peers = SequenceParallel(memories, 1, range(2049), n, bf16, ints(2)).begin(2048)
-    peers.norm(ScatteredPart(meta(2048, n)), meta(2048, n), Norms(meta(n), meta(n)), 1e-6, meta(1))
+    peers.norm(ScatteredPart(peers.cut(meta(2048, n))), meta(2048, n), Norms(meta(n), meta(n)), 1e-6, meta(1))
 
 
 def sampling_batch(rows: int, stops: int) -> SamplingBatch:

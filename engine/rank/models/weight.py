@@ -10,14 +10,13 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
-from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows
+from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
 from engine.rank.models.module import Module, empty
 from engine.weight_formats import WeightFormat
-from kernels.activation import geglu
 from kernels.embed import embed
 from kernels.experts import experts
 from kernels.linear import linear, linear_geglu, linear_gelu_mul, linear_parts, linear_send
-from kernels.sequence_parallel import GatheredRows, ScatteredPart, SequenceParallel
+from kernels.sequence_parallel import GatheredRows, Pieces, ScatteredPart, SequenceParallel
 
 
 class Weight(Module):
@@ -49,12 +48,15 @@ class Weight(Module):
         """Bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.parameters())
 
-    def forward(self, x: Rows, allreduce_norm: AllReduceNorm | None = None) -> Part:
+    def forward(self, x: Rows | Pieces, allreduce_norm: AllReduceNorm | None = None) -> Part:
         """x [T, n] -> x W^T [T, m]. With `allreduce_norm`, this rank's part of a row-parallel product for it: few rows go to the
         ranks' inboxes, if any, many to their owners; where there is one rank, they may be left in fp32 parts [parts, T, m]."""
         peers = None if allreduce_norm is None else allreduce_norm.peers
-        if isinstance(x, GatheredRows) or isinstance(peers, SequenceParallel):
-            return self._by_pieces(x, peers)
+        if isinstance(x, GatheredRows):
+            return self._gathered(x)
+        if isinstance(peers, SequenceParallel):
+            return ScatteredPart(linear(piece, self.weight) for piece in peers.cut(x))
+        assert isinstance(x, Tensor)
         if allreduce_norm is None or (peers is None and allreduce_norm.ranks > 1):
             return linear(x, self.weight)
         if peers is None:
@@ -62,24 +64,20 @@ class Weight(Module):
         sent = linear_send(x, self.weight, peers)
         return linear(x, self.weight) if sent is None else sent
 
-    def _by_pieces(self, x: Rows, peers: Peers) -> Tensor | ScatteredPart:
-        """The product of each piece of x once it has come; or each copied to its owners once it is computed."""
-        sequence = peers if isinstance(peers, SequenceParallel) else None
-        rows, pieces = (x, sequence.pieces if sequence else ()) if isinstance(x, Tensor) else (x.rows, x.pieces())
-        out = rows.new_empty(len(rows), len(self.weight))
-        for index, piece in enumerate(pieces):
-            linear(rows[piece], self.weight, out=out[piece])
-            if sequence is not None:
-                sequence.scatter(out, index)
-        return out if sequence is None else ScatteredPart(out)
+    def _gathered(self, x: GatheredRows) -> Tensor:
+        """The product of each piece of x once it has come."""
+        out = x.rows.new_empty(len(x.rows), len(self.weight))
+        for rows, piece in zip(x.group.pieces, x.pieces(), strict=True):
+            linear(piece, self.weight, out=out[rows])
+        return out
 
     def fp32(self, x: Tensor) -> Tensor:
         """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""
         return linear(x, self.weight, dtype=torch.float32)
 
-    def geglu(self, x: Rows) -> Tensor:
+    def geglu(self, x: Rows) -> Tensor | Pieces:
         """x [T, n] -> gelu_tanh(x G^T) * x U^T [T, m / 2], W = [G; U]."""
-        return linear_geglu(x, self.weight) if isinstance(x, Tensor) else geglu(self(x))
+        return linear_geglu(x, self.weight) if isinstance(x, Tensor) else (linear_geglu(piece, self.weight) for piece in x.pieces())
 
     def gelu_mul(self, x: Tensor, up: Tensor) -> Tensor:
         """x [T, n], up [T, m] -> gelu_tanh(x W^T) * up."""

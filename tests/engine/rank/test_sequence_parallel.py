@@ -35,7 +35,8 @@ from tests.support.engine.shared_memory import mapped
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
-HIDDEN, WIDTH, LAYERS, ROWS = 32, 48, 3, (21, 32, 13)  # of three forwards
+HIDDEN, WIDTH, LAYERS = 32, 48, 3
+ROWS, MOST = (21, 32, 13), 48  # of three forwards; of the check at boot too
 WAIT_S = 60.0
 Forward = Callable[[int, SequenceParallel | None], Tensor]
 
@@ -50,9 +51,9 @@ class Pausing(SequenceParallel):
             assert time.monotonic() < deadline, (what, piece, number)
             time.sleep(0.0005)
 
-    def scatter(self, part: Tensor, piece: int) -> None:
+    def scatter(self, part: Tensor, piece: int, number: int) -> None:
         pause()
-        super().scatter(part, piece)
+        super().scatter(part, piece, number)
 
 
 class NotWaiting(Pausing):
@@ -65,18 +66,18 @@ class NotWaiting(Pausing):
 class EarlyFlags(Pausing):
     """A planted fault: a part's flag comes before the part."""
 
-    def scatter(self, part: Tensor, piece: int) -> None:
+    def scatter(self, part: Tensor, piece: int, number: int) -> None:
         for copy in self._copies[piece]:
-            copy.part_flag.fill_(self._number)
+            copy.part_flag.fill_(number)
         time.sleep(0.02)
-        super().scatter(part, piece)
+        super().scatter(part, piece, number)
 
 
 class Unsent(Pausing):
     """A planted fault: parts are not sent, their flags are."""
 
-    def scatter(self, part: Tensor, piece: int) -> None:
-        super().scatter(torch.zeros_like(part), piece)
+    def scatter(self, part: Tensor, piece: int, number: int) -> None:
+        super().scatter(torch.zeros_like(part), piece, number)
 
 
 def pause() -> None:
@@ -98,7 +99,7 @@ class Group:
     def distance(self) -> float:
         """The largest over all ranks, inf where one of them failed or its check at boot refused."""
         forks, ends, ranks = multiprocessing.get_context("fork"), [], []
-        lengths = [SequenceParallel.bytes(self.size, max(ROWS), self.width, torch.float32)] * self.size
+        lengths = [SequenceParallel.bytes(self.size, MOST, self.width, torch.float32)] * self.size
         memories = [mapped(length) for length in [*lengths, shared_bytes(self.size)]]
         for rank in range(self.size):
             ours, theirs = forks.Pipe(duplex=False)
@@ -124,7 +125,7 @@ class Group:
         *shared, collectives = memories
         parallel = MappedCollectives(collectives, rank, self.size, WAIT_S)
         buffers = [torch.frombuffer(memory, dtype=torch.uint8) for memory in shared]
-        peers = self.kind(buffers, rank, range(max(ROWS) + 1), self.width, torch.float32, torch.zeros(2, dtype=torch.int32))
+        peers = self.kind(buffers, rank, range(MOST + 1), self.width, torch.float32, torch.zeros(2, dtype=torch.int32))
         forward = mlps(parallel) if self.model is None else layers(parallel, self.model)
         expected = [forward(rows, None) for rows in ROWS]
         check_own_rows(parallel, peers, torch.float32)
@@ -183,7 +184,7 @@ def interpreted_a_wait_ends_when_all_have_come_or_in_time() -> None:
     errors = [torch.tensor([0, 50], dtype=torch.int32) for _ in range(2)]
     first, second = (SequenceParallel(memories, rank, range(9), HIDDEN, torch.float32, errors[rank]).begin(8) for rank in range(2))
     for peers in (first, second):
-        peers.scatter(torch.zeros(8, HIDDEN), 0)
+        peers.scatter(torch.zeros(8, HIDDEN), 0, 0)
     first.wait_for(0, 0, 0)
     assert not errors[0][0]
     second.wait_for(0, 1, 0)
