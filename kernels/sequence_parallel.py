@@ -16,11 +16,11 @@ One buffer each for parts and for x is enough: a rank sends a piece's next part 
 theirs once they had read its parts; and its next x when it has the next parts, whose senders have read x.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,11 +58,11 @@ class GatheredRows:
 
     def pieces(self) -> Pieces:
         """Yields each piece once the device has it; to be asked for once."""
-        for index, rows in enumerate(self.group.pieces):
+        for index, piece in enumerate(self.group.pieces):
             if index == 1:
                 self.norm_last()
             self.group.wait_for(_X, index, self.number)
-            yield self.rows[rows]
+            yield self.rows[piece.rows]
 
     def whole(self) -> Tensor:
         """All rows, once the device has them; they hold until the next forward."""
@@ -70,16 +70,45 @@ class GatheredRows:
         return self.rows
 
 
-class _Copy(NamedTuple):
-    """To one other rank, on a stream: this rank's part of those `rows` of a piece that it owns, and this rank's own rows of x; a
-    flag behind each."""
+class _Piece(NamedTuple):
+    """rows: of all; own: those of them that this rank norms, as rows of all, and in the piece; parts [size - 1, own rows, n]: of
+    other ranks; x: own rows."""
 
-    stream: torch.cuda.Stream | None
     rows: slice
-    part: Tensor
+    own: slice
+    own_in_piece: slice
+    parts: Tensor
     x: Tensor
-    part_flag: Tensor
-    x_flag: Tensor
+
+
+class _Peer(NamedTuple):
+    """Of a piece, another rank. start, bytes: of the rows that it owns, in this rank's part of the piece. Addresses where it has
+    this rank's part of them, this rank's own rows of x, and flags of both."""
+
+    start: int
+    bytes: int
+    part: int
+    x: int
+    part_flag: int
+    x_flag: int
+
+
+Copy = Callable[[int, int, int, int], object]  # to, from, bytes, stream
+
+
+def copy_of(device: torch.device) -> Copy:
+    """Returns what copies between addresses. On a GPU it is the driver's own call, behind what its stream holds: a step queues
+    thousands, and torch takes four times as long for one."""
+    if device.type != "cuda":
+        return (lambda *_: None) if device.type == "meta" else lambda to, source, count, _: ctypes.memmove(to, source, count)
+    queue = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    queue.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+
+    def copy(to: int, source: int, count: int, stream: int) -> None:
+        if error := queue(to, source, count, stream):
+            raise RuntimeError(f"a copy to another GPU was refused: CUDA driver error {error}")
+
+    return copy
 
 
 class SequenceParallel:
@@ -96,12 +125,14 @@ class SequenceParallel:
         self._flags = [memory[-flags:].view(torch.int32).view(2, 3, self.size - 1) for memory in memories]
         self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
-        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device).split(1)
-        streams = range(self.size - 1)
-        self._streams = [torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in streams]
+        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        self._computed = torch.cuda.Event() if on_gpu else None
+        self._copy = copy_of(self.device)
         self._number = 0
-        self.pieces: tuple[slice, ...] = ()
-        self._copies: list[list[_Copy]] = []  # of each piece
+        self.pieces: list[_Piece] = []
+        self._peers: list[list[_Peer]] = []  # of each piece
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -112,48 +143,57 @@ class SequenceParallel:
         """A forward of so many rows begins."""
         unit = max(1, min(BLOCK, rows // 16))
         ends = (0, *(int(rows * end) // unit * unit for end in ENDS), rows)
-        self.pieces = tuple(slice(start, end) for start, end in pairwise(ends))
-        peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
-        copies = [list(zip(self._streams, peers, strict=True)) for _ in self.pieces]
-        self._copies = [[self._copy(index, *to) for to in of_piece] for index, of_piece in enumerate(copies)]
+        cuts = [slice(start, end) for start, end in pairwise(ends)]
+        ranks = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
+        firsts = list(accumulate((cdiv(cut.stop - cut.start, self.size) * (self.size - 1) for cut in cuts), initial=0))
+        self.pieces = [self._piece(cut, first) for cut, first in zip(cuts, firsts, strict=False)]
+        self._peers = [[self._peer(index, firsts[index], peer) for peer in ranks] for index in range(len(cuts))]
         return self
 
-    def cut(self, x: Tensor | Pieces) -> Pieces:
-        """Returns the pieces of x [T, n]."""
-        return (x[rows] for rows in self.pieces) if isinstance(x, Tensor) else x
-
-    def _copy(self, piece: int, stream: torch.cuda.Stream | None, peer: int) -> _Copy:
-        slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
-        parts, flags = self._parts_of(peer, piece)[slot], self._flags[peer][:, piece, slot : slot + 1].unbind()
-        x = self._x[peer][self.pieces[piece]][self.own(piece, self.rank)]
-        return _Copy(stream, self.own(piece, peer), parts, x, *flags)
-
-    def own(self, piece: int, rank: int) -> slice:
+    def _own(self, rows: slice, rank: int) -> slice:
         """Rows of a piece that `rank` adds and norms."""
-        count = self.pieces[piece].stop - self.pieces[piece].start
+        count = rows.stop - rows.start
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
-    def _parts_of(self, owner: int, piece: int) -> Tensor:
-        """[size - 1, own rows, n]: every other rank's part of the owner's rows."""
-        own, others = self.own(piece, owner), self.size - 1
-        first = others * sum(cdiv(rows.stop - rows.start, self.size) for rows in self.pieces[:piece])
+    def _parts_of(self, owner: int, rows: slice, first: int) -> Tensor:
+        """[size - 1, own rows, n]: every other rank's part of the owner's rows of a piece, from row `first` of its memory on."""
+        own, others = self._own(rows, owner), self.size - 1
         count = own.stop - own.start
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
 
+    def _piece(self, rows: slice, first: int) -> _Piece:
+        inside = self._own(rows, self.rank)
+        own = slice(rows.start + inside.start, rows.start + inside.stop)
+        return _Piece(rows, own, inside, self._parts_of(self.rank, rows, first), self._x[self.rank][own])
+
+    def _peer(self, index: int, first: int, peer: int) -> _Peer:
+        rows, slot = self.pieces[index].rows, self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
+        part, row_bytes, own = self._parts_of(peer, rows, first)[slot], self.width * self._x[peer].itemsize, self._own(rows, peer)
+        flags = (self._flags[peer][what, index, slot].data_ptr() for what in (_PARTS, _X))
+        x = self._x[peer][self.pieces[index].own]
+        return _Peer(own.start * row_bytes, len(part) * row_bytes, part.data_ptr(), x.data_ptr(), *flags)
+
+    def cut(self, x: Tensor | Pieces) -> Pieces:
+        """Returns the pieces of x [T, n]."""
+        return (x[piece.rows] for piece in self.pieces) if isinstance(x, Tensor) else x
+
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
         """Begin to copy this rank's part [piece's rows, n] to their other owners."""
-        self._send([(copy.stream, copy.part, part[copy.rows], copy.part_flag) for copy in self._copies[piece]], number)
+        start = part.data_ptr()
+        self._send(((peer.part, start + peer.start, peer.bytes, peer.part_flag) for peer in self._peers[piece]), number)
+        if self._stream is not None:
+            part.record_stream(self._stream)
 
-    def _send(self, copies: list[tuple[torch.cuda.Stream | None, Tensor, Tensor, Tensor]], number: int) -> None:
-        """Copy (stream, to, rows, flag) behind what the current stream holds by now."""
-        computed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        for stream, to, rows, flag in copies:
-            if stream is not None and computed is not None:
-                stream.wait_event(computed)
-                rows.record_stream(stream)
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                to.copy_(rows, non_blocking=True)
-                flag.copy_(self._numbers[number], non_blocking=True)
+    def _send(self, copies: Iterable[tuple[int, int, int, int]], number: int) -> None:
+        """Copy (to, from, bytes, flag), behind what the current stream holds by now."""
+        handle, flag = 0, self._numbers.data_ptr() + 4 * number
+        if self._stream is not None and self._computed is not None:
+            self._computed.record()
+            self._stream.wait_event(self._computed)
+            handle = self._stream.cuda_stream
+        for to, source, count, at in copies:
+            self._copy(to, source, count, handle)
+            self._copy(at, flag, 4, handle)
 
     def norm(
         self, part: ScatteredPart, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
@@ -171,15 +211,13 @@ class SequenceParallel:
         return h, GatheredRows(self._x[self.rank][: len(h)], self, number, norm_last)
 
     def _norm(
-        self, piece: int, number: int, part: Tensor, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor
+        self, index: int, number: int, part: Tensor, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor
     ) -> None:
         """Norm own rows of a piece, and begin to copy them to all other ranks."""
-        rows, own = self.pieces[piece], self.own(piece, self.rank)
-        x = self._x[self.rank][rows][own]
-        self.wait_for(_PARTS, piece, number)
-        others = self._parts_of(self.rank, piece)
-        sum_norm(part[own], others, self.rank, residual[rows][own], norms, eps, scalar, h[rows][own], x)
-        self._send([(copy.stream, copy.x, x, copy.x_flag) for copy in self._copies[piece]], number)
+        _, own, inside, parts, x = self.pieces[index]
+        self.wait_for(_PARTS, index, number)
+        sum_norm(part[inside], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
+        self._send(((peer.x, x.data_ptr(), x.nbytes, peer.x_flag) for peer in self._peers[index]), number)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
         """Let what follows on the current stream wait for every other rank's copy of that number."""

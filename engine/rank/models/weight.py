@@ -67,8 +67,8 @@ class Weight(Module):
     def _gathered(self, x: GatheredRows) -> Tensor:
         """The product of each piece of x once it has come."""
         out = x.rows.new_empty(len(x.rows), len(self.weight))
-        for rows, piece in zip(x.group.pieces, x.pieces(), strict=True):
-            linear(piece, self.weight, out=out[rows])
+        for to, piece in zip(x.group.cut(out), x.pieces(), strict=True):
+            linear(piece, self.weight, out=to)
         return out
 
     def fp32(self, x: Tensor) -> Tensor:
