@@ -4,7 +4,7 @@
     norm of own rows          sum, norm, residual, next norm                                      x is copied to all other ranks
     column-parallel product   x [T, n]
 
-The rows are cut into three pieces, and a piece goes through all products up to the next sum before the next one does:
+The rows are cut into pieces, and a piece goes through all products up to the next sum before the next one does:
 
     products  | 0    | 1    | norm 0 | 2    | norm 1 | next 0 | norm 2 | next 1 | ...
     copies           | part 0 | part 1 | x 0 | part 2 | x 1    | x 2    | part 0 ...
@@ -16,8 +16,8 @@ One buffer each for parts and for x is enough: a rank sends a piece's next part 
 theirs once they had read its parts; and its next x when it has the next parts, whose senders have read x.
 """
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -33,7 +33,9 @@ from kernels.fused_allreduce_norm import Norms, hidden, normed, polled, row_warp
 from kernels.launch import cdiv, configured, enabled, launch, next_power_of_2, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
-ENDS = 3 / 16, 9 / 16  # of the first and second piece, among all rows: products of pieces have hardly more waves than of all rows
+# Where pieces but the last end, among all rows: their products have hardly more waves than products of all. Two ranks copy half as
+# much for as much work, which two pieces hide.
+ENDS_OF_TWO, ENDS = (11 / 16,), (3 / 16, 9 / 16)
 BLOCK = 128  # rows of a product's tile
 _NUMBERS = 1 << 10
 _PARTS, _X = 0, 1
@@ -59,7 +61,7 @@ class GatheredRows:
     def pieces(self) -> Pieces:
         """Yields each piece once the device has it; to be asked for once."""
         for index, piece in enumerate(self.group.pieces):
-            if index == 1:
+            if index == len(self.group.pieces) - 2:
                 self.norm_last()
             self.group.wait_for(_X, index, self.number)
             yield self.rows[piece.rows]
@@ -81,34 +83,15 @@ class _Piece(NamedTuple):
     x: Tensor
 
 
-class _Peer(NamedTuple):
-    """Of a piece, another rank. start, bytes: of the rows that it owns, in this rank's part of the piece. Addresses where it has
-    this rank's part of them, this rank's own rows of x, and flags of both."""
+class _Copy(NamedTuple):
+    """To one other rank: this rank's part of those `rows` of a piece that it owns, and this rank's own rows of x; a flag behind
+    each."""
 
-    start: int
-    bytes: int
-    part: int
-    x: int
-    part_flag: int
-    x_flag: int
-
-
-Copy = Callable[[int, int, int, int], object]  # to, from, bytes, stream
-
-
-def copy_of(device: torch.device) -> Copy:
-    """Returns what copies between addresses. On a GPU it is the driver's own call, behind what its stream holds: a step queues
-    thousands, and torch takes four times as long for one."""
-    if device.type != "cuda":
-        return (lambda *_: None) if device.type == "meta" else lambda to, source, count, _: ctypes.memmove(to, source, count)
-    queue = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
-    queue.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
-
-    def copy(to: int, source: int, count: int, stream: int) -> None:
-        if error := queue(to, source, count, stream):
-            raise RuntimeError(f"a copy to another GPU was refused: CUDA driver error {error}")
-
-    return copy
+    rows: slice
+    part: Tensor
+    x: Tensor
+    part_flag: Tensor
+    x_flag: Tensor
 
 
 class SequenceParallel:
@@ -125,14 +108,11 @@ class SequenceParallel:
         self._flags = [memory[-flags:].view(torch.int32).view(2, 3, self.size - 1) for memory in memories]
         self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
-        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device)
-        on_gpu = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
-        self._computed = torch.cuda.Event() if on_gpu else None
-        self._copy = copy_of(self.device)
+        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device).split(1)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._number = 0
         self.pieces: list[_Piece] = []
-        self._peers: list[list[_Peer]] = []  # of each piece
+        self._copies: list[list[_Copy]] = []  # of each piece
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -142,12 +122,12 @@ class SequenceParallel:
     def begin(self, rows: int) -> "SequenceParallel":
         """A forward of so many rows begins."""
         unit = max(1, min(BLOCK, rows // 16))
-        ends = (0, *(int(rows * end) // unit * unit for end in ENDS), rows)
+        ends = (0, *(int(rows * end) // unit * unit for end in (ENDS_OF_TWO if self.size == 2 else ENDS)), rows)
         cuts = [slice(start, end) for start, end in pairwise(ends)]
         ranks = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
         firsts = list(accumulate((cdiv(cut.stop - cut.start, self.size) * (self.size - 1) for cut in cuts), initial=0))
         self.pieces = [self._piece(cut, first) for cut, first in zip(cuts, firsts, strict=False)]
-        self._peers = [[self._peer(index, firsts[index], peer) for peer in ranks] for index in range(len(cuts))]
+        self._copies = [[self._copy(index, firsts[index], peer) for peer in ranks] for index in range(len(cuts))]
         return self
 
     def _own(self, rows: slice, rank: int) -> slice:
@@ -166,12 +146,11 @@ class SequenceParallel:
         own = slice(rows.start + inside.start, rows.start + inside.stop)
         return _Piece(rows, own, inside, self._parts_of(self.rank, rows, first), self._x[self.rank][own])
 
-    def _peer(self, index: int, first: int, peer: int) -> _Peer:
-        rows, slot = self.pieces[index].rows, self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
-        part, row_bytes, own = self._parts_of(peer, rows, first)[slot], self.width * self._x[peer].itemsize, self._own(rows, peer)
-        flags = (self._flags[peer][what, index, slot].data_ptr() for what in (_PARTS, _X))
-        x = self._x[peer][self.pieces[index].own]
-        return _Peer(own.start * row_bytes, len(part) * row_bytes, part.data_ptr(), x.data_ptr(), *flags)
+    def _copy(self, index: int, first: int, peer: int) -> _Copy:
+        slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
+        piece, flags = self.pieces[index], self._flags[peer][:, index, slot : slot + 1].unbind()
+        part = self._parts_of(peer, piece.rows, first)[slot]
+        return _Copy(self._own(piece.rows, peer), part, self._x[peer][piece.own], *flags)
 
     def cut(self, x: Tensor | Pieces) -> Pieces:
         """Returns the pieces of x [T, n]."""
@@ -179,27 +158,24 @@ class SequenceParallel:
 
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
         """Begin to copy this rank's part [piece's rows, n] to their other owners."""
-        start = part.data_ptr()
-        self._send(((peer.part, start + peer.start, peer.bytes, peer.part_flag) for peer in self._peers[piece]), number)
+        self._send([(copy.part, part[copy.rows], copy.part_flag) for copy in self._copies[piece]], number)
         if self._stream is not None:
             part.record_stream(self._stream)
 
-    def _send(self, copies: Iterable[tuple[int, int, int, int]], number: int) -> None:
-        """Copy (to, from, bytes, flag), behind what the current stream holds by now."""
-        handle, flag = 0, self._numbers.data_ptr() + 4 * number
-        if self._stream is not None and self._computed is not None:
-            self._computed.record()
-            self._stream.wait_event(self._computed)
-            handle = self._stream.cuda_stream
-        for to, source, count, at in copies:
-            self._copy(to, source, count, handle)
-            self._copy(at, flag, 4, handle)
+    def _send(self, copies: list[tuple[Tensor, Tensor, Tensor]], number: int) -> None:
+        """Copy (to, from, flag) on a stream beside the current one, behind what that holds by now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for to, rows, flag in copies:
+                to.copy_(rows, non_blocking=True)
+                flag.copy_(self._numbers[number], non_blocking=True)
 
     def norm(
         self, part: ScatteredPart, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
     ) -> tuple[Tensor, GatheredRows]:
         """Adds the parts of own rows in rank order, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which own
-        rows are written, x). residual [T, n], of which own rows are read. Of the last piece, once x's second one is asked for."""
+        rows are written, x). residual [T, n], of which own rows are read. Of the last piece, once x's last but one is taken."""
         h, number, norm_last = torch.empty_like(residual), self._number, None
         self._number = (self._number + 1) % _NUMBERS
         for index, rows in enumerate(part.pieces):
@@ -217,7 +193,7 @@ class SequenceParallel:
         _, own, inside, parts, x = self.pieces[index]
         self.wait_for(_PARTS, index, number)
         sum_norm(part[inside], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
-        self._send(((peer.x, x.data_ptr(), x.nbytes, peer.x_flag) for peer in self._peers[index]), number)
+        self._send([(copy.x, x, copy.x_flag) for copy in self._copies[index]], number)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
         """Let what follows on the current stream wait for every other rank's copy of that number."""

@@ -67,8 +67,8 @@ class EarlyFlags(Pausing):
     """A planted fault: a part's flag comes before the part."""
 
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
-        for peer in self._peers[piece]:
-            self._copy(peer.part_flag, self._numbers.data_ptr() + 4 * number, 4, 0)
+        for copy in self._copies[piece]:
+            copy.part_flag.fill_(number)
         time.sleep(0.02)
         super().scatter(part, piece, number)
 
