@@ -9,8 +9,8 @@ The rows are cut into pieces, and a piece goes through all products up to the ne
     products  | 0    | 1    | norm 0 | 2    | norm 1 | next 0 | norm 2 | next 1 | ...
     copies           | part 0 | part 1 | x 0 | part 2 | x 1    | x 2    | part 0 ...
 
-Copies to other GPUs need no multiprocessors, of which a product leaves none to a kernel beside it. Behind the copies a number goes to
-a flag at the receiver, where a kernel waits for it.
+Copies need no multiprocessors, of which a product leaves none to a kernel beside it. Behind each a number goes to a flag at the
+receiver, where a kernel waits for it.
 
 One buffer each for parts and for x is enough: a rank sends a piece's next part when it has the piece's x of all ranks, who sent
 theirs once they had read its parts; and its next x when it has the next parts, whose senders have read x.
@@ -40,13 +40,6 @@ BLOCK = 128  # rows of a product's tile
 _NUMBERS = 1 << 10
 _PARTS, _X = 0, 1
 Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
-
-
-@dataclass(frozen=True)
-class ScatteredPart:
-    """A row-parallel product [T, n] for the ranks that add and norm its rows."""
-
-    pieces: Pieces
 
 
 @dataclass(frozen=True)
@@ -172,13 +165,13 @@ class SequenceParallel:
                 flag.copy_(self._numbers[number], non_blocking=True)
 
     def norm(
-        self, part: ScatteredPart, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
+        self, part: Pieces, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None
     ) -> tuple[Tensor, GatheredRows]:
-        """Adds the parts of own rows in rank order, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which own
-        rows are written, x). residual [T, n], of which own rows are read. Of the last piece, once x's last but one is taken."""
+        """Adds the parts [T, n] of own rows, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which
+        own rows are written, x). residual [T, n], of which own rows are read. The last piece's, as x's last but one is taken."""
         h, number, norm_last = torch.empty_like(residual), self._number, None
         self._number = (self._number + 1) % _NUMBERS
-        for index, rows in enumerate(part.pieces):
+        for index, rows in enumerate(part):
             self.scatter(rows, index, number)
             if norm_last is not None:
                 norm_last()

@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce, symmetric_memory
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
-from kernels.sequence_parallel import ScatteredPart, SequenceParallel
+from kernels.sequence_parallel import SequenceParallel
 
 SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
 SHARDED_ROWS = 32  # from here on a fused norm's rows are shared out
@@ -230,7 +230,7 @@ def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.
     rows, n, device = 16 * parallel.size, sequence.width, sequence.device
     part = torch.arange(rows * n, device=device).remainder(5 + parallel.rank).to(dtype).view(rows, n)
     norms, residual = Norms(*torch.ones((2, n), device=device, dtype=dtype)), torch.ones_like(part)
-    _, gathered = sequence.norm(ScatteredPart(sequence.begin(rows).cut(part)), residual, norms, 1e-6, None)
+    _, gathered = sequence.norm(sequence.begin(rows).cut(part), residual, norms, 1e-6, None)
     x = gathered.whole()
     _, expected = fused_allreduce_norm(parallel.all_reduce(part), residual, norms, 1e-6)
     assert expected is not None

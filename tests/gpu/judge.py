@@ -23,8 +23,8 @@ def judge_logits(
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     if load == "dummy":
-        model = _build(folder, dtype, device)
-        _fill(model, read_geometry(folder), device, seed)
+        model = build(folder, dtype, device)
+        fill(model, read_geometry(folder), device, seed)
     else:
         model = load_oracle(folder, dtype).to(device)
     logits = []
@@ -36,7 +36,7 @@ def judge_logits(
     return logits
 
 
-def _build(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def build(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
@@ -45,7 +45,7 @@ def _build(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.M
     return model.eval()
 
 
-def _fill(model: torch.nn.Module, geometry: Geometry, device: torch.device, seed: int) -> None:
+def fill(model: torch.nn.Module, geometry: Geometry, device: torch.device, seed: int) -> None:
     """Fill the text's parameters and layer scalars from their seeds; an unknown one is an error, a forgotten one a wrong logit."""
     held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")}
     with torch.no_grad():

@@ -37,7 +37,7 @@ from kernels.linear import linear, linear_geglu, linear_send
 from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits
 from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
-from kernels.sequence_parallel import ScatteredPart, SequenceParallel
+from kernels.sequence_parallel import SequenceParallel
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
 from kernels.tiles import TABLE, GemmShape, Tile
@@ -124,7 +124,7 @@ def sequence_parallel_nodes() -> None:
     n, bf16 = HIDDEN, torch.bfloat16
     memories = [meta(SequenceParallel.bytes(4, 2048, n, bf16), dtype=torch.uint8) for _ in range(4)]
     peers = SequenceParallel(memories, 1, range(2049), n, bf16, ints(2)).begin(2048)
-    peers.norm(ScatteredPart(peers.cut(meta(2048, n))), meta(2048, n), Norms(meta(n), meta(n)), 1e-6, meta(1))
+    peers.norm(peers.cut(meta(2048, n)), meta(2048, n), Norms(meta(n), meta(n)), 1e-6, meta(1))
 
 
 def sampling_batch(rows: int, stops: int) -> SamplingBatch:

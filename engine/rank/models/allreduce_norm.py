@@ -4,10 +4,10 @@ from torch import Tensor
 
 from engine.rank.parallel import Parallel
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
-from kernels.sequence_parallel import GatheredRows, ScatteredPart, SequenceParallel
+from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
 Peers = AllReduceInbox | SequenceParallel | None  # for decode rows; for many rows of prompts; sums over ranks are collectives
-Part = Tensor | InboxPart | ScatteredPart
+Part = Tensor | InboxPart | Pieces
 Rows = Tensor | GatheredRows
 
 
@@ -30,8 +30,8 @@ class AllReduceNorm:
     def add(
         self, part: Part, residual: Tensor, post: Tensor, next_norm: Tensor | None, scalar: Tensor | None = None
     ) -> tuple[Tensor, Rows]:
-        """A part of a row-parallel product, which may be on its way already -> (h, x), as a call does."""
-        if not isinstance(part, ScatteredPart):
+        """A part of a row-parallel product -> (h, x), as a call does."""
+        if isinstance(part, Tensor | InboxPart):
             return self(part, residual, post, next_norm, scalar)
         assert isinstance(self.peers, SequenceParallel)
         return self.peers.norm(part, residual, Norms(post, next_norm), self._eps, scalar)

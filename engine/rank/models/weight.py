@@ -16,7 +16,7 @@ from engine.weight_formats import WeightFormat
 from kernels.embed import embed
 from kernels.experts import experts
 from kernels.linear import linear, linear_geglu, linear_gelu_mul, linear_parts, linear_send
-from kernels.sequence_parallel import GatheredRows, Pieces, ScatteredPart, SequenceParallel
+from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
 
 class Weight(Module):
@@ -55,7 +55,7 @@ class Weight(Module):
         if isinstance(x, GatheredRows):
             return self._gathered(x)
         if isinstance(peers, SequenceParallel):
-            return ScatteredPart(linear(piece, self.weight) for piece in peers.cut(x))
+            return (linear(piece, self.weight) for piece in peers.cut(x))
         assert isinstance(x, Tensor)
         if allreduce_norm is None or (peers is None and allreduce_norm.ranks > 1):
             return linear(x, self.weight)

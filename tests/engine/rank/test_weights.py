@@ -30,6 +30,7 @@ from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Single
 from engine.rank.start_checks import residual_rms
+from tests.gpu import judge
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.dummy_tensors import dummy_tensor
 from tests.support.engine.threads import ThreadParallel, run_ranks
@@ -313,6 +314,17 @@ def test_dummy_is_one_model_at_every_size(nano: Nano, monkeypatch: pytest.Monkey
         want = expected(whole, geometry, rank, tp)
         assert [name for name in want if not torch.equal(model.get_parameter(name), want[name])] == []
         assert not torch.equal(other.embedding.tokens.head.weight, model.embedding.tokens.head.weight)
+
+
+@pytest.mark.parametrize("member", ["31b", "e2b"])
+def test_the_judge_has_the_weights_that_dummy_draws(nano: Nano, member: str) -> None:
+    """What judges whole models on GPUs fills transformers' text with the same tensors, and leaves encoders alone."""
+    folder, geometry = nano(member), read_geometry(nano(member))
+    model = judge.build(folder, torch.float32, CPU)
+    judge.fill(model, geometry, CPU, 5)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    drawn = {name: dummy_tensor(name, TENSORS, geometry, 5, CPU) for name in pieces(TENSORS, geometry, 0, 1)}
+    assert [name for name, tensor in drawn.items() if not torch.equal(held[name], tensor)] == []
 
 
 def test_dummy_is_drawn_as_said(nano: Nano) -> None:
