@@ -1,14 +1,24 @@
 """A decode step as its launches, listed for an H200 without one: how many there are, and that each compiles."""
 
+from array import array
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
+import torch
 
-from engine.rank.runner import warm_rows
+from engine.config import engine_config
+from engine.plan import StepPlan, encode_plan, read_plan
+from engine.rank import runner as rank_runner
+from engine.rank.builder import build, load_rank
+from engine.rank.parallel import FirstOfGroup
+from engine.rank.runner import Runner
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
 from kernels.slots import gather_pages
+from tests.nano.random_models import model_folder
 from tests.support.compiled import compile_node
-from tests.support.engine.listed_steps import SLOTS, drafts, int32, mixed, sampled, step
+from tests.support.engine import drafters
+from tests.support.engine.listed_steps import META, SLOTS, drafts, int32, mixed, sampled, step
 from tests.support.launches import Node, record
 
 pytestmark = pytest.mark.cpu
@@ -35,20 +45,44 @@ def test_decode_rows_behind_a_chunk_need_no_variants_of_their_own() -> None:
     assert len(variants(nodes)) == 2
 
 
+def started(member: str, folder: Path) -> tuple[Runner, set[str]]:
+    """A rank of four, with a drafter, on the meta device, and the variants of all that it launches before it is ready."""
+    model = model_folder(member)
+    config = engine_config(
+        model=str(model), tp=4, device="cuda", dtype="bfloat16", load_format="dummy", max_seqs=8, max_len=2048, prefill_budget=1024,
+        mtp={"model": str(drafters.write(model, folder)), "drafts": "auto"},
+    )  # fmt: skip
+    with record(target=(9, 0)) as nodes, torch.inference_mode():
+        rank = load_rank(config, FirstOfGroup(config.tp), META, checked=False)
+        runner = build(rank, [2 for _ in config.kv_groups(rank.geometry)])
+        runner.list_launches(0, 1)
+    return runner, variants(nodes)
+
+
+def met(runner: Runner, prompts: int, decodes: int, width: int) -> set[str]:
+    """The variants of an unpadded step: a chunk, and sequences of `width` tokens."""
+    rows = array("i", [number for slot in range(decodes) for number in (slot, width, 0)])
+    plan = read_plan(encode_plan(StepPlan(1, chunks=[(decodes, 0, prompts, prompts - 1, 0, 0)], rows=rows)))
+    with record(target=(9, 0)) as nodes, torch.inference_mode():
+        final = runner.forward_stage.eager(plan, runner._inputs.upload(plan), {}, width, None)
+        special = runner.slots.result_rows(plan.result_slots, plan.step, width).special
+        sampled = runner.sample_stage.sample(None, final.batch, final.hidden, special)
+        runner._accepted(final.batch, final.hidden, sampled, adjusted=False)
+    return variants(nodes)
+
+
 @pytest.mark.parametrize("member", ["random:31b", "random:26b-a4b", "random:e2b"])
-def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(member: str) -> None:
-    """Of four sequences at once: whatever the prompt tokens and decode rows of a step, decode steps and the prefills of
-    `Runner.warm` have had its variants. Planted fault: prefills of a whole budget alone leave some to be compiled while requests
-    wait."""
-    seats, budget = (1, 2, 4), 512
-    whole = variants(mixed(budget, 0, member, seats)) | variants(mixed(budget, 0, member, seats, every=True))
-    whole = whole.union(*(variants(step(member, rows, seats)) for rows in seats))
-    warm = whole.union(*(variants(mixed(rows, 0, member, seats, every=True)) for rows in warm_rows(budget)))
-    few = ((1, 0), (1, 3), (3, 0), (7, 2), (13, 3), (31, 1))
-    more = ((50, 2), (64, 0), (65, 3), (97, 0), (120, 3), (200, 1), (400, 2), (509, 3))
-    met = set().union(*(variants(mixed(chunk, decodes, member, seats)) for chunk, decodes in few + more))
-    assert met <= warm, "\n".join(sorted(met - warm))
-    assert not met <= whole
+def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(
+    member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the prompt tokens of a step, its decode rows and their drafts. Planted fault: prefills of a whole budget alone leave
+    some to be compiled while requests wait."""
+    runner, ready = started(member, tmp_path)
+    sizes = ((1, 0), (1, 3), (3, 0), (7, 2), (13, 3), (31, 1), (50, 2), (64, 0), (97, 6), (200, 1), (509, 3), (600, 5), (1001, 7))
+    some = set().union(*(met(runner, *size, width) for size in sizes for width in runner._mixed_widths))
+    assert some <= ready, "\n".join(sorted(some - ready))
+    monkeypatch.setattr(rank_runner, "warm_rows", lambda size: (size,))
+    assert not some <= started(member, tmp_path)[1]
 
 
 def test_what_warms_up_has_the_variants_of_what_is_captured() -> None:

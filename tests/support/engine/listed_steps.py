@@ -120,10 +120,8 @@ def sampled(member: str, name: str, rows: int, width: int) -> tuple[Node, ...]:
 
 
 @cache
-def mixed(
-    chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...] = (8,), *, every: bool = False
-) -> tuple[Node, ...]:
-    """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward, of `every` row to its end."""
+def mixed(chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...] = (8,)) -> tuple[Node, ...]:
+    """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward."""
     shape, rows = geometry(member), chunk + decodes
     model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
     allocate(model, TENSORS)
@@ -143,6 +141,5 @@ def mixed(
         chunk_inputs(plan, LAYOUT, tokens, SLOTS - 1, StepRows(ids, positions, slots), chunk, chunks, ends)
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
-        wanted = None if every else ends.rows
-        model(ForwardBatch(ids, positions, slots, rope, pages, wanted, prompts=chunk, chunk_list=chunks), cache, attention)
+        model(ForwardBatch(ids, positions, slots, rope, pages, ends.rows, prompts=chunk, chunk_list=chunks), cache, attention)
     return tuple(nodes)
