@@ -33,6 +33,7 @@ SURE = 24.0  # rows that have had a draft at a position, remembered ones, below 
 GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
 LOSS = 0.2 * 32  # in steps, at which the number in force gives way
 NOISE = 0.01  # what another number must gain to count
+WORTH = 1.5  # tokens of a row with the most drafts, with which numbers of rows of which nothing is measured begin to draft
 
 
 @dataclass
@@ -166,12 +167,13 @@ class Drafting:
 
     def _stats(self, size: int) -> RowStats:
         """Returns the statistics of steps of so many rows. Until some are measured the number in force is that of the nearest rows
-        that are."""
+        that are; at first the middle one, and none once few drafts are known to be right."""
         stats = self._by_rows.get(size)
         if stats is None or not any(stats.chosen.ms):
             measured = {other: known.chosen.drafts for other, known in self._by_rows.items() if any(known.chosen.ms)}
             nearest = min(measured, key=lambda other: abs(other - size), default=0)
-            drafts = measured.get(nearest, self._options[len(self._options) // 2])
+            middle = self._options[len(self._options) // 2] if self._tokens(1.0)[-1] > WORTH else 0
+            drafts = measured.get(nearest, middle)
             if stats is None or stats.chosen.drafts != drafts:
                 options = list(map(Option, self._options))
                 chosen = options[self._options.index(drafts)]
@@ -261,16 +263,16 @@ class Drafting:
 
     def _gain(self, stats: RowStats, option: Option, ms: float) -> float:
         """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""
-        chosen, tokens = stats.chosen, self._tokens(stats)
+        chosen, tokens = stats.chosen, self._tokens(stats.drafting)
         return tokens[option.drafts] / tokens[chosen.drafts] * (stats.ms(chosen) + stats.prompt_ms) / (ms + stats.prompt_ms)
 
-    def _tokens(self, stats: RowStats) -> list[float]:
-        """Tokens that a row gives on average with 0, 1, ... drafts."""
+    def _tokens(self, drafting: float) -> list[float]:
+        """Tokens that a row gives on average with 0, 1, ... drafts, if such a share of rows may draft."""
         right, last, tokens = 1.0, GUESS, [1.0]
         for had, were in zip(*(remembered[1:] for remembered in self._remembered), strict=True):
             after = (were + GUESS_ROWS * right * last) / (had + GUESS_ROWS)
             last, right = min(1.0, after / right) if right else 0.0, after
-            tokens.append(tokens[-1] + stats.drafting * right)
+            tokens.append(tokens[-1] + drafting * right)
         return tokens
 
     def _remember(self) -> None:

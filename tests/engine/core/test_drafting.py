@@ -111,25 +111,28 @@ def crowd(requests: int = 400, slots: int = 100, budget: int = 2048) -> list[tup
     return steps
 
 
-def beside_crowds(member: str, crowds: int) -> float:
-    """Tokens a second of crowds, one behind the other, none of whose drafts is right, relative to none drafted."""
+def beside_crowds(member: str, crowds: int, chance: float = 0.0) -> float:
+    """Tokens a second of crowds, one behind the other, whose drafts are right with that chance, relative to none drafted."""
     steps = crowd() * crowds
     traffic = Traffic(
-        lambda step: steps[step][0], lambda sequence, step: 0.0, lambda step: steps[step][1], len(steps), beside_ms=3.0
+        lambda step: steps[step][0], lambda sequence, step: chance, lambda step: steps[step][1], len(steps), beside_ms=3.0
     )
     return auto(MEASURED[member], traffic).rate / serve(Drafting((0,), SIZES), MEASURED[member], traffic).rate
 
 
 @pytest.mark.parametrize("member", MEASURED)
-def test_a_mixed_load_is_not_slower_than_none(member: str) -> None:
-    """One and a half percent at most where the server has just been started, one later on."""
-    assert beside_crowds(member, 1) > 0.985
-    assert beside_crowds(member, 3) > 0.99
+def test_a_mixed_load_is_not_slower_than_none(member: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a percent at most, also where the server has just been started. Planted fault: until times
+    are measured it does not matter what is right."""
+    assert beside_crowds(member, 1) > 0.995
+    assert beside_crowds(member, 3) > 0.995
+    monkeypatch.setattr(drafting, "WORTH", 0.0)
+    assert beside_crowds(member, 1) < 0.99
 
 
 def test_what_other_numbers_of_rows_know_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: each number of rows begins with the same drafts, whatever is in force at others."""
-    stats = Drafting._stats
+    stats, kept = Drafting._stats, beside_crowds("31b", 1, 0.35)
 
     def begin_anew(self: Drafting, size: int) -> drafting.RowStats:
         known, self._by_rows = self._by_rows, {size: self._by_rows[size]} if size in self._by_rows else {}
@@ -137,7 +140,7 @@ def test_what_other_numbers_of_rows_know_is_used(monkeypatch: pytest.MonkeyPatch
         return begun
 
     monkeypatch.setattr(Drafting, "_stats", begin_anew)
-    assert beside_crowds("31b", 1) < 0.97
+    assert beside_crowds("31b", 1, 0.35) < kept - 0.015
 
 
 def changes(served: Served) -> int:
@@ -227,8 +230,9 @@ def test_never_slower_than_none(member: str, chance: float) -> None:
 
 
 def test_a_fixed_start_is_slower_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: no other number than the first is ever tried."""
+    """Planted fault: no other number than the first is ever tried, whatever is right."""
     no_trials(monkeypatch)
+    monkeypatch.setattr(drafting, "WORTH", 0.0)
     assert [rows for rows in BATCHES if beside_agents("26b-a4b", rows, 0.0) > 0.9] == []
 
 
