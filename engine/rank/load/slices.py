@@ -89,6 +89,11 @@ def pieces(
     return by_name
 
 
+def elements(tensors: TensorTable, geometry: Geometry) -> int:
+    """Counts the elements of the whole model's matrices and vectors, whatever they are stored as."""
+    return sum(math.prod(piece.shape) for piece in pieces(tensors, geometry).values())
+
+
 def _of_blocks(cut: Cut, tensor: StoredTensor, shape: tuple[int, ...], name: str) -> Cut:
     """Turns a matrix's cut into that of a tensor with an element for each block."""
     axis = cut.dim - len(shape)  # -2: rows, -1: columns
