@@ -82,6 +82,7 @@ class ChatPrompt:
 
     `thought_tokens`: the most that its thoughts may have; `switches`: the template's own;
     `max_soft_tokens`: of each image, whatever its part says.
+    `tool_paths`: the client's, of each tool and of its schema, where they are not a chat's.
     """
 
     messages: Sequence[ChatMessage]
@@ -92,6 +93,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     switches: Mapping[str, bool] = field(default_factory=dict)
     max_soft_tokens: int | None = None
+    tool_paths: Sequence[tuple[str, str]] = ()
 
     @property
     def media(self) -> list[Media]:

@@ -154,7 +154,7 @@ class JobBuilder:
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
         """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
         messages = [message.plain() for message in chat.messages]
-        tools = Tools(chat.tools)
+        tools = _declared(chat)
         _check_choice(chat.choice, tools)
         with _naming(key):
             self._check_size(characters([messages, chat.tools]), "messages")
@@ -253,6 +253,18 @@ def _check_end(ask: Ask, what: str) -> None:
     for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.min_tokens_key, ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")
+
+
+def _declared(chat: ChatPrompt) -> Tools:
+    """The tools of a chat. InvalidRequest has the client's path of what is wrong."""
+    try:
+        return Tools(chat.tools)
+    except InvalidRequest as error:
+        message = str(error)
+        for index, (tool, schema) in enumerate(chat.tool_paths):
+            path = f"tools[{index}].function"
+            message = message.replace(f"{path}.parameters", schema, 1).replace(path, tool, 1)
+        raise InvalidRequest(message, "tools") from error
 
 
 def _check_choice(choice: ToolChoice, tools: Tools) -> None:

@@ -115,12 +115,14 @@ class CountRequest(Struct, frozen=True):
 
     def chat(self) -> ChatPrompt:
         """InvalidRequest names what cannot be done."""
+        tools = _tools(self.tools)
         return ChatPrompt(
             [*self._system_message(), *self._turns()],
-            _tools(self.tools),
+            tools,
             choice=_choice(self.tool_choice),
             thinks=self.thinking.type != "disabled" if self.thinking else None,
             thought_tokens=self.thinking.budget_tokens if self.thinking else None,
+            tool_paths=[(f"tools[{index}]", f"tools[{index}].input_schema") for index in range(len(tools))],
         )
 
     def _system_message(self) -> list[ChatMessage]:

@@ -105,9 +105,10 @@ class DeclaredTool(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class OfferedFunction:
-    """A function that the model is offered; `namespace`: that it was declared in."""
+    """A function that the model is offered; `path`: where it stands, `namespace`: that it was declared in."""
 
     tool: DeclaredTool
+    path: str
     namespace: DeclaredTool | None = None
 
     @property
@@ -144,13 +145,15 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
+        functions = self.functions()
         return Ask(
             model=self.model,
             prompt=ChatPrompt(
                 _with_instructions(self.instructions, self._messages()),
-                [function.declaration() for function in self.functions()],
+                [function.declaration() for function in functions],
                 choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
                 thinks=thinks_by_effort(self.reasoning.effort if self.reasoning else None),
+                tool_paths=[(function.path, f"{function.path}.parameters") for function in functions],
             ),
             sampling=self.sampling(max_tokens=self.max_output_tokens),
             stream=bool(self.stream),
@@ -194,17 +197,17 @@ _INCLUDE_LIST = ListReader(str, _INCLUDES)
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
     check_bounds([raw], "tools", "they")
-    for index, tool in enumerate(_TOOL_LIST.read(raw, "tools")):
+    for index, tool in enumerate(_TOOL_LIST.read(raw, where)):
+        path = f"{where}[{index}]"
         match tool.type:
             case "function" | "namespace" if not tool.name:
-                raise invalid(f"{where}[{index}].name", "is required")
+                raise invalid(f"{path}.name", "is required")
             case "function":
-                yield OfferedFunction(tool, namespace)
+                yield OfferedFunction(tool, path, namespace)
             case "namespace" if namespace is None:
-                yield from _functions(tool.tools, f"{where}[{index}].tools", tool)
+                yield from _functions(tool.tools, f"{path}.tools", tool)
             case kind if not kind.startswith(_NOT_OFFERED):
-                why = f"{kind!r} is not supported, only 'function' and namespaces of functions"
-                raise invalid(f"{where}[{index}].type", why)
+                raise invalid(f"{path}.type", f"{kind!r} is not supported, only 'function' and namespaces of functions")
 
 
 def _full_name(namespace: str | None, name: str) -> str:

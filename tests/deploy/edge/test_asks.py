@@ -94,11 +94,14 @@ def test_one_conversation_in_three_apis() -> None:
         ChatMessage("tool", "18C", call_id="a"),
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-    wanted = Ask(model="m", prompt=ChatPrompt(messages, tools, ONE, thinks=True), sampling=Sampling(max_tokens=9))
-    names: dict[str, dict[str, str]] = {MESSAGES: {}, RESPONSES: {"prompt_key": "input"}}
-    for path, keys in names.items():
+    chat = ChatPrompt(messages, tools, ONE, thinks=True)
+    wanted = Ask(model="m", prompt=chat, sampling=Sampling(max_tokens=9))
+    names = {CHAT: ("messages", ()), MESSAGES: ("messages", [("tools[0]", "tools[0].input_schema")]),
+             RESPONSES: ("input", [("tools[0]", "tools[0].parameters")])}  # fmt: skip
+    for path, (key, tool_paths) in names.items():
         body = json.dumps(LEAST[path] | TALK[path]).replace('"input": 0', f'"input": {CALL}')
-        assert READ[path](body.encode()).ask == replace(wanted, **keys), path
+        own = replace(wanted, prompt=replace(chat, tool_paths=tool_paths), prompt_key=key)
+        assert READ[path](body.encode()).ask == own, path
 
 
 def test_responses_sample_as_chats_do() -> None:

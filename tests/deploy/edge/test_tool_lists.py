@@ -124,6 +124,39 @@ def test_the_place_of_a_strict_tool_is_named(edge: Edge) -> None:
     assert error_of(reply, 400)["message"].startswith("tools: broken: a pattern, a format and lengths that together")
 
 
+def written(path: str, name: str, schema: Any = None) -> Any:
+    """A tool as the API at `path` writes it."""
+    (tool,) = body(path, [{"type": "function", "function": {"name": name, "parameters": schema or {}}}])["tools"]
+    return tool
+
+
+def namespace(tool: Any) -> Any:
+    return {"type": "namespace", "name": "n", "tools": [tool]}
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "inside", "place"),
+    [
+        (CHAT, written(CHAT, "g"), False, "tools[1].function .parameters"),
+        (RESPONSES, {"type": "custom"}, False, "tools[1] .parameters"),
+        (RESPONSES, {"type": "custom"}, True, "tools[1].tools[0] .parameters"),
+        (MESSAGES, written(MESSAGES, "g"), False, "tools[1] .input_schema"),
+    ],
+)
+def test_what_is_wrong_has_the_path_that_was_sent(edge: Edge, *, path: str, before: Any, inside: bool, place: str) -> None:
+    """A name's, and a place's in a schema; tools that are not offered count."""
+    tool, schema = place.split()
+    broken = {"properties": {"a": {"type": "text"}}}
+    for sent, where in (
+        (written(path, "no name"), f"{tool}.name: "),
+        (written(path, "f", broken), f"{tool}{schema}.properties.a.type: "),
+    ):
+        asked = body(path, []) | {"tools": [before, namespace(sent) if inside else sent]}
+        for url in (path, f"{MESSAGES}/count_tokens") if path == MESSAGES else (path,):
+            reply = edge.post(url, asked)
+            assert (reply.status_code, reply.json()["error"]["message"][: len(where)]) == (400, where)
+
+
 FAILING: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": []}}}}, "response_format"),
