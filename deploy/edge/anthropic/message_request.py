@@ -154,6 +154,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
         chat = self.chat()
         if chat.messages[-1].role == "assistant":
             raise invalid("messages", "the last one is the assistant's; going on with it is not supported")
+        if (chat.thought_tokens or 0) >= self.max_tokens:
+            raise invalid("max_tokens", "must be greater than thinking.budget_tokens")
         form = response_form(self.output_config.format, "output_config.format") if self.output_config else None
         return Ask(
             model=self.model,

@@ -235,12 +235,12 @@ def test_a_form_that_is_wrong_is_named_by_the_clients_key(path: str, more: dict[
 @pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("adaptive", True), ("between_tools", True), ("disabled", False)])
 def test_thinking(kind: str, *, thinks: bool) -> None:
     """Any type but disabled lets the model think, within its budget; without one the server's default holds; a count is alike."""
-    chat = chat_of(MESSAGES, thinking={"type": kind, "budget_tokens": 7})
-    assert (chat.thinks, chat.thought_tokens) == (thinks, 7)
+    chat = chat_of(MESSAGES, thinking={"type": kind, "budget_tokens": 4})
+    assert (chat.thinks, chat.thought_tokens) == (thinks, 4)
     assert chat_of(MESSAGES).thinks is chat_of(CHAT).thinks is chat_of(RESPONSES).thinks is None
-    body = {"model": "m", "messages": LEAST[MESSAGES]["messages"], "thinking": {"type": kind, "budget_tokens": 7}}
+    body = {"model": "m", "messages": LEAST[MESSAGES]["messages"], "thinking": {"type": kind, "budget_tokens": 4}}
     assert COUNT_READER.read(json.dumps(body).encode()).chat() == chat
-    assert MESSAGES_READER.read(json.dumps(body | {"max_tokens": 1}).encode()).chat() == chat
+    assert MESSAGES_READER.read(json.dumps(body | {"max_tokens": 5}).encode()).chat() == chat
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_reply_that_ends_inside_of_a_string(edge: Edge, *, stream: bool) -> No
 def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
     """System blocks, a thought, text, calls with numbers as they were written, results: the very tokens of OpenAI's form."""
     raw = (
-        '{"model":"nano","max_tokens":9,"thinking":{"type":"enabled","budget_tokens":1024},"system":[{"type":"text","text":"One."},'
+        '{"model":"nano","max_tokens":9,"thinking":{"type":"enabled","budget_tokens":8},"system":[{"type":"text","text":"One."},'
         '{"type":"text","text":"Two.","cache_control":{"type":"ephemeral"}}],"tools":%s,"messages":[{"role":"user","content":"Go"},'
         '{"role":"assistant","content":[{"type":"thinking","thinking":"Hm","signature":"x"},{"type":"text","text":"So."},'
         '{"type":"tool_use","id":"a","name":"get_weather","input":{"city":"Rome","days":1e2}}]},'
@@ -216,6 +216,7 @@ BAD_CONTENT: list[tuple[Any, str]] = [
     ("word " * 400, "tokens"),
 ]
 REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]
+REFUSED += [("thinking", {"type": "enabled", "budget_tokens": budget}, "max_tokens: must be greater") for budget in (200, 1024)]
 BAD_CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": []}]}
 REFUSED.append(("messages", [user("x"), BAD_CALL, user("y")], "the call 'toolu_1': arguments"))
 REFUSED += [("messages", [user(content)], named) for content, named in BAD_CONTENT]
