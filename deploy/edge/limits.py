@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from starlette.datastructures import Headers as DecodedHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -268,7 +269,17 @@ def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:
     if not (origins := limits.cors_origins):
         return app
     shown = ["x-request-id", "request-id", "retry-after"]
-    return CORSMiddleware(app, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)
+    return _Cors(app, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)
+
+
+class _Cors(CORSMiddleware):
+    """Says once that an answer varies by Origin, where another that stands inside has said it."""
+
+    async def send(self, message: Message, send: Send, request_headers: DecodedHeaders) -> None:
+        """Send a message, with the headers for web pages if it begins an answer."""
+        if "headers" in message:
+            message["headers"] = [header for header in message["headers"] if tuple(header) != (b"vary", b"Origin")]
+        await super().send(message, send, request_headers)
 
 
 def _kept(headers: Headers) -> list[tuple[bytes, bytes]]:

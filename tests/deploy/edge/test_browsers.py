@@ -76,7 +76,7 @@ def test_cors_is_off_unless_an_origin_is_listed(edge: Edge, known: Edge) -> None
 
 @pytest.mark.parametrize(("origin", "allowed"), [(PAGE, PAGE), ("https://other.example", None)])
 def test_a_page_reads_what_the_guard_refuses(origin: str, allowed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard around Serve, if the page's origin is listed; its question is answered, and no answer names an origin twice."""
+    """The guard around Serve, if the page's origin is listed; its question is answered, and no answer says anything twice."""
     limits = LimitSettings(body_bytes=2048, body_timeout_s=0.2, cors_origins=(PAGE,))
     monkeypatch.setenv(LIMITS_VARIABLE, guard_limits(limits, "127.0.0.1"))
 
@@ -86,7 +86,7 @@ def test_a_page_reads_what_the_guard_refuses(origin: str, allowed: str | None, m
         yield b"}"
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        reply = JsonResponse({}, headers={"access-control-allow-origin": allowed} if allowed else None)
+        reply = JsonResponse({}, headers={"vary": "Origin"} | ({"access-control-allow-origin": allowed} if allowed else {}))
         await reply(scope, receive, send)
 
     guarded: ASGIApp = served
@@ -99,6 +99,7 @@ def test_a_page_reads_what_the_guard_refuses(origin: str, allowed: str | None, m
     assert [reply.status_code for reply in replies] == [413, 408, 400, 200, 200 if allowed else 400]
     for reply in replies:
         assert reply.headers.get_list("access-control-allow-origin") == ([allowed] if allowed else []), reply
+        assert reply.headers["vary"].split(", ").count("Origin") == 1
 
 
 @pytest.mark.parametrize(
