@@ -7,7 +7,7 @@ from cluster.capability import probe
 from deploy.models.resolve import resolve
 from deploy.settings import Settings
 from engine.checkpoint import generation_config
-from engine.config import EngineConfig, engine_config
+from engine.config import EngineConfig, Mtp, engine_config
 from engine.errors import ConfigError
 
 
@@ -21,10 +21,7 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
     """Makes the engine's own settings for the model in `folder`, on a node with GPUs or without. `drafter_of`: from the assistant's
     name to its folder."""
     mtp = settings.mtp
-    try:
-        drafter = drafter_of(mtp.model) if mtp.model and mtp.drafts else None
-    except ConfigError as error:
-        raise ConfigError(f"mtp.{error}") from error
+    drafter = drafter_folder(mtp, drafter_of)
     device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus and has_gpus else "cpu"
     return engine_config(
         model=str(folder),
@@ -33,3 +30,11 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
         suppress=tuple(generation_config(folder).get("suppress_tokens") or ()),
         **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": mtp.drafts}},
     )
+
+
+def drafter_folder(mtp: Mtp, find: Callable[[str], Path | None]) -> Path | None:
+    """Returns what `find` gives for the assistant's name; None where nothing drafts. ConfigError names the key."""
+    try:
+        return find(mtp.model) if mtp.model and mtp.drafts else None
+    except ConfigError as error:
+        raise ConfigError(f"mtp.{error}") from error

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.cli.model_files import check_files
+from deploy.cli.model_files import check_drafter, check_files
 from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.keys.key_file import parse, read
 from deploy.models.resolve import folder_here, local_folder
 from deploy.settings import ServeConfig, Settings, application, read_config, read_settings
 from engine.config import Mtp
 from engine.errors import CheckpointError, ConfigError
-from engine.geometry import read_geometry
 
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
@@ -106,14 +105,12 @@ def model_notes(settings: Settings) -> Iterator[str]:
     """Checks what the model's shape forbids, and of a checkpoint what a replica would refuse. What could not be checked is a note;
     ConfigError, CheckpointError name the key."""
     from deploy.cli.sizing import configured, known_folder
-    from engine.rank.models.assistant_geometry import read_assistant
 
     if (folder := known_folder(settings.model, settings.revision)) is None:
         yield f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"
         return
-    if settings.mtp.model and folder_here(settings.mtp.model) is None:
-        if (drafter := known_folder(settings.mtp.model)) is not None:
-            read_assistant(drafter, read_geometry(folder))
+    check_drafter(settings)
+    if settings.mtp.drafts and settings.mtp.model and folder_here(settings.mtp.model) is None:
         yield f"mtp.model: {settings.mtp.model} is not on this machine: its files were not checked"
         settings = msgspec.structs.replace(settings, mtp=Mtp())
     config = configured(settings, folder)

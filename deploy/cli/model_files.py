@@ -2,9 +2,21 @@
 
 from pathlib import Path
 
+from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.geometry import read_geometry
 from engine.weight_formats import weight_format
+
+
+def check_drafter(settings: Settings) -> None:
+    """Raises CheckpointError where the drafter is another model's, by the shapes of both names. Nothing is downloaded."""
+    from deploy.cli.sizing import known_folder
+    from deploy.placement import drafter_folder
+    from engine.rank.models.assistant_geometry import read_assistant
+
+    drafter, target = drafter_folder(settings.mtp, known_folder), known_folder(settings.model, settings.revision)
+    if drafter and target:
+        read_assistant(drafter, read_geometry(target))
 
 
 def check_files(config: EngineConfig, template: Path | None) -> None:

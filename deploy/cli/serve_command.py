@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from deploy import environment
-from deploy.cli.model_files import check_files
+from deploy.cli.model_files import check_drafter, check_files
 from deploy.cli.output import Subparsers, command
 from deploy.launcher import Interrupted, Launch, handling, interruptible
 from deploy.settings import read_config, read_settings
@@ -64,6 +64,7 @@ def _run(launch: Launch, drain_s: float) -> int:
     """Starts, waits for a signal, drains; a second signal ends the drain."""
     try:
         with interruptible():
+            check_drafter(launch.settings)
             check_files(launch.check(), launch.settings.template)
             launch.start()
             print(_ready_line(launch), flush=True)

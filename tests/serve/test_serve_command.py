@@ -19,6 +19,10 @@ from tests.support.stack.serve_process import Reader, Stack, command_line, folde
 pytestmark = pytest.mark.serve
 
 
+# Neither is on this machine: nothing is downloaded before it is seen that they do not belong together.
+STRANGERS = {"model": "google/gemma-4-31B-it", "mtp": {"model": "google/gemma-4-E2B-it-assistant"}}
+
+
 def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
     """The launcher says what is missing and points to nano.yaml, before Ray is up, and leaves nothing."""
     before = folders()
@@ -44,6 +48,7 @@ def test_too_few_gpus_is_one_line_and_exit_code_2() -> None:
         ({"port": free_port()}, {"chat_template": "/no"}, "chat template /no: [Errno 2] No such file or directory: '/no'"),
         ({"port": free_port()}, {"attention": "triton"}, "runs on the CPU, where reference is the backend"),
         ({"port": free_port()}, {"mtp": {"model": "nano:31b"}}, "31b/config.json: model_type 'gemma4' is no Gemma 4 assistant"),
+        ({"port": free_port()}, STRANGERS, "KV heads of layer 2 1, not 16; KV heads of layer 3 1, not 4"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_one_line_and_exit_code_2(
