@@ -71,6 +71,15 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
         raise invalid(key, f"{what} have more than {MAX_VALUES} brackets")
 
 
+def check_results(uses: Iterable[tuple[str, Iterable[str | None], str | None]]) -> None:
+    """InvalidRequest: a tool's result is of no call before it. `uses`, in order: path, ids of calls, id of a result's call."""
+    known: set[str | None] = {None}
+    for path, calls, result in uses:
+        known.update(calls)
+        if result not in known:
+            raise invalid(path, f"no call before it has the id {result!r}")
+
+
 def read_stops(raw: Json, key: str) -> tuple[str, ...]:
     """Stop strings, one alone or a list. InvalidRequest: they are none, empty, too long or too many."""
     if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"':

@@ -23,6 +23,7 @@ from deploy.edge.common_keys import (
     TOOLS,
     TextForm,
     check_bounds,
+    check_results,
     content_of,
     declared_function,
     media_part,
@@ -136,7 +137,14 @@ class CountRequest(Struct, frozen=True):
             raise invalid("messages", "must not be empty")
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
         check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
-        return [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
+        messages = [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
+        check_results(
+            (f"messages[{index}].content[{place}].tool_use_id", [block.id], block.tool_use_id)
+            for index, turn in enumerate(turns)
+            if isinstance(turn.content, list)
+            for place, block in enumerate(turn.content)
+        )
+        return messages
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ from deploy.edge.common_keys import (
     RawTools,
     TextForm,
     check_bounds,
+    check_results,
     content_of,
     declared_function,
     media_part,
@@ -180,7 +181,12 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
         if not items:
             raise invalid("input", "must not be empty")
         check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
-        return _chat_messages(items)
+        messages = _chat_messages(items)
+        check_results(
+            (f"input[{index}].call_id", [item.call_id] if item.type == "function_call" else (), item.call_id)
+            for index, item in enumerate(items)
+        )
+        return messages
 
 
 def encrypted_content_of(thought: str) -> str:

@@ -128,6 +128,36 @@ def test_an_error_inside_a_result_says_where() -> None:
         assert (str(caught.value)[: len(where)], caught.value.param) == (where, key)
 
 
+NO_CALL: list[tuple[str, str, list[Any], list[Any], str]] = [
+    (CHAT, "messages", [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}],
+     [{"role": "tool", "tool_call_id": "a", "content": "18C"}], "tool_call_id"),
+    (MESSAGES, "messages", [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}],
+     [user([{"type": "text", "text": "So"}, {"type": "tool_result", "tool_use_id": "a", "content": "18C"}])],
+     "content[1].tool_use_id"),
+    (RESPONSES, "input", [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}],
+     [{"type": "function_call_output", "call_id": "a", "output": "18C"}], "call_id"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "key", "called", "result", "place"), NO_CALL, ids=[case[0] for case in NO_CALL])
+def test_a_result_is_of_an_earlier_call(path: str, key: str, called: list[Any], result: list[Any], place: str) -> None:
+    """One of no call, of another or of a later one is refused by its id and its path; a call may have several."""
+    ask_of(path, **{key: [user("x"), *called, *result, *result]})
+    other = json.loads(json.dumps(called).replace('"a"', '"b"'))
+    for before, after in ([], []), (other, []), ([], called):
+        with pytest.raises(InvalidRequest) as caught:
+            ask_of(path, **{key: [user("x"), *before, *result, *after, user("x")]})
+        where = f"{key}[{1 + len(before)}].{place}"
+        assert (str(caught.value), caught.value.param) == (f"{where}: no call before it has the id 'a'", key)
+
+
+def test_a_result_without_an_id_has_the_name_of_its_tool() -> None:
+    """Older clients send no ids."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    messages = chat_of(CHAT, messages=[user("x"), call, {"role": "tool", "name": "f", "content": "18C"}]).messages
+    assert messages[-1] == ChatMessage("tool", "18C", name="f")
+
+
 def test_a_url_may_be_a_text() -> None:
     """As Mistral's clients send it: the same ask as in an object; `original` is OpenAI's detail above `high`."""
     url = "data:image/png;base64,AAAA"
