@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.edge.key_types import JsonObject
+from deploy.edge.raw_json import invalid
 from engine.front.constraints import ToolChoice
 from engine.protocol import MediaKind
 
@@ -51,7 +52,7 @@ class PastCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn. `call_id`: of the call whose result it is."""
+    """One turn. `call_id`: of the call whose result it is, which stands at the client's `call_path`."""
 
     role: str
     content: str | Sequence[Part] | None = None
@@ -59,6 +60,7 @@ class ChatMessage:
     calls: tuple[PastCall, ...] = ()
     call_id: str | None = None
     name: str | None = None
+    call_path: str = field(default="", compare=False)
 
     def plain(self) -> JsonObject:
         """Return the turn as chat templates take it, without what is not said."""
@@ -78,8 +80,9 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation. `tools` are declared as chat templates take them; `thinks` None: as the server's default.
+    """A conversation; InvalidRequest: a tool's result is of no call before it.
 
+    `tools` are declared as chat templates take them; `thinks` None: as the server's default.
     `thought_tokens`: the most that its thoughts may have; `switches`: the template's own;
     `max_soft_tokens`: of each image, whatever its part says.
     `tool_paths`: the client's, of each tool and of its schema, where they are not a chat's.
@@ -94,6 +97,13 @@ class ChatPrompt:
     switches: Mapping[str, bool] = field(default_factory=dict)
     max_soft_tokens: int | None = None
     tool_paths: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        calls: set[str | None] = {None}
+        for message in self.messages:
+            if message.call_id not in calls:
+                raise invalid(message.call_path, f"no call before it has the id {message.call_id!r}")
+            calls.update(call.id for call in message.calls)
 
     @property
     def media(self) -> list[Media]:

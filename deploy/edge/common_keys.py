@@ -7,21 +7,20 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
-from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, first_characters, invalid, not_null
+from deploy.edge.raw_json import ANYTHING, Json, decode, invalid, not_null
 from engine.front.template import MAX_VALUES
 from engine.protocol import MediaKind
 
 MESSAGES = 4096
 PARTS = 1024
 TOOLS = 512
-STOPS = 16
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], Meta(max_length=16)]
 RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 Detail = Literal["low", "high", "original", "auto"]
 # To an image's soft tokens.
 _DETAILS: Mapping[Detail | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
-
-_STOPS = ListReader(Annotated[str, Meta(min_length=1, max_length=256)], STOPS)
 
 
 class InputAudio(Struct, frozen=True):
@@ -53,13 +52,14 @@ class CommonSamplingKeys(Struct, frozen=True):
     frequency_penalty: kt.AddedPenalty | None = None
     repetition_penalty: kt.RepetitionPenalty | None = None
     seed: kt.Seed | None = None
-    stop: kt.RawStops = UNSET
+    stop: StopText | StopTexts | None = None
 
     def sampling(self, **changes: Any) -> Sampling:
-        """What is said by the names that Sampling has, but for raw JSON, with `changes`. InvalidRequest: `stop` is wrong."""
+        """What is said by the names that Sampling has, but for raw JSON, with `changes`."""
         names = self.__struct_fields__ & Sampling.__dataclass_fields__.keys()
         given = {name: value for name in names if not isinstance(value := getattr(self, name), Raw | UnsetType | None)}
-        return Sampling(**{**given, "stops": read_stops(self.stop, "stop"), **changes})
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Sampling(**{**given, "stops": stops, **changes})
 
 
 def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
@@ -69,22 +69,6 @@ def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:
         raise invalid(key, f"{what} have {size} bytes, more than {TOOL_BYTES}")
     if sum(text.count(b"[") + text.count(b"{") for text in texts) > MAX_VALUES:
         raise invalid(key, f"{what} have more than {MAX_VALUES} brackets")
-
-
-def check_results(uses: Iterable[tuple[str, Iterable[str | None], str | None]]) -> None:
-    """InvalidRequest: a tool's result is of no call before it. `uses`, in order: path, ids of calls, id of a result's call."""
-    known: set[str | None] = {None}
-    for path, calls, result in uses:
-        known.update(calls)
-        if result not in known:
-            raise invalid(path, f"no call before it has the id {result!r}")
-
-
-def read_stops(raw: Json, key: str) -> tuple[str, ...]:
-    """Stop strings, one alone or a list. InvalidRequest: they are none, empty, too long or too many."""
-    if isinstance(raw, Raw) and first_characters(raw)[:1] == b'"':
-        raw = Raw(b"[%b]" % bytes(raw))
-    return tuple(_STOPS.read(raw, key))
 
 
 def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = ("text",)) -> Text:

@@ -56,9 +56,7 @@ def one_of(*values: str) -> Meta:
 
 RawText = Annotated[Raw, shown_as(STRING)] | UnsetType
 RawTexts = Annotated[Raw, shown_as(STRINGS)] | UnsetType
-RawStops = Annotated[Raw, shown_as(STRING, STRINGS)] | UnsetType
 RawIds = Annotated[Raw, shown_as(IDS)] | UnsetType
 RawObject = Annotated[Raw, shown_as(OBJECT)] | UnsetType
-RawTextOrObjects = Annotated[Raw, shown_as(STRING, array(OBJECT))] | UnsetType
 RawTextOrObject = Annotated[Raw, shown_as(STRING, OBJECT)] | UnsetType
 RawToolChoice = Annotated[Raw, shown_as({"enum": ["auto", "none", "required"]}, OBJECT)] | UnsetType

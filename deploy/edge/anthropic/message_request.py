@@ -21,16 +21,15 @@ from deploy.edge.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
+    StopTexts,
     TextForm,
     check_bounds,
-    check_results,
     content_of,
     declared_function,
     media_part,
-    read_stops,
     text_part,
 )
-from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
+from deploy.edge.raw_json import Json, ListReader, invalid, not_null
 from engine.front.constraints import ToolChoice
 
 # Keys of OpenAI's chats that would change the answer.
@@ -66,15 +65,18 @@ class ContentBlock(Struct, frozen=True):
     name: kt.Name | None = None
     input: kt.RawObject = UNSET
     tool_use_id: kt.Name | None = None
-    content: kt.RawTextOrObjects = UNSET
+    content: "_Content | None" = None
     source: MediaSource | None = None
+
+
+_Content = str | Annotated[list[ContentBlock], Meta(max_length=PARTS)]
 
 
 class Turn(Struct, frozen=True):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[ContentBlock], Meta(max_length=PARTS)]
+    content: _Content
 
 
 class ClientTool(Struct, frozen=True):
@@ -107,7 +109,7 @@ class CountRequest(Struct, frozen=True):
 
     model: kt.ModelName
     messages: Annotated[Raw, Meta(extra_json_schema=kt.array(kt.component("Turn"), minItems=1, maxItems=MESSAGES))]
-    system: kt.RawTextOrObjects = UNSET
+    system: _Content | None = None
     tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("ClientTool"), maxItems=TOOLS))] | UnsetType = UNSET
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -137,14 +139,7 @@ class CountRequest(Struct, frozen=True):
             raise invalid("messages", "must not be empty")
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
         check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
-        messages = [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
-        check_results(
-            (f"messages[{index}].content[{place}].tool_use_id", [block.id], block.tool_use_id)
-            for index, turn in enumerate(turns)
-            if isinstance(turn.content, list)
-            for place, block in enumerate(turn.content)
-        )
-        return messages
+        return [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -152,7 +147,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     max_tokens: kt.Count
     stream: bool | None = None
-    stop_sequences: kt.RawTexts = UNSET
+    stop_sequences: StopTexts | None = None
     temperature: kt.Share | None = None
     top_p: kt.Fraction | None = None
     top_k: kt.TopK | None = None
@@ -170,7 +165,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
             prompt=chat,
             sampling=Sampling(
                 max_tokens=self.max_tokens,
-                stops=read_stops(self.stop_sequences, "stop_sequences"),
+                stops=tuple(self.stop_sequences or ()),
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k,
@@ -183,19 +178,16 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 COUNT_READER = BodyReader(CountRequest, _ABSENT)
 MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
 _TURNS = ListReader(Turn, MESSAGES)
-_BLOCKS = ListReader(ContentBlock, PARTS)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)
 
 
 def _tools(raw: Json) -> list[kt.JsonObject]:
     check_bounds([raw], "tools", "they")
-    return [_declaration(tool, index) for index, tool in enumerate(_TOOL_LIST.read(raw, "tools"))]
-
-
-def _declaration(tool: ClientTool, index: int) -> kt.JsonObject:
-    if tool.type not in (None, "custom"):
-        raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
-    return declared_function(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+    tools = _TOOL_LIST.read(raw, "tools")
+    for index, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
+    return [declared_function(tool.name, tool.description, tool.input_schema, strict=tool.strict) for tool in tools]
 
 
 def _choice(choice: ToolUseChoice | None) -> ToolChoice:
@@ -218,10 +210,9 @@ def _text(block: ContentBlock, where: str) -> Text:
     return text_part(block.type, block.text, where)
 
 
-def _parts(raw: Json, where: str, part: Callable[[ContentBlock, str], P]) -> list[P]:
+def _parts(content: _Content | None, where: str, part: Callable[[ContentBlock, str], P]) -> list[P]:
     """Return the parts of a text, or of blocks, each as `part` makes it."""
-    text = read_text(raw, where)
-    blocks = _BLOCKS.read(raw, where) if text is None else [ContentBlock("text", text)]
+    blocks = [ContentBlock("text", content)] if isinstance(content, str) else content or []
     return [part(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
 
 
@@ -278,4 +269,5 @@ def _client_messages(role: str, blocks: list[ContentBlock], where: str) -> list[
 def _result(block: ContentBlock, where: str) -> ChatMessage:
     if block.tool_use_id is None:
         raise invalid(where, "a tool_result block has a tool_use_id")
-    return ChatMessage("tool", content_of(_parts(block.content, f"{where}.content", _part)), call_id=block.tool_use_id)
+    content = content_of(_parts(block.content, f"{where}.content", _part))
+    return ChatMessage("tool", content, call_id=block.tool_use_id, call_path=f"{where}.tool_use_id")

@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, Raw, Struct
 from msgspec.structs import asdict
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, Detail, InputAudio, check_bounds, check_results, media_part, text_part
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, Detail, InputAudio, check_bounds, media_part, text_part
 from deploy.edge.edge_settings import SoftTokens
 from deploy.edge.key_types import JsonObject, Kind, Name, RawTextOrObject, array, component, one_of
 from deploy.edge.openai.effort import Effort, thinks_by_effort
@@ -113,10 +113,6 @@ def _messages(raw: Raw) -> list[ChatMessage]:
         raise invalid("messages", "must not be empty")
     calls = (call for message in messages for call in message.tool_calls or ())
     check_bounds((call.function.arguments for call in calls), "messages", "the arguments of all tool_calls")
-    check_results(
-        (f"messages[{index}].tool_call_id", [call.id for call in message.tool_calls or ()], message.tool_call_id)
-        for index, message in enumerate(messages)
-    )
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -130,6 +126,7 @@ def _message(message: Message, where: str) -> ChatMessage:
         thought=message.reasoning or message.reasoning_content,
         calls=tuple(map(_call, message.tool_calls or ())),
         call_id=message.tool_call_id,
+        call_path=f"{where}.tool_call_id",
         name=message.name,
     )
 

@@ -35,7 +35,6 @@ from deploy.edge.common_keys import (
     RawTools,
     TextForm,
     check_bounds,
-    check_results,
     content_of,
     declared_function,
     media_part,
@@ -44,14 +43,13 @@ from deploy.edge.common_keys import (
 from deploy.edge.openai.effort import Effort, thinks_by_effort
 from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import Json, ListReader, invalid, not_null, read_text
+from deploy.edge.raw_json import Json, ListReader, invalid, read_text
 
 ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else
 # What may be included of an answer beside: of tools that are not offered, and the client's own images.
 _NEVER_THERE = ("code_interpreter_call.", "computer_call_output.", "file_search_call.", "message.input_image.", "web_search_call.")
 _ITEMS_SCHEMA = kt.array(kt.component("InputItem"), minItems=1, maxItems=MESSAGES)
-_INCLUDES = 64
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
@@ -79,17 +77,20 @@ class InputPart(Struct, frozen=True):
     input_audio: InputAudio | None = None
 
 
+_Content = str | Annotated[list[InputPart], Meta(max_length=PARTS)] | None
+
+
 class InputItem(Struct, frozen=True):
     """A message, a thought, a call, or what it gave; which fields it has follows from that."""
 
     type: kt.Kind | None = None
     role: Annotated[str, Meta(max_length=32)] | None = None
-    content: str | Annotated[list[InputPart], Meta(max_length=PARTS)] | None = None
+    content: _Content = None
     call_id: kt.Name | None = None
     name: kt.Name | None = None
     namespace: kt.Name | None = None
     arguments: str | None = None
-    output: kt.RawTextOrObjects = UNSET
+    output: _Content = None
     encrypted_content: str | None = None
 
 
@@ -142,7 +143,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     text: TextForm | None = None
     metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
-    include: Annotated[Raw, kt.shown_as(kt.array(kt.STRING, maxItems=_INCLUDES))] | UnsetType = UNSET
+    include: Annotated[list[str], Meta(max_length=64)] | None = None
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
@@ -168,7 +169,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
 
     def includes_encrypted(self) -> bool:
         """Whether thoughts are wanted in the form in which clients send them back. InvalidRequest: something else is."""
-        included = _INCLUDE_LIST.read(self.include, "include")
+        included = self.include or ()
         for name in included:
             if name != ENCRYPTED and not name.startswith(_NEVER_THERE):
                 raise invalid("include", f"{name[:100]!r} is not supported here", code="unsupported_parameter")
@@ -181,12 +182,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
         if not items:
             raise invalid("input", "must not be empty")
         check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
-        messages = _chat_messages(items)
-        check_results(
-            (f"input[{index}].call_id", [item.call_id] if item.type == "function_call" else (), item.call_id)
-            for index, item in enumerate(items)
-        )
-        return messages
+        return _chat_messages(items)
 
 
 def encrypted_content_of(thought: str) -> str:
@@ -196,9 +192,7 @@ def encrypted_content_of(thought: str) -> str:
 
 RESPONSES_READER = BodyReader(ResponsesRequest, {**chat_keys_without(ResponsesRequest), **_ABSENT})
 _ITEMS = ListReader(InputItem, MESSAGES)
-_PART_LIST = ListReader(InputPart, PARTS)
 _TOOL_LIST = ListReader(DeclaredTool, TOOLS)
-_INCLUDE_LIST = ListReader(str, _INCLUDES)
 
 
 def _functions(raw: Json, where: str, namespace: DeclaredTool | None = None) -> Iterator[OfferedFunction]:
@@ -265,7 +259,9 @@ def _message(item: InputItem, where: str) -> ChatMessage:
             call = PastCall(name, item.arguments, _required(item.call_id, f"{where}.call_id"))
             return ChatMessage("assistant", "", calls=(call,))
         case "function_call_output":
-            return ChatMessage("tool", _output(item, f"{where}.output"), call_id=_required(item.call_id, f"{where}.call_id"))
+            path = f"{where}.call_id"
+            output = _content(item.output, f"{where}.output")
+            return ChatMessage("tool", output, call_id=_required(item.call_id, path), call_path=path)
         case kind:
             hint = ": nothing is stored here, send the item itself" if kind == "item_reference" else ""
             raise invalid(f"{where}.type", f"items of type {kind!r} are not supported{hint}")
@@ -284,12 +280,6 @@ def _thought(item: InputItem, where: str) -> str:
         raise invalid(f"{where}.encrypted_content", "it is not as it was handed out") from error
 
 
-def _output(item: InputItem, where: str) -> str | list[Part]:
-    given = _required(not_null(item.output), where)
-    text = read_text(given, where)
-    return _content(_PART_LIST.read(given, where) if text is None else text, where)
-
-
 def _part(part: InputPart, where: str) -> Part:
     if part.type == "input_image":
         return media_part("image", part.image_url, where, part.detail)
@@ -298,13 +288,13 @@ def _part(part: InputPart, where: str) -> Part:
     return text_part(part.type, part.text, where, _TEXTS)
 
 
-def _content(content: str | list[InputPart] | None, where: str) -> str | list[Part]:
+def _content(content: _Content, where: str) -> str | list[Part]:
     if isinstance(content, list):
         return content_of([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
     return _required(content, where)
 
 
-def _text(content: str | list[InputPart] | None, where: str) -> str:
+def _text(content: _Content, where: str) -> str:
     """Return the text of a content. InvalidRequest: some of it is no text."""
     text = _content(content, where)
     if not isinstance(text, str):

@@ -12,8 +12,7 @@ absent_keys.py lists what is refused.
 from dataclasses import replace
 from typing import Annotated, Any
 
-import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct
 
 from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
@@ -26,13 +25,11 @@ from deploy.edge.openai.effort import Effort
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import (
-    Json,
     ListReader,
     check_commas,
     first_characters,
     invalid,
     not_null,
-    read_small,
     read_text,
     token_ids,
 )
@@ -42,23 +39,21 @@ PROMPTS = 32
 PROMPT_IDS = 1 << 20
 STOP_IDS = 128
 WORD_CHARACTERS = 256
-_BIAS_BYTES = 64  # an entry of logit_bias in JSON
 
-_BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
+_Word = Annotated[str, Meta(max_length=WORD_CHARACTERS)]
 _TEXTS = ListReader(str, PROMPTS)
-_WORDS = ListReader(Annotated[str, Meta(max_length=WORD_CHARACTERS)], MAX_BAD_WORDS // 2)  # two spellings each
-_BIAS = msgspec.json.Decoder(dict[kt.Natural, Annotated[float, Meta(ge=-100, le=100)]])
 _ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
 
 
 class SamplingKeys(CommonSamplingKeys, frozen=True):
     """What is said of how tokens are chosen, and of the answer's form."""
 
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: kt.Count | None = None
     max_tokens: kt.Count | None = None
     min_tokens: kt.Natural | None = None
-    logit_bias: Annotated[Raw, kt.shown_as(_BIASES)] | UnsetType = UNSET
-    bad_words: kt.RawTexts = UNSET
+    logit_bias: Annotated[dict[kt.Natural, _Bias], Meta(max_length=MAX_BIAS_IDS)] | None = None
+    bad_words: Annotated[list[_Word], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None  # two spellings each
     allowed_token_ids: kt.RawIds = UNSET
     stop_token_ids: kt.RawIds = UNSET
     ignore_eos: bool | None = None
@@ -88,9 +83,9 @@ class SamplingKeys(CommonSamplingKeys, frozen=True):
             sampling=self.sampling(
                 max_tokens=max_tokens,
                 stop_ids=tuple(token_ids(self.stop_token_ids, "stop_token_ids", STOP_IDS)),
-                biases=_biases(self.logit_bias),
+                biases=self.logit_bias or {},
                 allowed_ids=None if allowed is None else token_ids(allowed, "allowed_token_ids", MAX_ALLOWED_IDS),
-                bad_words=tuple(_WORDS.read(self.bad_words, "bad_words")),
+                bad_words=tuple(self.bad_words or ()),
             ),
             stream=bool(stream),
             form=form_of(self),
@@ -221,11 +216,3 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
         return _ID_LISTS.read(raw, "prompt")
     text = read_text(raw, "prompt")
     return [token_ids(raw, "prompt", PROMPT_IDS) if text is None else text]
-
-
-def _biases(raw: Json) -> dict[int, float]:
-    """What logit_bias says of each id. InvalidRequest: too many, no ids, or no numbers from -100 to 100."""
-    biases = read_small(raw, "logit_bias", _BIAS, _BIAS_BYTES * MAX_BIAS_IDS) or {}
-    if len(biases) > MAX_BIAS_IDS:
-        raise invalid("logit_bias", f"more than {MAX_BIAS_IDS} token ids")
-    return biases

@@ -91,6 +91,10 @@ BOMBS: dict[str, dict[str, Callable[[], bytes]]] = {
         "objects in objects": lambda: filled(USER, b'{"a":', b"}"),
         "brackets in an unknown key": lambda: filled(USER + b'"x"}],"unknown":', b"[", b"}"),
         "stop strings": lambda: chats(b"stop", b'"a"'),
+        "stop strings as many as are read": lambda: USER + b'"x"}],"stop":[' + b'"a",' * 260_000 + b'"a"]}',
+        "biases as many as are read": lambda: (
+            USER + b'"x"}],"logit_bias":{' + b",".join(b'"%d":0' % number for number in range(260_000)) + b"}}"
+        ),
         "stop ids": lambda: chats(b"stop_token_ids", b"1"),
         "stop ids that are text": lambda: chats(b"stop_token_ids", b'"a"'),
         "modalities": lambda: chats(b"modalities", b'"a"'),
@@ -134,6 +138,9 @@ BOMBS: dict[str, dict[str, Callable[[], bytes]]] = {
         "blocks": lambda: repeated(ANTHROPIC + b'{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"),
         "blocks of results": lambda: repeated(
             ANTHROPIC + b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":[', b"{}", b"]}]}]}"
+        ),
+        "blocks of a system prompt as many as are read": lambda: (
+            ANTHROPIC + b'{"role":"user","content":"x"}],"system":[' + b",".join([b'{"type":"text"}'] * 130_000) + b"]}"
         ),
         "input of a call": lambda: repeated(ANTHROPIC + TOOL_USE + b'{"a":[', b"[]", b"]}}]}]}"),
         "a call that is no text": lambda: ANTHROPIC + TOOL_USE + b'"\xff"}]},{"role":"user","content":"x"}]}',
