@@ -95,9 +95,7 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
     from deploy.cli import sizing
 
     reserve = sizing.RESERVE if args.reserve is None else args.reserve
-    folder = sizing.known_folder(settings.model, settings.revision)
-    if folder is None:
-        raise ConfigError(f"model: {settings.model} is not on this machine and no known shape: give a folder with config.json")
+    folder = sizing.shape_folder(settings.model, settings.revision)
     if args.config is None and args.max_len is None:
         settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
     if not all(1 <= length <= settings.max_len for length in args.context or ()):

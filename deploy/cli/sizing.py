@@ -72,11 +72,12 @@ def known_folder(model: str, revision: str | None = None) -> Path | None:
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
     """Makes the engine's settings as a replica would. ConfigError or CheckpointError names what the shape forbids."""
-    return configure(settings, folder, _drafter_here, has_gpus=True)
+    return configure(settings, folder, shape_folder, has_gpus=True)
 
 
-def _drafter_here(model: str) -> Path:
-    if (folder := known_folder(model)) is None:
+def shape_folder(model: str, revision: str | None = None) -> Path:
+    """Finds what `known_folder` does; ConfigError where this machine does not know the model."""
+    if (folder := known_folder(model, revision)) is None:
         raise ConfigError(f"model: {model} is not on this machine and no known shape: give a folder with config.json")
     return folder
 

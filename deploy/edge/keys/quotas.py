@@ -85,10 +85,6 @@ class Allowance:
         if begins and self._open >= (self._quota.concurrent or _UNLIMITED):
             yield 0.0, f"{self._quota.concurrent} requests at once"
 
-    def _hold(self, tokens: int) -> None:
-        self._check(begins=False)
-        self._held += tokens
-
     def _close(self, held: int, used: int) -> None:
         self._open -= 1
         self._held -= held
@@ -106,7 +102,8 @@ class QuotaGrant:
     def reserve(self, tokens: int) -> None:
         """What it may come to, prompt and answers, once. QuotaExceeded: nothing is left, and nothing is held."""
         assert not self._held, "it has been reserved"
-        self.allowance._hold(tokens)
+        self.allowance._check(begins=False)
+        self.allowance._held += tokens
         self._held = tokens
 
     def close(self, used: int) -> None:

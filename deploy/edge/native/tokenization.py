@@ -37,21 +37,12 @@ class TokenizeRequest(Struct, frozen=True):
 
     def chat(self) -> ChatPrompt | None:
         """The conversation; None: there is a text instead. InvalidRequest: both, or neither."""
-        messages = not_null(self.messages)
-        if (messages is None) == (self.prompt is None):
+        has_messages = not_null(self.messages) is not None
+        if has_messages == (self.prompt is not None):
             raise invalid("prompt", "either a prompt or messages")
-        if messages is None:
-            return None
-        if self.add_special_tokens:
+        if has_messages and self.add_special_tokens:
             raise unsupported("add_special_tokens", "false where there are messages")  # the template has them all
-        return read_chat(
-            messages,
-            self.tools,
-            self.chat_template_kwargs,
-            effort=self.reasoning_effort,
-            processor=self.mm_processor_kwargs,
-            generation_prompt=self.add_generation_prompt,
-        )
+        return read_chat(self) if has_messages else None
 
 
 class DetokenizeRequest(Struct, frozen=True):

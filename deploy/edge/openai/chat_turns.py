@@ -1,17 +1,16 @@
 """A conversation as OpenAI's chat completions write it: messages, tools, and the chat template's switches."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct
-from msgspec.structs import asdict
+from msgspec import UNSET, Meta, Raw, Struct, to_builtins
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, Detail, InputAudio, check_bounds, media_part, text_part
 from deploy.edge.edge_settings import SoftTokens
 from deploy.edge.key_types import JsonObject, Kind, Name, RawTextOrObject, array, component, one_of
-from deploy.edge.openai.effort import Effort, thinks_by_effort
-from deploy.edge.raw_json import ANYTHING, Json, ListReader, decode, invalid, not_null
+from deploy.edge.openai.effort import thinks_by_effort
+from deploy.edge.raw_json import ANYTHING, ListReader, decode, invalid, not_null
 from engine.protocol import MediaKind
 
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
@@ -73,7 +72,7 @@ class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
     max_soft_tokens: SoftTokens | None = None
 
 
-class TemplateSwitches(Struct, frozen=True, forbid_unknown_fields=True):
+class TemplateSwitches(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What chat templates may be told: whether the model thinks, and whether earlier turns keep their thoughts."""
 
     enable_thinking: bool | None = None
@@ -84,26 +83,18 @@ _MESSAGES = ListReader(Message, MESSAGES)
 _TOOLS = ListReader(JsonObject, TOOLS)
 
 
-def read_chat(
-    messages: Raw,
-    tools: Json,
-    switches: TemplateSwitches | None,
-    *,
-    effort: Effort | None,
-    processor: ProcessorKeys | None,
-    generation_prompt: bool | None,
-) -> ChatPrompt:
-    """InvalidRequest names the key that is wrong."""
-    given = {name: value for name, value in (asdict(switches) if switches else {}).items() if value is not None}
-    turns = _messages(messages)
-    check_bounds([tools], "tools", "they")
+def read_chat(request: Any) -> ChatPrompt:
+    """Read what a request with a chat's keys says of its conversation. InvalidRequest names the key that is wrong."""
+    switches = to_builtins(request.chat_template_kwargs or {})
+    turns = _messages(request.messages)
+    check_bounds([request.tools], "tools", "they")
     return ChatPrompt(
         turns,
-        _TOOLS.read(tools, "tools"),
-        thinks=given.pop("enable_thinking", thinks_by_effort(effort)),
-        add_generation_prompt=generation_prompt is not False,
-        switches=given,
-        max_soft_tokens=processor.max_soft_tokens if processor else None,
+        _TOOLS.read(request.tools, "tools"),
+        thinks=switches.pop("enable_thinking", thinks_by_effort(request.reasoning_effort)),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        switches=switches,
+        max_soft_tokens=request.mm_processor_kwargs and request.mm_processor_kwargs.max_soft_tokens,
     )
 
 

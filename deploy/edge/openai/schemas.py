@@ -141,16 +141,8 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
         """InvalidRequest names the key that is wrong."""
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs: true")
-        chat = read_chat(
-            self.messages,
-            self.tools,
-            self.chat_template_kwargs,
-            effort=self.reasoning_effort,
-            processor=self.mm_processor_kwargs,
-            generation_prompt=self.add_generation_prompt,
-        )
         chat = replace(
-            chat,
+            read_chat(self),
             choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
             thought_tokens=self.thinking_token_budget,
         )
