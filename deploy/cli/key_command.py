@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     names = ("rights", "requests", "tokens", "concurrent", "expires")
     options = [f"{name}={value}" for name in names if (value := getattr(args, name)) is not None]
     key = new_key()
-    (entry,) = parse(" ".join([digest_of(key.encode()).hex(), args.name, *options]))
-    line, file = entry.line(), None
+    line, file = "  ".join([digest_of(key.encode()).hex(), args.name, *options]), None
+    (entry,) = parse(line)
     where = ["line for the file of keys:", line]
     if args.append is not None:
         _append(args.append, line)

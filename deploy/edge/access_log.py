@@ -21,7 +21,7 @@ from deploy.edge.service import Service
 
 logger = logging.getLogger(__name__)
 
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 @dataclass

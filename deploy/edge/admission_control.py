@@ -41,7 +41,7 @@ class AdmissionControl:
     choices: int
     tokens: int
     answers: int
-    bytes: int = 1 << 40
+    bytes: int
     _reserved: int = 0
     _open_answers: int = 0
     _turn: int = 0  # the latest

@@ -20,7 +20,7 @@ RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | Un
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 Detail = Literal["low", "high", "original", "auto"]
 # To an image's soft tokens.
-_DETAILS: Mapping[Detail | None, int | None] = {"low": 70, "high": 1120, "original": 1120, "auto": None, None: None}
+_DETAILS: Mapping[Detail | None, int] = {"low": 70, "high": 1120, "original": 1120}
 
 
 class InputAudio(Struct, frozen=True):
@@ -28,11 +28,6 @@ class InputAudio(Struct, frozen=True):
 
     data: str | None = None
     format: str | None = None
-
-    @property
-    def url(self) -> str | None:
-        """None: there is nothing."""
-        return f"data:audio/{self.format};base64,{self.data}" if self.data else None
 
 
 class TextForm(Struct, frozen=True):
@@ -84,7 +79,12 @@ def media_part(kind: MediaKind, url: str | None, where: str, detail: Detail | No
     """Return a content part of another kind. InvalidRequest: it has no URL that can be read."""
     if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs a URL: data:, http: or https:")
-    return Media(kind, url, _DETAILS[detail])
+    return Media(kind, url, _DETAILS.get(detail))
+
+
+def audio_part(clip: InputAudio | None, where: str) -> Media:
+    """Return a content part that is a clip. InvalidRequest: there is nothing."""
+    return media_part("audio", f"data:audio/{clip.format};base64,{clip.data}" if clip and clip.data else None, where)
 
 
 def content_of(parts: list[Part]) -> str | list[Part]:
@@ -93,13 +93,16 @@ def content_of(parts: list[Part]) -> str | list[Part]:
     return "".join(texts) if len(texts) == len(parts) else parts
 
 
-def declared_function(name: str | None, description: str | None, parameters: Json, *, strict: bool | None) -> kt.JsonObject:
-    """Return a function as chat templates take it; what is wrong with it is found by engine.front.tools."""
+def declared_function(name: str | None, tool: Any, parameters: Json) -> kt.JsonObject:
+    """Return a function as chat templates take it; what is wrong with it is found by engine.front.tools.
+
+    `tool`: it has a `description`, and whether it is `strict`.
+    """
     schema = not_null(parameters)
     about = {
         "name": name,
-        "description": description,
+        "description": tool.description,
         "parameters": None if schema is None else decode(schema, "tools", ANYTHING),
-        "strict": strict,
+        "strict": tool.strict,
     }
     return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}

@@ -19,7 +19,7 @@ class ServedModel:
 
     name: str
     pieces: Pieces
-    fingerprint: str | None = None
+    fingerprint: str
 
     def text_of(self, token: int) -> str:
         """What a token shows as."""

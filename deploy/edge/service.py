@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -18,7 +18,7 @@ from deploy.edge.raw_json import invalid
 from deploy.edge.response_format import ServedModel
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
-from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink, no_sink
+from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink
 from engine.front.client import EngineClient
 from engine.front.generation import Job
 from engine.front.grammar_check import GrammarCheck
@@ -44,10 +44,10 @@ class Service:
     text: TextProcessor
     engine: EngineClient
     grammars: GrammarCheck
-    keys: KeyRing | None = None
-    sink: Sink = no_sink
-    tracer: Tracer | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    keys: KeyRing | None
+    sink: Sink
+    tracer: Tracer | None
+    about: dict[str, Any]
     open: int = 0
     draining: bool = False
 

@@ -1,6 +1,6 @@
 """What does not change while a model is served."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.edge.edge_settings import LimitSettings, LogSettings, MediaSettings
@@ -50,15 +50,15 @@ class ServiceSettings:
     name: str
     vocab: int
     max_len: int
-    defaults: Defaults = Defaults()
-    limits: LimitSettings = field(default_factory=LimitSettings)
-    media: MediaSettings = field(default_factory=MediaSettings)
-    media_kinds: frozenset[MediaKind] = frozenset()
-    row_samples: int = 0
-    logs: LogSettings = field(default_factory=LogSettings)
-    max_tokens: int | None = None
-    capacity: int = 1 << 20
-    queue_tokens: int = 1 << 30
-    fingerprint: str | None = None
-    tool_grammar: ToolGrammar = "strict"
-    thinking: Thinking = "auto"
+    defaults: Defaults
+    limits: LimitSettings
+    media: MediaSettings
+    media_kinds: frozenset[MediaKind]
+    row_samples: int
+    logs: LogSettings
+    max_tokens: int | None
+    capacity: int
+    queue_tokens: int
+    fingerprint: str
+    tool_grammar: ToolGrammar
+    thinking: Thinking

@@ -19,12 +19,13 @@ from cluster.group import Group
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
-from deploy.edge.service_settings import ServiceSettings
 from deploy.models.resolve import resolve
 from engine.config import engine_config
+from engine.events import no_sink
 from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 from tests.conftest import Nano
+from tests.support.edge.served_settings import service_settings
 from tests.support.edge.summed import sse, sum_chat
 from tests.support.engine.groups import running
 from tests.support.engine.schemas import members
@@ -68,7 +69,8 @@ def served(folder: Path, one: Callable[[Ask, int], Awaitable[str]], count: int, 
         async with running(group) as run:
             limits = LimitSettings(queue_timeout_s=3000, request_timeout_s=3000)  # they wait for each other
             grammars = GrammarCheck(lambda: vocabulary_of(text))
-            service = Service(ServiceSettings("nano", text.vocab_size, 2048, limits=limits), text, run.client, grammars)
+            settings = service_settings("nano", text.vocab_size, 2048, limits=limits)
+            service = Service(settings, text, run.client, grammars, None, no_sink, None, {})
             transport = httpx.ASGITransport(create_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=3000) as client:
                 ask = asker(client, closing(text) if one is form else {})

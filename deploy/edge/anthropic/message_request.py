@@ -8,7 +8,7 @@ Accepted without effect: metadata, service_tier, cache_control, context_manageme
 display, is_error and the like; a thinking block's signature is not looked at. What is known and cannot be done is refused by name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -38,7 +38,6 @@ _ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": (), **dict.fromkeys(_O
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
 P = TypeVar("P", bound=Part)
-_CHOICES: Mapping[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class MediaSource(Struct, frozen=True):
@@ -187,7 +186,7 @@ def _tools(raw: Json) -> list[kt.JsonObject]:
     for index, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
-    return [declared_function(tool.name, tool.description, tool.input_schema, strict=tool.strict) for tool in tools]
+    return [declared_function(tool.name, tool, tool.input_schema) for tool in tools]
 
 
 def _choice(choice: ToolUseChoice | None) -> ToolChoice:
@@ -197,7 +196,7 @@ def _choice(choice: ToolUseChoice | None) -> ToolChoice:
         if choice.name is None:
             raise invalid("tool_choice.name", "is required")
         return ToolChoice("required", (choice.name,), one=True)
-    return ToolChoice(_CHOICES[choice.type], one=bool(choice.disable_parallel_tool_use))
+    return ToolChoice("required" if choice.type == "any" else choice.type, one=bool(choice.disable_parallel_tool_use))
 
 
 def _part(block: ContentBlock, where: str) -> Part:

@@ -52,13 +52,6 @@ class ApiKey:
         """Whether it is refused at `now`."""
         return self.expires is not None and now >= self.expires
 
-    def line(self) -> str:
-        """The line that `parse` reads this key from."""
-        options = [f"rights={','.join(name for name in RIGHTS if name in self.rights)}"] if self.rights != frozenset(RIGHTS) else []
-        options += [f"{name}={value}" for name in _COUNTS if (value := getattr(self.quota, name)) is not None]
-        options += [f"expires={self.expires.isoformat()}"] if self.expires is not None else []
-        return "  ".join([self.digest.hex(), self.name, *options])
-
 
 def new_key() -> str:
     """A key that nobody guesses: 256 random bits."""

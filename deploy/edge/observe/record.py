@@ -8,7 +8,6 @@
 Where a request has several choices, its queue_s and ttft_s are those of the first to get there.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from starlette.types import Scope, Send
@@ -44,8 +43,8 @@ class RequestRecord:
     route: str
     send: Send
     began: float
-    deadline: float = math.inf
-    operation: str | None = None
+    deadline: float
+    operation: str | None
     ticket: AdmissionTicket | None = None
     key: str | None = None
     grant: QuotaGrant | None = None

@@ -13,7 +13,7 @@ nothing of the SDK is imported. No prompt, no answer, nothing the client named.
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
@@ -31,13 +31,7 @@ BATCH_WAIT_MS = 1000
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class SpanPhase(NamedTuple):
-    """A part of one choice; seconds on the monotonic clock."""
-
-    name: str
-    begin: float
-    end: float
-    attributes: Mapping[str, Any]
+SpanPhase = tuple[str, float, float, Mapping[str, Any]]  # name, begin and end on the monotonic clock in seconds, attributes
 
 
 class Tracer:
@@ -78,9 +72,8 @@ class Tracer:
             return None
         inside = set_span_in_context(server, Context())
         for choice, clock in enumerate(record.clocks):
-            for phase in phases_of(clock, record.ended, choice):
-                span = self._tracer.start_span(phase.name, inside, attributes=phase.attributes, start_time=wall_ns(phase.begin))
-                span.end(wall_ns(phase.end))
+            for name, begin, end, attributes in phases_of(clock, record.ended, choice):
+                self._tracer.start_span(name, inside, attributes=attributes, start_time=wall_ns(begin)).end(wall_ns(end))
         if record.failed:
             server.set_status(StatusCode.ERROR)
         server.end(wall_ns(record.ended))
@@ -109,11 +102,11 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
     """
     about = {"quartet.choice": choice}
     if clock.scheduled is not None or clock.first is None:
-        yield SpanPhase("queue", clock.submitted, clock.scheduled or ended, about)
+        yield "queue", clock.submitted, clock.scheduled or ended, about
     if clock.scheduled is not None or clock.first is not None:
-        yield SpanPhase("prefill", clock.scheduled or clock.submitted, clock.first or ended, about)
+        yield "prefill", clock.scheduled or clock.submitted, clock.first or ended, about
     if clock.first is not None:
-        yield SpanPhase("decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens})
+        yield "decode", clock.first, clock.last or ended, {**about, "gen_ai.usage.output_tokens": clock.output_tokens}
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:

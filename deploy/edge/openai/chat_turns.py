@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, to_builtins
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, Detail, InputAudio, check_bounds, media_part, text_part
+from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, Detail, InputAudio, audio_part, check_bounds, media_part, text_part
 from deploy.edge.edge_settings import SoftTokens
 from deploy.edge.key_types import JsonObject, Kind, Name, RawTextOrObject, array, component, one_of
 from deploy.edge.openai.effort import thinks_by_effort
@@ -124,7 +124,7 @@ def _message(message: Message, where: str) -> ChatMessage:
 
 def _part(part: ContentPart, where: str) -> Part:
     if part.type == "input_audio":
-        return media_part("audio", (part.input_audio or InputAudio()).url, where)
+        return audio_part(part.input_audio, where)
     if (kind := _URL_PARTS.get(part.type)) is not None:
         value: MediaUrl | str | None = getattr(part, part.type)
         media = value if isinstance(value, MediaUrl) else MediaUrl(value)  # a text: Mistral's clients

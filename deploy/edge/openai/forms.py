@@ -162,11 +162,12 @@ class _Base(DataEvents, abc.ABC):
 
     def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> JsonObject:
         """The token itself comes first."""
-        likeliest = enumerate(logprobs.top[: self._prompt_logprobs], 1)
-        top = [(other, position, value) for position, (other, value) in likeliest if other != token]
+        entries = {token: (rank, logprobs.chosen)}
+        for position, (other, value) in enumerate(logprobs.top[: self._prompt_logprobs], 1):
+            entries.setdefault(other, (position, value))
         return {
             str(other): {"logprob": _finite(value), "rank": position, "decoded_token": self.model.text_of(other)}
-            for other, position, value in [(token, rank, logprobs.chosen), *top]
+            for other, (position, value) in entries.items()
         }
 
     def _identity(self, kind: str) -> JsonObject:

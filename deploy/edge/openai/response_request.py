@@ -34,6 +34,7 @@ from deploy.edge.common_keys import (
     InputAudio,
     RawTools,
     TextForm,
+    audio_part,
     check_bounds,
     content_of,
     declared_function,
@@ -120,7 +121,7 @@ class OfferedFunction:
 
     def declaration(self) -> kt.JsonObject:
         """Return it as chat templates take it."""
-        return declared_function(self.name, self.tool.description, self.tool.parameters, strict=self.tool.strict)
+        return declared_function(self.name, self.tool, self.tool.parameters)
 
 
 class ReasoningConfig(Struct, frozen=True):
@@ -284,7 +285,7 @@ def _part(part: InputPart, where: str) -> Part:
     if part.type == "input_image":
         return media_part("image", part.image_url, where, part.detail)
     if part.type == "input_audio":
-        return media_part("audio", (part.input_audio or InputAudio()).url, where)
+        return audio_part(part.input_audio, where)
     return text_part(part.type, part.text, where, _TEXTS)
 
 

@@ -9,7 +9,6 @@ from deploy.edge.openai.response_stream import ResponseObject
 
 def _read(body: bytes) -> ParsedRequest:
     request = RESPONSES_READER.read(body)
-    request.includes_encrypted()
     return ParsedRequest(request.ask(), partial(ResponseObject, request=request))
 
 

@@ -21,8 +21,8 @@ def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
             return ToolChoice(one=not parallel)
         case ("none" | "auto" | "required") as mode:
             return ToolChoice(mode, one=not parallel)
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return ToolChoice("required", (name,), one=True)
+        case {"type": "function"} as function:
+            return ToolChoice("required", (_name(function),), one=True)
         case (
             {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": [*tools]}}
             | {"type": "allowed_tools", "mode": ("auto" | "required") as mode, "tools": [*tools]}
@@ -36,4 +36,4 @@ def _name(tool: Any) -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return name
-    raise invalid("tool_choice", "allowed_tools.tools: only functions by their names")
+    raise invalid("tool_choice", "only functions by their names")

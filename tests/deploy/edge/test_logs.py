@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -476,5 +477,5 @@ def test_what_is_our_fault(error: QuartetError | None, status: int, *, failed: b
     async def nobody(message: Any) -> None:
         raise AssertionError(message)
 
-    record = RequestRecord("a", "POST", CHAT, nobody, 0.0, status=status, error=error)
+    record = RequestRecord("a", "POST", CHAT, nobody, 0.0, math.inf, None, status=status, error=error)
     assert record.failed is failed

@@ -108,7 +108,7 @@ def test_prompt_logprobs_in_vllms_form(edge: Edge, path: str) -> None:
         for at, entry in enumerate(entries[1:], 1):
             own, first, second = (str(prompt[at] + place) for place in range(3))
             assert list(entry) == [own, first, second]
-            text = ServedModel("", edge.text.pieces).text_of(prompt[at])
+            text = ServedModel("", edge.text.pieces, "fp_0").text_of(prompt[at])
             assert entry[own] == {"logprob": -at / 8, "rank": 3, "decoded_token": text}
             assert (entry[first]["rank"], entry[second]["logprob"]) == (1, -0.0625)
     assert "prompt_logprobs" not in json.dumps(answer(edge, path, **said))

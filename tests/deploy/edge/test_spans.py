@@ -26,8 +26,7 @@ from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import SpanPhase, Tracer, phases_of, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
-from deploy.edge.service_settings import ServiceSettings
-from engine.events import Event, FirstToken, RequestFinished, Scheduled
+from engine.events import Event, FirstToken, RequestFinished, Scheduled, no_sink
 from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.stream import Clock
 from engine.front.text import TextProcessor
@@ -37,6 +36,7 @@ from tests.support.edge.collector import Collector, attributes
 from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.ready_engine import ReadyEngine, request
 from tests.support.edge.scripted_core import ScriptedCore
+from tests.support.edge.served_settings import service_settings
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -146,11 +146,11 @@ def test_a_phase_that_is_off_by_a_millisecond_shows(traced: Traced, monkeypatch:
     traced.core.queue_s, traced.core.prefill_s, traced.core.delay_s = 0.01, 0.01, 0.01
 
     def off(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
-        for phase in phases_of(clock, ended, choice):
-            late = 1e-3 if (fault, phase.name) == ("late prefill", "prefill") else 0.0
-            long = 1e-3 if (fault, phase.name) == ("long queue", "queue") else 0.0
-            past = 60.0 if (fault, phase.name) == ("early end", "decode") else 0.0
-            yield SpanPhase(phase.name, phase.begin + late, phase.end + long + past, phase.attributes)
+        for name, begin, end, about in phases_of(clock, ended, choice):
+            late = 1e-3 if (fault, name) == ("late prefill", "prefill") else 0.0
+            long = 1e-3 if (fault, name) == ("long queue", "queue") else 0.0
+            past = 60.0 if (fault, name) == ("early end", "decode") else 0.0
+            yield name, begin + late, end + long + past, about
 
     monkeypatch.setattr("deploy.edge.observe.spans.phases_of", off)
     if fault == "other parent":
@@ -295,7 +295,7 @@ def _record(traceparent: bytes | None = None) -> RequestRecord:
     async def nobody(message: Any) -> None:
         raise AssertionError(message)
 
-    return RequestRecord("a", "POST", CHAT, nobody, 1.0, operation="chat", ended=2.0, status=200, traceparent=traceparent)
+    return RequestRecord("a", "POST", CHAT, nobody, 1.0, math.inf, "chat", ended=2.0, status=200, traceparent=traceparent)
 
 
 @pytest.fixture
@@ -389,8 +389,9 @@ def calls(app: ASGIApp, tokens: int) -> dict[str, int]:
 def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
     """Three hundred tokens more call nothing more in access log, record, scope and spans; in the stream's own file they do."""
     text = TextProcessor.load(nano("31b"))
-    service = Service(ServiceSettings("nano", 1024, 1024), text, ReadyEngine(), GrammarCheck(lambda: vocabulary_of(text)))
-    service.tracer = Tracer(settings("http://a/"), {}, InMemorySpanExporter())
+    traced = Tracer(settings("http://a/"), {}, InMemorySpanExporter())
+    grammars = GrammarCheck(lambda: vocabulary_of(text))
+    service = Service(service_settings("nano", 1024, 1024), text, ReadyEngine(), grammars, None, no_sink, traced, {})
     app = create_app(service)
     calls(app, 1)  # what is done once a process
     few, many = calls(app, 10), calls(app, 310)

@@ -153,7 +153,7 @@ def text(nano: Nano) -> TextProcessor:
 
 def wrong(text: TextProcessor, api: str) -> list[int]:
     """Seeds of replies whose stream is not the whole answer, or breaks a rule of its events."""
-    model, found, (form, is_same) = ServedModel("m", text.pieces), [], APIS[api]
+    model, found, (form, is_same) = ServedModel("m", text.pieces, "fp_0"), [], APIS[api]
     for seed in range(CASES):
         case, rng = Case(text, seed, is_chat=api not in RAW), random.Random(-seed)
         try:
@@ -207,7 +207,7 @@ def test_a_faulty_format_is_seen(text: TextProcessor, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("form", [ChatFormat, TextFormat])
 def test_a_probability_of_zero_is_a_number(text: TextProcessor, form: type[ChatFormat | TextFormat]) -> None:
     """JSON has no infinity, and clients read floats: -9999 stands for it, in a stream and in a whole answer."""
-    model = ServedModel("m", text.pieces)
+    model = ServedModel("m", text.pieces, "fp_0")
     delta = Delta((), [300], [Logprobs(-math.inf, [(301, -0.5), (300, -math.inf)])], "stop")
     for answer in (streamed(form(model, usage_chunks="none"), [delta]), whole(form(model, usage_chunks="none"), [delta])):
         assert json.dumps(answer).count("-9999.0") == 2
@@ -220,7 +220,7 @@ def test_only_offsets_need_the_tokens_text(
     """Completions with logprobs make a detokenizer, one a choice; other answers none."""
     makes: list[Pieces] = []
     monkeypatch.setattr(forms, "Detokenizer", lambda pieces: makes.append(pieces) or Detokenizer(pieces))
-    model = ServedModel("m", text.pieces)
+    model = ServedModel("m", text.pieces, "fp_0")
     deltas = [Delta((), [300], [Logprobs(-0.5, [])] if logprobs else [], finish) for finish in (None, None, "stop")]
     streamed(form(model, usage_chunks="none"), deltas)
     whole(form(model, usage_chunks="none"), deltas)
@@ -230,7 +230,7 @@ def test_only_offsets_need_the_tokens_text(
 @pytest.mark.parametrize("seed", range(20))
 def test_a_failure_is_the_last_event(text: TextProcessor, seed: int) -> None:
     """In each API's own shape, with what had come in that of the responses, and no end of another kind."""
-    model, case = ServedModel("m", text.pieces), Case(text, seed, is_chat=True)
+    model, case = ServedModel("m", text.pieces, "fp_0"), Case(text, seed, is_chat=True)
     deltas = case.deltas(random.Random(seed))[:-1][: case.fails_at]
     error = GenerationFailed("the logits are not finite")
     kinds: list[ResponseFormat] = [ChatFormat(model, usage_chunks="last"), MessageFormat(model), ResponseObject(model, REQUEST)]

@@ -30,6 +30,7 @@ from engine.front.grammar_check import GrammarCheck, vocabulary_of
 from engine.front.text import TextProcessor
 from engine.protocol import MediaKind
 from tests.support.edge.scripted_core import ScriptedCore
+from tests.support.edge.served_settings import service_settings
 
 
 def with_ids(app: ASGIApp) -> ASGIApp:
@@ -163,9 +164,9 @@ class Edge:
         core = asyncio.create_task(self.core.serve())
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
-        self._settings = ServiceSettings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
+        self._settings = service_settings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
         grammars = GrammarCheck(lambda: vocabulary_of(self.text))
-        self.service = Service(self._settings, self.text, self.client, grammars, keys=self._keys, sink=self.events.append)
+        self.service = Service(self._settings, self.text, self.client, grammars, self._keys, self.events.append, None, {})
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
