@@ -207,7 +207,12 @@ class ChatFormat(_Base):
         """An entry a token."""
         if not delta.logprobs:
             return None
-        return {"content": [self._token(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=True)]}
+        return {
+            "content": [
+                self._named(token, logprobs.chosen) | {"top_logprobs": [self._named(*pair) for pair in logprobs.top]}
+                for token, logprobs in zip(delta.tokens, delta.logprobs, strict=True)
+            ]
+        }
 
     def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
         reply = choice.reply
@@ -221,10 +226,6 @@ class ChatFormat(_Base):
         if calls:
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": self._lists(_arrays(choice))}
-
-    def _token(self, token: int, logprobs: Logprobs) -> JsonObject:
-        top = [self._named(other, value) for other, value in logprobs.top]
-        return self._named(token, logprobs.chosen) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> JsonObject:
         return {"token": self.model.text_of(token), "logprob": _finite(logprob), "bytes": list(self.model.pieces.bytes_of(token))}

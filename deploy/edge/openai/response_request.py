@@ -119,10 +119,6 @@ class OfferedFunction:
         """The name by which the model calls it."""
         return self.tool.name if self.namespace is None else _full_name(self.namespace.name, self.tool.name or "")
 
-    def declaration(self) -> kt.JsonObject:
-        """Return it as chat templates take it."""
-        return declared_function(self.name, self.tool, self.tool.parameters)
-
 
 class ReasoningConfig(Struct, frozen=True):
     """Whether the model thinks first."""
@@ -153,7 +149,7 @@ class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
             model=self.model,
             prompt=ChatPrompt(
                 _with_instructions(self.instructions, self._messages()),
-                [function.declaration() for function in functions],
+                [declared_function(function.name, function.tool, function.tool.parameters) for function in functions],
                 choice=tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False),
                 thinks=thinks_by_effort(self.reasoning.effort if self.reasoning else None),
                 tool_paths=[(function.path, f"{function.path}.parameters") for function in functions],
