@@ -274,8 +274,12 @@ def _of_object(schema: Schema) -> Schema:
 
 
 def _without_nulls(schema: Schema) -> Schema:
-    """A keyword that is null is as good as absent: programs write so what they leave open."""
-    return {keyword: value for keyword, value in schema.items() if value is not None or keyword == "const"}
+    """A keyword that is null is as good as absent: programs write so what they leave open. So is `uniqueItems: false`."""
+    return {
+        keyword: value
+        for keyword, value in schema.items()
+        if keyword == "const" or (value is not None and (value or keyword != "uniqueItems"))
+    }
 
 
 def _bounds(schema: Schema) -> dict[str, Any]:

@@ -67,10 +67,12 @@ def _close(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
 
 
-def _drop_unknown_format(schema: dict[str, Any]) -> None:
-    """It is an annotation: pydantic writes "password", zod "cuid"."""
+def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
+    """A format of no standard is an annotation: pydantic writes "password", zod "cuid". `uniqueItems: false` allows everything."""
     if str(schema.get("format")) not in FORMATS:
         schema.pop("format", None)
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
 
 
 def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
@@ -89,7 +91,7 @@ def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
 
 
 def _json(schema: Mapping[str, Any] | None) -> str:
-    kept = closed({"type": "object"} if schema is None else _changed(schema, _drop_unknown_format))
+    kept = closed({"type": "object"} if schema is None else _changed(schema, _drop_what_says_nothing))
     text = json.dumps(dict(kept) | {"x-guidance": _SPACING})
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")

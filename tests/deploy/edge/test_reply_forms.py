@@ -200,6 +200,17 @@ def test_formats_that_nobody_knows_say_nothing(edge: Edge) -> None:
     assert not writes(edge, asked(edge, chat_body(response_format=form(const={"format": "cuid"}))), "{}")
 
 
+def test_unique_items_that_are_not_asked_for_say_nothing(edge: Edge) -> None:
+    """uniqueItems: false, in a form and in a strict tool; the same item may come twice. Planted: true is refused."""
+    found = asked(edge, chat_body(response_format=form(type="array", items={"type": "integer"}, uniqueItems=False)))
+    assert writes(edge, found, "[1, 1]")
+    for unique, status in ((False, 200), (True, 400)):
+        parameters = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": unique}}}
+        tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
+        assert edge.post(CHAT, chat_body(tools=tools)).status_code == status
+        assert edge.post(CHAT, chat_body(response_format=form(**parameters))).status_code == status
+
+
 # A key, a value of it that cannot be kept, and what is said of it.
 WRONG_VALUES: list[tuple[str, Any, str]] = [
     ("response_format", form(type="object", properties={"a": {"not": {}}}), r'Unimplemented keys: \["not"\]'),
