@@ -100,15 +100,10 @@ class _Ring:
     def __init__(self, memory: memoryview, readers: int) -> None:
         self._memory = memory
         self._data = _LINE * (1 + readers)
-        # One store of eight bytes each: struct.pack_into clears its target first, and a reader would see that zero.
-        self._counters = memory[: self._data].cast("Q")
+        # `written`, and what each reader has read; stores of eight bytes: struct.pack_into clears its target first, and a reader
+        # would see that zero.
+        self._counters = memory[: self._data].cast("Q")[:: _LINE // 8]
         self._capacity = len(memory) - self._data
-
-    def _load(self, line: int) -> int:
-        return self._counters[line * _LINE // 8]
-
-    def _store(self, line: int, value: int) -> None:
-        self._counters[line * _LINE // 8] = value
 
 
 class RingWriter(_Ring):
@@ -116,7 +111,6 @@ class RingWriter(_Ring):
 
     def __init__(self, memory: memoryview, readers: int, waiter: Waiter | None = None) -> None:
         super().__init__(memory, readers)
-        self._readers = readers
         self._waiter = waiter or Waiter()
         self._written = 0
         self.step = 0
@@ -130,7 +124,7 @@ class RingWriter(_Ring):
             raise ChannelBroken(f"step {step} written after step {self.step}")
         at = self._written % self._capacity
         skip = self._capacity - at if self._capacity - at < size else 0
-        while self._written + skip + size - min(map(self._load, range(1, 1 + self._readers))) > self._capacity:
+        while self._written + skip + size - min(self._counters[1:]) > self._capacity:
             self._waiter.wait()
         self._waiter.reset()
         if skip:
@@ -141,7 +135,7 @@ class RingWriter(_Ring):
         _RECORD.pack_into(self._memory, start, len(payload), checksum(payload, step & 0xFFFFFFFF), step)
         self._written += skip + size
         self.step = step
-        self._store(0, self._written)
+        self._counters[0] = self._written
 
 
 class RingReader(_Ring):
@@ -169,7 +163,7 @@ class RingReader(_Ring):
     def _poll(self, copied: Callable[[memoryview], T]) -> tuple[int, T] | None:
         """Returns the next step, and its payload as `copied` returns it. All of a record is read again and again, the mark at the
         ring's end too: on processors that reorder loads (Arm) any word may still be an older one."""
-        if self._load(0) == self._read:
+        if self._counters[0] == self._read:
             return None
         deadline = time.monotonic() + _REREAD_S
         while True:
@@ -182,7 +176,7 @@ class RingReader(_Ring):
             whole = len(payload) == size and checksum(payload, step & 0xFFFFFFFF) == expected
             if whole and step == self._step + 1:
                 self._step, self._read = step, read + _RECORD.size + (size + 7) // 8 * 8
-                self._store(1 + self._index, self._read)
+                self._counters[1 + self._index] = self._read
                 return step, payload
             if time.monotonic() > deadline:
                 wrong = f"step {step} read" if whole else "a record with a bad size or checksum"

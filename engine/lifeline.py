@@ -205,9 +205,7 @@ class Lifeline:
 
 def _die_with_parent(parent: int) -> None:
     """Have the kernel send SIGKILL when the thread that spawned us ends; exit now if it already has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 

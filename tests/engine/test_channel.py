@@ -156,7 +156,7 @@ from engine.channel import RingWriter, map_shared
 writer, count = RingWriter(map_shared(int(sys.argv[1])), 1), 1
 while True:
     count += 1
-    writer._store(0, count)
+    writer._counters[0] = count
 """
 
 
@@ -167,12 +167,12 @@ def test_a_counter_is_never_seen_half_written() -> None:
     writer = subprocess.Popen([sys.executable, "-c", HAMMER, str(fd)], env={**os.environ, "PYTHONPATH": str(ROOT)}, pass_fds=(fd,))
     os.close(fd)
     try:
-        while not reader._load(0):
+        while not reader._counters[0]:
             assert writer.poll() is None
         backwards, last = 0, 0
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
-            value = reader._load(0)
+            value = reader._counters[0]
             backwards += value < last
             last = max(last, value)
         assert not backwards
