@@ -59,22 +59,19 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
     platform = Platform(architecture, flashinfer, config.page, config.dtype, config.flashinfer_download)
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
+    reason = f"{platform.gpu}; as the settings ask" if architecture else platform.gpu
     names: list[AttentionName] = []
     passed: list[Obstacle] = []
-    default = None
     for kind in ROW_KINDS:
         if name := config.attention_of(kind):
             _check(kind, BACKENDS[name], platform)
         else:
             default = _default(kind, platform, passed)
-            name = default.name
+            name, reason = default.name, default.reason(platform)
         names.append(name)
     decode, extend = names
-    if default is None:
-        return AttentionChoice(decode, extend, f"{platform.gpu}; as the settings ask" if architecture else platform.gpu)
-    if passed:
-        return AttentionChoice(decode, extend, passed[0].reason, passed[0].advice)
-    return AttentionChoice(decode, extend, default.reason(platform))
+    first = passed[0] if passed else Obstacle(reason)
+    return AttentionChoice(decode, extend, first.reason, first.advice)
 
 
 def _check(kind: RowKind, entry: BackendEntry, platform: Platform) -> None:

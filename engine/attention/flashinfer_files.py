@@ -3,10 +3,10 @@
 Nothing is imported: that would import torch, and take seconds. Where FlashInfer looks is read from its own files and variables.
 """
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,22 +56,17 @@ def _cubin_folder(version: str) -> Path:
 
 def _kernel_path(package: Path) -> str | None:
     """Reads `ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of attention kernels, named by their build."""
-    tree = ast.parse((package / "artifacts.py").read_text(encoding="utf-8"))
-    paths = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ArtifactPath"), None)
-    for node in paths.body if paths else ():
-        match node:
-            case ast.AnnAssign(target=ast.Name(id="TRTLLM_GEN_FMHA"), value=ast.Constant(value=str(path))):
-                return path
-    return None
+    source = (package / "artifacts.py").read_text(encoding="utf-8")
+    named = re.search(r'class ArtifactPath\b.*?\bTRTLLM_GEN_FMHA\b[^"]*"([^"]+)"', source, re.DOTALL)
+    return named[1] if named else None
 
 
 def _launcher(version: str) -> Launcher | None:
     if (installed("flashinfer-jit-cache") or "").partition("+")[0] == version:
         return "prebuilt"
-    path = os.environ.get("PATH", os.defpath)
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = shutil.which("nvcc", path=os.pathsep.join([path, str(Path(home) / "bin")]))
-    ninja = shutil.which("ninja", path=path) or importlib.util.find_spec("ninja")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
+    ninja = shutil.which("ninja") or importlib.util.find_spec("ninja")
     return "nvcc" if nvcc and ninja else None
 
 
