@@ -109,11 +109,12 @@ class Exporter(Collector):
             "gauges": [gauges],
             "encoder": [gauges.encoder],
             "processes": gauges.processes,
-            "load": [] if last is None else [last.load],
-            **{name: [] if last is None else getattr(last.load, name) for name in ("pools", "draft_positions", "draft_switches")},
         }
+        if last is not None:
+            load = last.load
+            items |= {"load": [load], **{name: getattr(load, name) for name in ("pools", "draft_positions", "draft_switches")}}
         for origin, series, labels, value in self._levels:
-            for item in items[origin]:
+            for item in items.get(origin, ()):
                 series.values[labels(item)] = value(item)
 
     def collect(self) -> Iterator[Family]:
