@@ -7,7 +7,7 @@ of microseconds; one that takes more than its fuel ends in an error of its own r
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,7 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.errors import CheckpointError, GenerationFailed
-from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
+from engine.pieces import Pieces, control_ids, read_eos, read_tokenizer
 from engine.step_masks import allows, mask_words
 
 _POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
@@ -41,31 +41,26 @@ _MASK_THREADS = threads(8)
 class Vocabulary:
     """Token ids as llguidance wants them.
 
-    `pieces` are each id's bytes, `special` ids stand for themselves, `ends` end a reply; `encode` tokenizes plain text,
-    which only grammars ask for that force tokens: ours do not (`engine.front.grammar`).
+    `pieces` are each id's bytes, `special` ids stand for themselves, `ends` end a reply.
     """
 
-    def __init__(
-        self, pieces: Sequence[bytes], special: frozenset[int], ends: Sequence[int], encode: Callable[[str], list[int]]
-    ) -> None:
+    def __init__(self, pieces: Sequence[bytes], special: frozenset[int], ends: Sequence[int]) -> None:
         self.size = len(pieces)
         self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
-        wrapped = _Pieces(list(pieces), sorted(special), ends[0], encode)
+        wrapped = _Pieces(list(pieces), sorted(special), ends[0])
         self._tokenizer = LLTokenizer(wrapped, n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
 
     @classmethod
     def of_checkpoint(cls, folder: Path, size: int) -> Self:
         """Reads a checkpoint whose model has `size` ids. CheckpointError: its tokenizer is absent or unusable."""
         tokenizer = read_tokenizer(folder)
-        control = control_ids(tokenizer)
-        pieces = Pieces.of(tokenizer, frozenset(control.values()))
-        plain = as_plain(tokenizer, control)
+        pieces = Pieces.of(tokenizer, frozenset(control_ids(tokenizer).values()))
         table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
         ends = [token for token in read_eos(folder) if token < size]
         if not ends:
             raise CheckpointError(f"{folder}: no file names the ids that end a reply")
         special = frozenset(token for token in pieces.special if token < size)
-        return cls(table, special, ends, lambda text: plain.encode(text, add_special_tokens=False).ids)
+        return cls(table, special, ends)
 
     def complaint(self, grammar: str) -> str | None:
         """What of the grammar cannot be kept, in a sentence; None: a reply can begin. It costs what `matcher` and a mask do."""
@@ -183,9 +178,9 @@ class _Pieces:
     tokens: list[bytes]
     special_token_ids: list[int]
     eos_token_id: int
-    encode: Callable[[str], list[int]]
     bos_token_id: int | None = None
     is_tokenizer_wrapper: bool = True
 
-    def __call__(self, text: str) -> list[int]:
-        return self.encode(text)
+    def __call__(self, _: str) -> list[int]:
+        """Asked for by grammars alone that force tokens: ours do not (`engine.front.grammar`)."""
+        return []

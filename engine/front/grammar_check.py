@@ -21,7 +21,7 @@ _THREADS = 4  # one compiles in its turn; the others may still be at grammars th
 def vocabulary_of(text: TextProcessor) -> Vocabulary:
     """What grammars are compiled for; takes a second or two at 262 144 pieces."""
     pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
-    return Vocabulary(pieces, text.pieces.special, text.eos_ids, lambda plain: text.encode(plain, add_bos=False))
+    return Vocabulary(pieces, text.pieces.special, text.eos_ids)
 
 
 class GrammarCheck:

@@ -295,7 +295,7 @@ def test_an_idle_core_sleeps(core, monkeypatch: pytest.MonkeyPatch) -> None:  # 
     scheduler.requests.abort(1, AbortReason.client_gone)
 
 
-LETTERS = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda text: [ord(letter) - 97 for letter in text])
+LETTERS = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2])
 
 
 def always_b(prefix: int, position: int, seed: int) -> int:

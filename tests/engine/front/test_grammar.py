@@ -261,7 +261,7 @@ def test_bad_grammars_are_refused(walker: Walker, rules: Any, says: str) -> None
 
 def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
     """A state without an allowed token is an error of that reply, not a loop."""
-    poor = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda plain: [])
+    poor = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2])
     matcher = poor.matcher("%llguidance {}\nstart: /[xy]+/\n")
     with pytest.raises(GenerationFailed):
         matcher.mask()
@@ -269,21 +269,22 @@ def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
 
 def test_no_mask_is_made_behind_an_end() -> None:
     """Where only an end may come, its mask is the last one: a row with drafts gives no token behind it, as one without."""
-    known = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2], lambda plain: [])
+    known = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2])
     matcher = known.matcher('%llguidance {"no_forcing": true}\nstart: "ab"\n')
     assert [[mask.tobytes()[0] for mask in masks] for masks in known.masks([matcher], [[0, 1, 2, 2]])] == [[0b001, 0b010, 0b100]]
 
 
-def test_nothing_is_tokenized_for_a_mask() -> None:
+def test_nothing_is_tokenized_for_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long text without a choice costs no tokenizing: any piece of it may come, and the tokenizer is not asked, which would hold
     the interpreter for as long as all that follows is tokenized, at each token. Without the grammar's head it is."""
     asked: list[str] = []
 
-    def encode(plain: str) -> list[int]:
+    def encode(_: object, plain: str) -> list[int]:
         asked.append(plain)
         return [1] * (len(plain) // 2)
 
-    known = Vocabulary([b"a", b"aa", b"<end>"], frozenset({2}), [2], encode)
+    monkeypatch.setattr("engine.matcher._Pieces.__call__", encode)
+    known = Vocabulary([b"a", b"aa", b"<end>"], frozenset({2}), [2])
     rules = grammar(None, choice_answer(["a" * 5000]), Thought.none)
     matcher = known.matcher(rules)
     for _ in range(20):

@@ -40,7 +40,7 @@ class Walker:
         assert markers is not None
         self.text, self.markers = text, markers
         pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
-        self.vocabulary = Vocabulary(pieces, text.pieces.special, text.eos_ids, lambda plain: text.encode(plain, add_bos=False))
+        self.vocabulary = Vocabulary(pieces, text.pieces.special, text.eos_ids)
 
     def walk(self, rules: str, rng: random.Random) -> list[int]:
         """Tokens up to an end that the grammar allows."""
