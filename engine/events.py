@@ -50,7 +50,6 @@ class FirstToken(EventRecord, frozen=True):
     """The first tokens of a request arrived."""
 
     request: int
-    prompt_tokens: int
     ttft_s: float
     queue_s: float | None = None
 

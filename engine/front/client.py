@@ -237,7 +237,7 @@ class EngineClient(asyncio.Protocol):
             clock = entry.stream.clock
             if clock.last is None:
                 clock.first = now
-                self._sink(FirstToken(output.id, entry.prompt_tokens, now - clock.submitted, clock.queue_s))
+                self._sink(FirstToken(output.id, now - clock.submitted, clock.queue_s))
             else:
                 gaps.append((now - clock.last) / count)
             clock.last = now

@@ -191,8 +191,8 @@ def test_names_follow_the_convention() -> None:
 @pytest.mark.parametrize(
     ("event", "moved"),
     [
-        (FirstToken(1, 9, 0.5), "ttft good"),
-        (FirstToken(1, 9, 0.51), "ttft bad"),
+        (FirstToken(1, 0.5), "ttft good"),
+        (FirstToken(1, 0.51), "ttft bad"),
         (RequestFinished(1, "error", 9, 0, None, None, 0.1), "ttft bad"),
         (RequestFinished(1, "dead", 9, 0, None, None, 0.1), "ttft bad"),
         (RequestFinished(1, "client_gone", 9, 0, None, None, 0.6), "ttft bad"),

@@ -244,7 +244,7 @@ def test_where_nobody_asks_nothing_piles_up() -> None:
     for request in range(1000):
         now[0] += 1.0
         demand(RequestStarted(request, 1))
-        demand(FirstToken(request, 1, 0.1))
+        demand(FirstToken(request, 0.1))
         demand(RequestFinished(request, "stop", 1, 1, 0.1, None, 0.1))
     assert len(demand._ttfts) <= TTFT_WINDOW_S + 1
     assert demand.figures()["slots"] == 0.0
@@ -262,7 +262,7 @@ def test_a_replica_tells_what_it_has() -> None:
     pools = [pool("full", 9, 10), pool("sliding", 2, 10), pool("none", 0, 0)]
     sink(EngineLoad(load(1, pools, waiting=1, running=1, waiting_tokens=100)))
     now[0] = 0.25
-    sink(FirstToken(1, 100, 0.25))
+    sink(FirstToken(1, 0.25))
     assert demand.figures() == {"slots": 0.5, "kv": 0.9, "waiting_tokens": 100.0, "late": 0.5}
     now[0] = 2.0
     assert demand.figures()["late"] == 4.0

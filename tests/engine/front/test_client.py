@@ -396,7 +396,7 @@ def test_events_state_their_times() -> None:
     run_story(story, clock=clock, sink=events.append)
     assert [event for event in events if not isinstance(event, EngineLoad)] == [
         RequestStarted(1, 2),
-        FirstToken(1, 2, 0.5),
+        FirstToken(1, 0.5),
         Tokens(1, []),
         Tokens(2, [0.125]),
         Tokens(1, [0.125]),

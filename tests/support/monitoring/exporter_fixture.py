@@ -29,7 +29,7 @@ FACTS = Facts(
 ANSWERED: list[Event] = [
     RequestStarted(1, 11),
     Scheduled(1, 0.004),
-    FirstToken(1, 11, 0.012, 0.004),
+    FirstToken(1, 0.012, 0.004),
     Tokens(1, []),
     Tokens(3, [0.002]),
     RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),
