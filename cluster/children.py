@@ -49,9 +49,9 @@ class ExitStatus:
         return f"{self.name} ended with exit code {self.code}"
 
 
-def root_cause(exits: Iterable[ExitStatus]) -> ExitStatus | None:
+def root_cause(exits: Iterable[ExitStatus | None]) -> ExitStatus | None:
     """Returns the cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
-    return min(exits, key=_cause_priority, default=None)
+    return min(filter(None, exits), key=_cause_priority, default=None)
 
 
 def _cause_priority(exit_status: ExitStatus) -> int:

@@ -154,7 +154,7 @@ class Group:
     def exits(self) -> list[ExitStatus]:
         """Return how children ended, and the errors that they sent; nothing of those that run without error."""
         with self._lock:
-            return [exit_status for child in self.children if (exit_status := child.exit_status()) is not None]
+            return [*filter(None, (child.exit_status() for child in self.children))]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
         """Let the core stop after the plan in flight, then kill what is left; True if all ended by themselves in time.

@@ -62,7 +62,7 @@ class Handshake:
         if message is not None and not isinstance(message, Failed):
             raise EngineDead(f"{child.name} sent {type(message).__name__} out of turn")
         time.sleep(SETTLE_S)
-        cause = root_cause(exit_status for other in self._children if (exit_status := other.exit_status()) is not None)
+        cause = root_cause(other.exit_status() for other in self._children)
         if cause is None:
             raise EngineDead(f"{child.name} closed its lifeline")
         if cause.last_error is not None and cause.last_error.user and not cause.killed:
