@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
-
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
 from engine.events import (
     EngineFailed,
@@ -181,16 +179,12 @@ class EngineClient(asyncio.Protocol):
     # -- from the core
 
     def data_received(self, data: bytes) -> None:
-        """Take what the socket gave."""
+        """Take what the socket gave; asyncio closes it where that raises."""
         for message in self._frames.feed(data):
             self._message(message)
 
     def _message(self, raw: bytes) -> None:
-        try:
-            batch = decode_token_batch(raw)
-        except msgspec.DecodeError as error:
-            self.fail(f"the core sent a message that cannot be decoded: {error}")
-            return
+        batch = decode_token_batch(raw)
         before, self.load = self.load, batch.load
         self._sink(EngineLoad(batch.load, self._interval(before, batch.load)))
         for request in batch.started:
