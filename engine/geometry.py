@@ -6,7 +6,8 @@ one (`global_head_dim`, `num_global_key_value_heads`) and the one that transform
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -220,13 +221,9 @@ def read_section(folder: Path, name: str, implemented: Implemented, make: Callab
     section = read_json(path).get(name)
     if not section:
         return None
-    try:
+    with _naming(f"{path}: {name}"):
         _check_implemented(section, implemented)
         return make(section, read_geometry(folder))
-    except KeyError as error:
-        raise CheckpointError(f"{path}: {name}: the key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {name}: {error}") from error
 
 
 def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
@@ -235,14 +232,21 @@ def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
     model_type = config.get("model_type")
     if model_type not in _ARCHITECTURES:
         raise CheckpointError(f"{source}: model_type {model_type!r} is not a Gemma 4 text model")
-    try:
+    with _naming(source):
         _check_implemented(text, IMPLEMENTED)
         geometry = _geometry(config, text)
         msgspec.convert(msgspec.to_builtins(geometry), Geometry)  # every number is one
         return geometry
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Have what is wrong with a config raised as a CheckpointError that names its source, and the key."""
+    try:
+        yield
     except KeyError as error:
         raise CheckpointError(f"{source}: the key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError, msgspec.ValidationError) as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {error}") from error
 
 

@@ -12,6 +12,7 @@ import enum
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,20 +46,13 @@ def json_answer(schema: Mapping[str, Any] | None = None) -> str:
     return f"answer: {_json(schema)}"
 
 
-def closed(schema: Any) -> Any:
-    """The schema, whose objects have no more than their `properties` where it does not say what others may be, as in calls: a model
-    that may write any key writes keys without end. One that combines schemas for the same object stays as it is."""
-    try:
-        return _changed(schema, _close)
-    except _Combination:
-        return schema
-
-
 class _Combination(Exception):
     """A schema says something of an object that another one describes, too."""
 
 
 def _close(schema: dict[str, Any]) -> None:
+    """Objects have no more than their `properties` where it does not say what others may be, as in calls: a model that may write
+    any key writes keys without end."""
     properties = schema.get("properties")
     if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
         raise _Combination
@@ -91,7 +85,9 @@ def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
 
 
 def _json(schema: Mapping[str, Any] | None) -> str:
-    kept = closed({"type": "object"} if schema is None else _changed(schema, _drop_what_says_nothing))
+    kept = {"type": "object"} if schema is None else _changed(schema, _drop_what_says_nothing)
+    with suppress(_Combination):  # then it stays as it is
+        kept = _changed(kept, _close)
     text = json.dumps(dict(kept) | {"x-guidance": _SPACING})
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")
