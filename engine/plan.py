@@ -27,11 +27,10 @@ as one forward. Ranks clear rows before releases, which comes to the same: both 
 """
 
 import struct
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, starmap
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -69,9 +68,6 @@ ROW_EMPTY = 2
 NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
-Section: TypeAlias = "list[tuple[int, ...]] | array[int]"  # rows; or their numbers, one row's after the other's
-
-
 @dataclass(frozen=True)
 class Admission:
     """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples. One whose rows in
@@ -94,7 +90,7 @@ class Admission:
 class StepPlan:
     """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
 
-    Sections of which there may be many are arrays in the core. `masked`: in some rows not every token may come; the step's
+    `masked`: in some rows not every token may come; the step's
     StepMasks say which. `drafts`: that ranks make behind each sequence. `media`: the items of its encodes, which go another way
     (`engine.step_media`).
     """
@@ -103,25 +99,25 @@ class StepPlan:
     stop: bool = False
     masked: bool = False
     drafts: int = 0
-    rows: "array[int]" = field(default_factory=lambda: array("i"))
+    rows: list[tuple[int, ...]] = field(default_factory=list)
     chunks: list[tuple[int, ...]] = field(default_factory=list)
-    appends: Section = field(default_factory=list)
-    releases: Section = field(default_factory=list)
-    zeros: Section = field(default_factory=list)
+    appends: list[tuple[int, ...]] = field(default_factory=list)
+    releases: list[tuple[int, ...]] = field(default_factory=list)
+    zeros: list[tuple[int, ...]] = field(default_factory=list)
     spans: list[tuple[int, ...]] = field(default_factory=list)
     encodes: list[tuple[int, ...]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
 
     @property
-    def decodes(self) -> "array[int]":
+    def decodes(self) -> list[int]:
         """Slot of each decode row."""
-        return self.rows[:: SECTIONS["rows"]]
+        return [slot for slot, *_ in self.rows]
 
     @property
     def result_slots(self) -> list[int]:
         """Slot of each result row."""
-        return [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end] + self.decodes.tolist()
+        return [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end] + self.decodes
 
     @property
     def prompt_tokens(self) -> int:
@@ -226,9 +222,9 @@ class StepResult:
         return [self.row(index) for index in range(len(self.table))]
 
 
-def single_rows(slots: Iterable[int]) -> "array[int]":
+def single_rows(slots: Iterable[int]) -> list[tuple[int, ...]]:
     """Returns decode rows of these slots, of one token each."""
-    return array("i", [number for slot in slots for number in (slot, 1, 0)])
+    return [(slot, 1, 0) for slot in slots]
 
 
 def encode_plan(plan: StepPlan) -> bytes:
@@ -241,8 +237,9 @@ def encode_plan(plan: StepPlan) -> bytes:
     return b"".join([header, *sections, admissions])
 
 
-def _packed(section: Section) -> bytes:
-    return (section if isinstance(section, array) else array("i", chain.from_iterable(section))).tobytes()
+def _packed(section: list[tuple[int, ...]]) -> bytes:
+    numbers = [*chain.from_iterable(section)]
+    return struct.pack(f"<{len(numbers)}i", *numbers)
 
 
 def largest_plan(
@@ -321,19 +318,15 @@ def encode_rows(
     encoded: int = 0,
 ) -> bytes:
     """Returns the bytes of a result; the arguments are as in StepResult."""
-    assert table.dtype == np.int32, table.dtype
     reports = _encode((logprobs, prompts))
     header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, len(reports), encoded)
     return b"".join([header, table.tobytes(), reports])
 
 
 def decode_result(data: bytes) -> StepResult:
-    """Read the result in `data`, in place; raises ValueError when its length is wrong."""
-    step, n_rows, width, size, encoded = _RESULT.unpack_from(data)
+    """Read the result in `data`, in place; raises an error when its length is wrong."""
+    step, n_rows, width, _, encoded = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
-    end = _RESULT.size + 4 * n_rows * columns
-    if end + size != len(data):
-        raise ValueError(f"result {step} is {len(data)} bytes long, its sections end at {end + size}")
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)
-    logprobs, prompts = _decode_reports(memoryview(data)[end:])
+    logprobs, prompts = _decode_reports(memoryview(data)[_RESULT.size + table.nbytes :])
     return StepResult(step, table, logprobs, prompts, encoded)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 STATUS_BYTES = 256
 HASHES = 8  # of the last steps
 _ENCODER = 16  # first word of the encoders' figures
-_LOW, _24_BITS, _16_BITS = 0xFFFFFFFF, 0xFFFFFF, 0xFFFF
+_LOW = 0xFFFFFFFF
 
 
 class EncoderFigures(NamedTuple):
@@ -68,11 +68,10 @@ class StatusBlock:
     def read(self, index: int) -> RankStatus:
         """Read the current record; fields are read one by one, so they may differ by a step."""
         words = self._record(index).tolist()
-        launched, finished, progress_ns, step_us, heartbeat_ns, device = words[:6]
-        times = (device & _24_BITS, device >> 24 & _24_BITS, device >> 48)
+        launched, finished, progress_ns, step_us, heartbeat_ns, busy_us, idle_us, late = words[:8]
         hashes = {word >> 32: word & _LOW for word in words[8 : 8 + HASHES] if word}
         encoder = EncoderFigures(*words[_ENCODER : _ENCODER + len(EncoderFigures._fields)])
-        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, *times, hashes, encoder)
+        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, busy_us, idle_us, late, hashes, encoder)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
         """Write that a step was launched or finished; for the main thread."""
@@ -84,9 +83,9 @@ class StatusBlock:
         record[1] = finished
 
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
-        """Write how the device spent the last step; values saturate (16 s; 65 535); for the main thread."""
-        words = (min(busy_us, _24_BITS), min(idle_us, _24_BITS), min(late_compilations, _16_BITS))
-        self._record(index)[5] = words[0] | words[1] << 24 | words[2] << 48
+        """Write how the device spent the last step; for the main thread."""
+        record = self._record(index)
+        record[5], record[6], record[7] = busy_us, idle_us, late_compilations
 
     def encoder(self, index: int, figures: EncoderFigures) -> None:
         """Write what the encoders have done; for the main thread."""

@@ -7,7 +7,7 @@ limits: nobody of later precedence gets a slot meanwhile, and a request always b
 from array import array
 from collections.abc import Iterable, Iterator
 
-from engine.core.allocator import Allocator, Changes
+from engine.core.allocator import Allocator
 from engine.core.pages import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
@@ -62,9 +62,9 @@ class Admissions:
         self._budget = budget
         self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
-    def new_plan(self, plan: StepPlan, changes: Changes) -> None:
-        """Begins a plan, which gets the admissions, and its page changes."""
-        self._plan, self._changes = plan, changes
+    def new_plan(self, plan: StepPlan) -> None:
+        """Begins a plan, which gets the admissions."""
+        self._plan = plan
         self._size = 0  # numbers of its admissions
 
     def readmit(self, sequence: Sequence) -> bool:
@@ -72,7 +72,7 @@ class Admissions:
         if not self._fits_plan(sequence, sum(len(run.pages) for run in sequence.runs)):
             return False
         self._requests.readmit(sequence)
-        self._allocator.append_again(sequence, self._changes)
+        self._allocator.append_again(sequence, self._plan)
         self._add_to_plan(sequence)
         return True
 
@@ -141,7 +141,7 @@ class Admissions:
     def _admit(self, sequence: Sequence, hit: Hit) -> None:
         first = not sequence.started
         self._requests.admit(sequence)
-        self._allocator.attach(sequence, hit, self._changes)
+        self._allocator.attach(sequence, hit, self._plan)
         self._add_to_plan(sequence)
         if first:
             sequence.first_cached = sequence.low

@@ -5,10 +5,8 @@ Ranks run plans in order on one stream, so late writes of step n come before the
 """
 
 import bisect
-from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import repeat
 
 import numpy as np
 
@@ -16,15 +14,7 @@ from engine.core.pages import Hit, PagePool, PageRun
 from engine.core.prefix import PrefixCache, equal_keys, extend_keys
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-
-
-@dataclass
-class Changes:
-    """The page changes of a plan, or of the next if none is sent: sections of StepPlan."""
-
-    releases: "array[int]" = field(default_factory=lambda: array("i"))
-    appends: "array[int]" = field(default_factory=lambda: array("i"))
-    zeros: "array[int]" = field(default_factory=lambda: array("i"))
+from engine.plan import StepPlan
 
 
 class Allocator:
@@ -53,7 +43,7 @@ class Allocator:
         pages = min(run.end + max(0, run.pool.available - headroom) for run in sequence.runs)
         return max(0, min(count, pages * self.page - sequence.high))
 
-    def hold(self, sequence: Sequence, end: int, changes: Changes) -> None:
+    def hold(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
         """Take the pages for positions up to `end`."""
         for run in sequence.runs:
             pool, count = run.pool, max(0, -(-end // self.page) - run.end)
@@ -61,29 +51,28 @@ class Allocator:
                 self.cache.make_free(pool, count)
             pages = pool.take(count)
             run.pages += pages
-            self._append(sequence, run, pages, changes)
-            for page in pool.cleanse(pages):
-                changes.zeros.extend((pool.group.index, page))
+            self._append(sequence, run, pages, plan)
+            plan.zeros.extend((pool.group.index, page) for page in pool.cleanse(pages))
         self._note_bounds(sequence)
 
-    def _append(self, sequence: Sequence, run: PageRun, pages: list[int], changes: Changes) -> None:
+    def _append(self, sequence: Sequence, run: PageRun, pages: list[int], plan: StepPlan) -> None:
         """Append the last of a run's pages to the ranks' tables."""
         group, entries = run.pool.group.index, range(run.end - len(pages), run.end)
-        changes.appends.extend(chain.from_iterable(zip(repeat(group), repeat(sequence.slot), entries, pages)))
+        plan.appends.extend(zip(repeat(group), repeat(sequence.slot), entries, pages))
 
-    def append_again(self, sequence: Sequence, changes: Changes) -> None:
+    def append_again(self, sequence: Sequence, plan: StepPlan) -> None:
         """Append all pages of a sequence to the ranks' tables, as if they were new."""
         for run in sequence.runs:
-            self._append(sequence, run, run.pages, changes)
+            self._append(sequence, run, run.pages, plan)
 
-    def release(self, sequence: Sequence, changes: Changes) -> None:
+    def release(self, sequence: Sequence, plan: StepPlan) -> None:
         """Give back the pages that no position from the edge of `low`'s page on can see."""
         for run in sequence.runs:
             pool, first = run.pool, run.first
             dropped = run.drop_before(first_page(pool.group, sequence.low))
             if dropped:
                 pool.give(dropped)
-                changes.releases.extend((pool.group.index, sequence.slot, first, len(dropped)))
+                plan.releases.append((pool.group.index, sequence.slot, first, len(dropped)))
         self._note_bounds(sequence)
 
     def _note_bounds(self, sequence: Sequence) -> None:
@@ -129,14 +118,14 @@ class Allocator:
             pages = end // self.page
         return pages
 
-    def attach(self, sequence: Sequence, hit: Hit, changes: Changes) -> None:
+    def attach(self, sequence: Sequence, hit: Hit, plan: StepPlan) -> None:
         """Let an admitted sequence share the pages of a hit, and note where it is to leave tails for others."""
         self.cache.use(sequence.keys, hit)
         for run in sequence.runs:
             run.pages = list(hit.full if run.pool is self._full else hit.tail)
             run.first = hit.count - len(run.pages)
             run.pool.share(run.pages)
-            self._append(sequence, run, run.pages, changes)
+            self._append(sequence, run, run.pages, plan)
         sequence.low = sequence.high = hit.count * self.page
         self._note_bounds(sequence)
         if self._caches:

@@ -33,7 +33,6 @@ from engine.core.sequence import Sequence
 from engine.errors import GenerationFailed
 from engine.matcher import Matcher, Vocabulary, threads
 from engine.plan import DEPTH, StepPlan
-from engine.plan_layout import SECTIONS
 from engine.protocol import GenerateRequest, SamplingParams, ThoughtBudget
 from engine.step_masks import allows, encode_masks, mask_words, only
 
@@ -276,7 +275,7 @@ class Masks:
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` will give its masks."""
-        widths = dict.fromkeys(plan.result_slots, 1) | dict(zip(plan.decodes, plan.rows[1 :: SECTIONS["rows"]], strict=True))
+        widths = dict.fromkeys(plan.result_slots, 1) | {slot: width for slot, width, _ in plan.rows}
         rows = []
         for state in self._states:
             sequence = state.sequence

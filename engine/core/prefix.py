@@ -20,6 +20,7 @@ spared until their next turn: strict LRU, with more conversations than fit, woul
 
 import random
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,16 +88,8 @@ class Segment:
 
 def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
     """How many leading `keys` equal `others` from `offset` on; by bisection, since equal keys mean equal prefixes."""
-    low, high = 0, min(len(keys), len(others) - offset)
-    if high > 0 and keys[high - 1] == others[offset + high - 1]:
-        return high
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle] == others[offset + middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    most = min(len(keys), len(others) - offset)
+    return bisect_left(range(most), True, key=lambda index: keys[index] != others[offset + index])
 
 
 class PrefixCache:

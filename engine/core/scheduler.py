@@ -13,13 +13,12 @@ A sequence short of pages shrinks its chunk or row, then preempts the last one; 
 always advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
 """
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from engine.core.admit import Admissions
-from engine.core.allocator import Allocator, Changes
+from engine.core.allocator import Allocator
 from engine.core.drafting import Drafting
 from engine.core.requests import Requests
 from engine.core.results import ChunkRow, InFlightStep, Results
@@ -69,10 +68,8 @@ class PlanDraft:
     """A plan being made, and what it leaves in flight."""
 
     plan: StepPlan
-    changes: Changes
     in_flight: InFlightStep
     encoder_rows: int  # positions of media items that it may still encode
-    rows: list[int] = field(default_factory=list)  # its decode rows, flat: a list grows faster than an array
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
@@ -96,8 +93,7 @@ class Scheduler:
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
         self._encoder_waits: list[Sequence] = []
         self._encodes = self._encoded = 0  # plans that encode, and those of them whose encodes have ended
-        self._changes = Changes()  # not sent yet: the next plan carries them
-        self._step = 0  # of the last plan
+        self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
 
     @property
     def in_flight(self) -> int:
@@ -112,21 +108,20 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
-        changes = self._changes
-        plan = StepPlan(self._step + 1, **vars(changes))
-        draft = PlanDraft(plan, changes, InFlightStep(plan), self.config.encoder_rows)
-        self._admissions.new_plan(plan, changes)
+        plan = self._plan
+        draft = PlanDraft(plan, InFlightStep(plan), self.config.encoder_rows)
+        self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
         if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
             self._end_encoder_waits()
-        self._release(changes)
+        self._release(plan)
         shares = self._shares(draft)
         self._run_all(draft, shares)
         if shares:
             self._admit(draft, shares)
             self._spend(draft, sum(shares.values()))
             self._run_any(draft)
-        if not (plan.chunks or draft.rows or plan.admissions or plan.encodes):
+        if not (plan.chunks or plan.rows or plan.admissions or plan.encodes):
             if not self._encoder_waits or self.in_flight:
                 return None
             self._end_encoder_waits()  # no decode row had pages, and no result will come
@@ -135,14 +130,12 @@ class Scheduler:
         if plan.encodes:
             self._encodes += 1
             self._budget.encodes()
-        plan.rows.frombytes(struct.pack(f"{len(draft.rows)}i", *draft.rows))
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
         draft.in_flight.encoder_waits = len(self._encoder_waits)
         if shares:
             draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
         _add_spans(draft)
-        self._changes = Changes()
-        self._step += 1
+        self._plan = StepPlan(plan.step + 1)
         self._results.in_flight.append(draft.in_flight)
         return plan
 
@@ -194,17 +187,19 @@ class Scheduler:
         draft.drafts, draft.in_flight.size = self._drafting.choose(len(decoding))
         draft.budget = self._budget.prompt_tokens(len(decoding) * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
-        prompts += map(_queued_prompt, waiting)
+        for sequence in waiting:  # probably what was cached when it was queued still is
+            cached = sequence.cached_when_queued
+            prompts.append(Prompt(len(sequence.tokens) - cached, cached))
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
 
-    def _release(self, changes: Changes) -> None:
+    def _release(self, plan: StepPlan) -> None:
         for sequence in self.requests.running:
             if sequence.low >= sequence.release_at:
-                self.allocator.release(sequence, changes)
+                self.allocator.release(sequence, plan)
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
-        plan_rows, add_row, single = draft.rows, draft.in_flight.rows.append, self.config.widest == 1
+        add_to_plan, add_row, single = draft.plan.rows.append, draft.in_flight.rows.append, self.config.widest == 1
         for sequence in list(self.requests.running):
             slot = sequence.slot
             if slot < 0:
@@ -219,7 +214,7 @@ class Scheduler:
                 width = 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high) if may_draft else 1
                 end = high + width
                 if end > sequence.held:
-                    if not self._hold_row(sequence, width, draft.changes):
+                    if not self._hold_row(sequence, width, draft.plan):
                         continue
                     end = min(end, sequence.held)
                 sequence.high = end
@@ -228,14 +223,14 @@ class Scheduler:
                 flags = 0
                 if sequence.masked:
                     flags, draft.plan.masked = ROW_MASKED, True
-                plan_rows += (slot, end - high, flags)
+                add_to_plan((slot, end - high, flags))
                 add_row((sequence, sequence.number, end - high))
 
-    def _hold_row(self, sequence: Sequence, width: int, changes: Changes) -> int:
+    def _hold_row(self, sequence: Sequence, width: int, plan: StepPlan) -> int:
         """Take the pages for up to `width` positions; how many it can have. Nobody is preempted for more than one."""
         width = self.allocator.fitting(sequence, width) or int(self._preempt_for(sequence, 1))
         if width:
-            self.allocator.hold(sequence, sequence.high + width, changes)
+            self.allocator.hold(sequence, sequence.high + width, plan)
         return width
 
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
@@ -306,7 +301,7 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
         """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
         plan, rows, start, end = draft.plan, draft.in_flight.chunks, sequence.high, sequence.high + size
-        self.allocator.hold(sequence, end, draft.changes)
+        self.allocator.hold(sequence, end, draft.plan)
         sequence.high = end
         draft.budget = max(0, draft.budget - size)
         draft.scored -= size if sequence.reports_prompt else 0
@@ -340,7 +335,7 @@ class Scheduler:
     def _run_any(self, draft: PlanDraft) -> None:
         """In an empty step, compute the first prompt that there are pages for."""
         for sequence in list(self.requests.running) if draft.budget else ():
-            if draft.plan.chunks or draft.rows or sequence.slot < 0:
+            if draft.plan.chunks or draft.plan.rows or sequence.slot < 0:
                 return
             self._prefill(sequence, sequence.ready, draft)
 
@@ -358,12 +353,6 @@ def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
     """Note that its token in this step has drafts behind it, unless its next row is to have none."""
     draft.in_flight.drafting += sequence.may_draft
     sequence.drafts = draft.drafts if sequence.may_draft else 0
-
-
-def _queued_prompt(sequence: Sequence) -> Prompt:
-    """What a waiting sequence could compute if it were admitted, probably: what was cached when it was queued still is."""
-    cached = sequence.cached_when_queued
-    return Prompt(len(sequence.tokens) - cached, cached)
 
 
 def _prompt(sequence: Sequence) -> Prompt:

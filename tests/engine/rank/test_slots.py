@@ -1,7 +1,6 @@
 """Slot state as a fold over plans: against a model of it in dictionaries, over random plan streams."""
 
 import random
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -76,7 +75,7 @@ class SlotModel:
             self._slot(slot, plan)
         self.rng.shuffle(plan.chunks)
         order = self.rng.sample(range(len(plan.decodes)), len(plan.decodes))
-        plan.rows[:] = array("i", [number for at in order for number in DecodeRow(plan.decodes[at])])
+        plan.rows[:] = [plan.rows[at] for at in order]
         return plan
 
     def _slot(self, slot: int, plan: StepPlan) -> None:
@@ -109,7 +108,7 @@ class SlotModel:
             end = sequence.computed + size
             plan.chunks.append(PrefillChunk(slot, sequence.computed, end, end - 1 if size == left else end))
         elif self.rng.random() < 0.7:
-            plan.rows.extend(DecodeRow(slot))
+            plan.rows.append(DecodeRow(slot))
 
     def expect(self, plan: StepPlan) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Advance the sequences; (slot, position, token) of each row, and the rows whose logits are wanted."""

@@ -10,10 +10,10 @@ line takes it; `settings` those of the engine that are not the defaults.
 import gzip
 import json
 import zlib
-from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,8 @@ def read_stream(path: Path) -> PlanStream:
 
 
 def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
-    made: dict[str, Any] = msgspec.to_builtins(replace(plan, rows=[]))  # type: ignore[arg-type]  # msgspec knows no arrays
-    return {name: value for name, value in made.items() if value} | {"rows": plan.rows.tolist()}
+    made: dict[str, Any] = msgspec.to_builtins(plan)
+    return {name: value for name, value in made.items() if value} | {"rows": [*chain.from_iterable(plan.rows)]}
 
 
 def _masks_to_json(masks: Mapping[int, bytes], step: int) -> dict[str, str]:
@@ -76,7 +76,7 @@ def _masks_to_json(masks: Mapping[int, bytes], step: int) -> dict[str, str]:
 
 def _plan_of(data: dict[str, Any]) -> StepPlan:
     sections: dict[str, Any] = {name: [tuple(row) for row in data.get(name, [])] for name in SECTIONS if name != "rows"}
-    sections["rows"] = array("i", data["rows"])
+    sections["rows"] = [*zip(*[iter(data["rows"])] * SECTIONS["rows"], strict=True)]
     admissions = [
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])
     ]

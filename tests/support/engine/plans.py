@@ -1,6 +1,5 @@
 """Plans and results as objects: a section's row by the names of its numbers, a plan read back from its bytes, a result of rows."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -83,18 +82,17 @@ def decode_plan(data: bytes) -> StepPlan:
     """The plan in `data`, its sections as lists of objects; raises ValueError as `read_plan` does."""
     view = read_plan(data)
     sections: dict[str, Any] = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
-    sections["rows"] = array("i", view.rows.tobytes())
     admissions = [replace(admission, tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions]
     return StepPlan(view.step, view.stop, view.masked, view.drafts, **sections, admissions=admissions)
 
 
 def decode_rows(plan: StepPlan) -> list[DecodeRow]:
     """The plan's."""
-    return [DecodeRow(*row) for row in np.array(plan.rows).reshape(-1, SECTIONS["rows"]).tolist()]
+    return [DecodeRow(*row) for row in plan.rows]
 
 
 def listed(plan: StepPlan) -> StepPlan:
-    """The plan with sections as lists of objects, decode rows apart."""
+    """The plan with sections as lists of objects."""
     return decode_plan(encode_plan(plan))
 
 
