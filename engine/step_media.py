@@ -19,17 +19,11 @@ RECORD_BYTES = 1 << 20  # of data: what a rank reads between two looks for a pla
 _decode = msgspec.msgpack.Decoder(tuple[MediaItem, ...]).decode
 
 
-class MediaWriter:
-    """The core's end."""
-
-    def __init__(self, ring: RingWriter) -> None:
-        self._ring = ring
-
-    def write(self, items: Sequence[MediaItem]) -> None:
-        """Send a plan's items. Waits while a rank is a whole ring behind."""
-        headers = encode_message([msgspec.structs.replace(item, data=b"") for item in items])
-        for record in (memoryview(headers), *_records(item.data for item in items)):
-            self._ring.write(self._ring.step + 1, record)
+def write_media(ring: RingWriter, items: Sequence[MediaItem]) -> None:
+    """Send a plan's items to the ranks. Waits while one is a whole ring behind."""
+    headers = encode_message([msgspec.structs.replace(item, data=b"") for item in items])
+    for record in (memoryview(headers), *_records(item.data for item in items)):
+        ring.write(ring.step + 1, record)
 
 
 class MediaReader:

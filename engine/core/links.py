@@ -7,7 +7,7 @@ from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.lifeline import BootArgs
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import FrameReader, TokenBatch, encode_message, frame
-from engine.step_media import MediaWriter
+from engine.step_media import write_media
 
 MAX_UNSENT_BYTES = 64 << 20  # unread answers, above which the front counts as hung
 
@@ -19,14 +19,14 @@ class RingExecutor:
         waiter = Waiter(args.spin)
         self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
         self._masks = RingWriter(map_shared(args.masks), args.tp, waiter)
-        self._media = MediaWriter(RingWriter(map_shared(args.media), args.tp, waiter))
+        self._media = RingWriter(map_shared(args.media), args.tp, waiter)
         self._results = RingReader(map_shared(args.result), 1, 0)
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan to every rank, and after it what it encodes."""
         self._plans.write(plan.step, encode_plan(plan))
         if plan.media:
-            self._media.write(plan.media)
+            write_media(self._media, plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
         """Hand the masks of a `masked` plan to every rank, before or after the plan itself; masks come in the order of plans."""

@@ -17,7 +17,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -209,14 +208,18 @@ class StepLog:
         return f"{counts}, pages {pools}"
 
 
+class _Identified(msgspec.Struct):
+    """A message of a request, whatever else is in it."""
+
+    id: int
+
+
 def _request_id(raw: bytes) -> int | None:
     """The id in a message that could not be decoded."""
     try:
-        value: Any = msgspec.msgpack.decode(raw)
+        return msgspec.msgpack.decode(raw, type=_Identified).id
     except msgspec.DecodeError:
         return None
-    request = value.get("id") if isinstance(value, dict) else None
-    return request if isinstance(request, int) else None
 
 
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:

@@ -12,7 +12,7 @@ import pytest
 from engine import channel, step_media
 from engine.channel import ChannelBroken, RingReader, RingWriter, Waiter, checksum, create_shared, map_shared, ring_bytes
 from engine.protocol import MediaItem
-from engine.step_media import MediaReader, MediaWriter
+from engine.step_media import MediaReader, write_media
 
 pytestmark = pytest.mark.pure
 
@@ -75,9 +75,9 @@ def test_ranks_get_what_plans_encode(seed: int) -> None:
     ]
     for thread in threads:
         thread.start()
-    writer = MediaWriter(RingWriter(memory, 2))
+    writer = RingWriter(memory, 2)
     for items in plans:
-        writer.write(items)
+        write_media(writer, items)
     for thread in threads:
         thread.join(20)
     assert [one.found() for one in ranks] == [plans] * 2
@@ -85,9 +85,9 @@ def test_ranks_get_what_plans_encode(seed: int) -> None:
 
 def written(plans: Sequence[Sequence[MediaItem]]) -> tuple[memoryview, Rank]:
     memory = memoryview(bytearray(ring_bytes(1, CAPACITY)))
-    writer = MediaWriter(RingWriter(memory, 1))
+    writer = RingWriter(memory, 1)
     for items in plans:
-        writer.write(items)
+        write_media(writer, items)
     return memory, Rank(memory, 1, 0)
 
 

@@ -21,7 +21,7 @@ from engine.protocol import MediaItem
 from engine.rank.step_clock import StepClock
 from engine.rank.worker import Worker
 from engine.rank_status import StatusBlock
-from engine.step_media import RECORD_BYTES, MediaReader
+from engine.step_media import RECORD_BYTES, MediaReader, write_media
 from tests.support.engine.core_loop import running
 from tests.support.engine.scheduling import request_of
 
@@ -200,7 +200,7 @@ def test_media_that_come_late_are_read_before_steps_end() -> None:
         for step in (1, 2):
             core._plans.write(step, encode_plan(StepPlan(step, encodes=[(0, 0, 4, 0)] * (step == 1))))
         ranks.start()
-        core._media.write([PICTURE])
+        write_media(core._media, [PICTURE])
         core._plans.write(3, encode_plan(StepPlan(3, stop=True)))
         ranks.join(10)
         assert not ranks.is_alive()

@@ -27,7 +27,7 @@ from engine.rank.parallel import Single
 from engine.rank.runner import Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank_status import RankStatus, StatusBlock
-from engine.step_media import MEDIA_BYTES, MediaReader, MediaWriter
+from engine.step_media import MEDIA_BYTES, MediaReader, write_media
 from kernels.allreduce import shared_bytes
 from tests.support import forked
 from tests.support.repo_rules import ROOT
@@ -59,7 +59,7 @@ class Ranks:
         self.plans = RingWriter(map_shared(shared["plan"]), config.tp)
         self._masks = RingWriter(map_shared(shared["masks"]), config.tp)
         self._masked = 0
-        self._media = MediaWriter(RingWriter(map_shared(shared["media"]), config.tp))
+        self._media = RingWriter(map_shared(shared["media"]), config.tp)
         self._results = RingReader(map_shared(shared["result"]), 1, 0)
         self._status = StatusBlock(map_shared(shared["status"]))
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -141,7 +141,7 @@ class Ranks:
             self.submit_masks(masks)
         self.plans.write(plan.step, encode_plan(plan))
         if plan.media:
-            self._media.write(plan.media)
+            write_media(self._media, plan.media)
 
     def submit_masks(self, masks: bytes) -> None:
         """The masks of the next masked step."""
@@ -215,9 +215,9 @@ def media_of(*plans: Sequence[MediaItem]) -> MediaReader:
     """A rank's end of a ring that these plans' items are in."""
     size = sum(len(item.data) for items in plans for item in items)
     memory = memoryview(bytearray(ring_bytes(1, capacity_for((1 << 16) + size))))
-    writer = MediaWriter(RingWriter(memory, 1))
+    writer = RingWriter(memory, 1)
     for items in plans:
-        writer.write(items)
+        write_media(writer, items)
     return MediaReader(RingReader(memory, 1, 0), Waiter())
 
 
