@@ -132,11 +132,6 @@ class Group:
         if longest < self.config.max_len:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
 
-    @property
-    def pidfds(self) -> list[int]:
-        """A pollable descriptor of each child; valid until the group is killed or closed."""
-        return [child.pidfd for child in self.children]
-
     def status(self) -> list[RankStatus]:
         """Return the records of the ranks and, last, of the core; after the end, the last ones."""
         if self._last is not None:  # without the lock: `kill` holds it while it waits

@@ -165,8 +165,8 @@ class Watcher:
         """Start to watch; call it on the event loop that is to watch."""
         self._loop = asyncio.get_running_loop()
         self._looked_ns = self._since_ns = time.monotonic_ns()
-        for fd in self.group.pidfds:
-            self._read(fd, self._ended)
+        for child in self.group.children:
+            self._read(child.pidfd, self._ended)
         self._timer = self._loop.call_later(PERIOD_S, self._look)
         if self.raylet is not None:
             self._watch_raylet(self.raylet)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,8 +150,8 @@ class FakeGroup:
         self.records = [RankStatus()] * 3
 
     @property
-    def pidfds(self) -> list[int]:
-        return [read for read, _ in self.ends]
+    def children(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pidfd=read) for read, _ in self.ends]
 
     def status(self) -> list[RankStatus]:
         beat = self.last_beat or time.monotonic_ns()
