@@ -183,7 +183,7 @@ def _add_counts(
 
 
 class DiscoveryServer(ThreadingHTTPServer):
-    """`/targets`, `/ray`, `/metrics` and `/health` of a registry, on a thread of its own, which also ticks."""
+    """`/targets`, `/ray` and `/metrics` of a registry, on a thread of its own, which also ticks."""
 
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], HttpSdList] = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
@@ -192,7 +192,6 @@ class DiscoveryServer(ThreadingHTTPServer):
             "/targets": ("application/json", lambda: json.dumps(registry.targets()).encode()),
             "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
             "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
-            "/health": ("text/plain", lambda: b"ok\n"),
         }
         try:
             super().__init__((host, port), _Handler)

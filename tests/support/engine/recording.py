@@ -26,6 +26,7 @@ from tests.support.engine.schemas import members
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
 REQUESTS, MAX_TOKENS = 12, (6, 45, 45, 16)
+HEAD = '%llguidance {"no_forcing": true}\n'
 TRIGGER, ENDS = 864, (1, 106, 50)  # the trigger is a token that the last request gives
 SETTINGS = {"max_seqs": 4, "max_len": 256, "prefill_budget": 64}
 
@@ -63,9 +64,9 @@ def request(number: int, max_tokens: Sequence[int] = MAX_TOKENS) -> GenerateRequ
 
 def constrained(number: int) -> GenerateRequest:
     """The same with a grammar: an object by a random schema; the fourth writes a word behind its trigger."""
-    rules = Grammar(f"%llguidance {{}}\nstart: %json {json.dumps(members(random.Random(number), 1))}\n")
+    rules = Grammar(f"{HEAD}start: %json {json.dumps(members(random.Random(number), 1))}\n")
     if number % 4 == 3:
-        rules = Grammar("%llguidance {}\nstart: /[a-z]{3,9}/ <[49]>\n", trigger=TRIGGER)
+        rules = Grammar(f"{HEAD}start: /[a-z]{{3,9}}/ <[49]>\n", trigger=TRIGGER)
     asked = request(number)
     params = msgspec.structs.replace(asked.params, grammar=rules, stop_ids=ENDS, min_tokens=0, max_tokens=12, temperature=0.7)
     return msgspec.structs.replace(asked, params=params)
