@@ -347,12 +347,14 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """All messages completed by `data`."""
+        """All messages completed by `data`; raises ValueError on a length above MAX_MESSAGE_BYTES (the stream is lost then)."""
         self._buffer += data
         messages = []
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._buffer, start)
+            if size > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a frame announces {size} bytes, more than {MAX_MESSAGE_BYTES}")
             end = start + _LENGTH.size + size
             if len(self._buffer) < end:
                 break

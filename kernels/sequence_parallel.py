@@ -35,7 +35,8 @@ from kernels.norm import norm_add, rms_norm
 
 # Where pieces but the last end, among all rows: their products have hardly more waves than products of all. Two ranks copy half as
 # much for as much work, which two pieces hide.
-ENDS_OF_TWO, ENDS = (11 / 16,), (3 / 16, 9 / 16)
+ENDS_OF_TWO = (11 / 16,)
+ENDS = (3 / 16, 9 / 16)
 BLOCK = 128  # rows of a product's tile
 _NUMBERS = 1 << 10
 _PARTS, _X = 0, 1
@@ -53,11 +54,11 @@ class GatheredRows:
 
     def pieces(self) -> Pieces:
         """Yields each piece once the device has it; to be asked for once."""
-        for index, piece in enumerate(self.group.pieces):
+        for index, rows in enumerate(self.group.cut(self.rows)):
             if index == len(self.group.pieces) - 2:
                 self.norm_last()
             self.group.wait_for(_X, index, self.number)
-            yield self.rows[piece.rows]
+            yield rows
 
     def whole(self) -> Tensor:
         """All rows, once the device has them; they hold until the next forward."""
@@ -66,12 +67,10 @@ class GatheredRows:
 
 
 class _Piece(NamedTuple):
-    """rows: of all; own: those of them that this rank norms, as rows of all, and in the piece; parts [size - 1, own rows, n]: of
-    other ranks; x: own rows."""
+    """rows: of all; own: those of all that this rank norms; parts [size - 1, own rows, n]: of other ranks; x: own rows."""
 
     rows: slice
     own: slice
-    own_in_piece: slice
     parts: Tensor
     x: Tensor
 
@@ -99,7 +98,8 @@ class SequenceParallel:
         self._x = [memory[:x].view(dtype).view(-1, width) for memory in memories]
         self._parts = [memory[x:-flags].view(dtype).view(-1, width) for memory in memories]
         self._flags = [memory[-flags:].view(torch.int32).view(2, 3, self.size - 1) for memory in memories]
-        self.width, self.device = width, memories[rank].device
+        self.width = width
+        self.device = memories[rank].device
         self._flags[rank].fill_(-1)
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device).split(1)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -115,7 +115,8 @@ class SequenceParallel:
     def begin(self, rows: int) -> "SequenceParallel":
         """A forward of so many rows begins."""
         unit = max(1, min(BLOCK, rows // 16))
-        ends = (0, *(int(rows * end) // unit * unit for end in (ENDS_OF_TWO if self.size == 2 else ENDS)), rows)
+        shares = ENDS_OF_TWO if self.size == 2 else ENDS
+        ends = (0, *(int(rows * share) // unit * unit for share in shares), rows)
         cuts = [slice(start, end) for start, end in pairwise(ends)]
         ranks = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
         firsts = list(accumulate((cdiv(cut.stop - cut.start, self.size) * (self.size - 1) for cut in cuts), initial=0))
@@ -130,18 +131,19 @@ class SequenceParallel:
 
     def _parts_of(self, owner: int, rows: slice, first: int) -> Tensor:
         """[size - 1, own rows, n]: every other rank's part of the owner's rows of a piece, from row `first` of its memory on."""
-        own, others = self._own(rows, owner), self.size - 1
-        count = own.stop - own.start
+        own = self._own(rows, owner)
+        count, others = own.stop - own.start, self.size - 1
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
 
     def _piece(self, rows: slice, first: int) -> _Piece:
         inside = self._own(rows, self.rank)
         own = slice(rows.start + inside.start, rows.start + inside.stop)
-        return _Piece(rows, own, inside, self._parts_of(self.rank, rows, first), self._x[self.rank][own])
+        return _Piece(rows, own, self._parts_of(self.rank, rows, first), self._x[self.rank][own])
 
     def _copy(self, index: int, first: int, peer: int) -> _Copy:
         slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
-        piece, flags = self.pieces[index], self._flags[peer][:, index, slot : slot + 1].unbind()
+        piece = self.pieces[index]
+        flags = self._flags[peer][:, index, slot : slot + 1].unbind()
         part = self._parts_of(peer, piece.rows, first)[slot]
         return _Copy(self._own(piece.rows, peer), part, self._x[peer][piece.own], *flags)
 
@@ -183,9 +185,9 @@ class SequenceParallel:
         self, index: int, number: int, part: Tensor, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor
     ) -> None:
         """Norm own rows of a piece, and begin to copy them to all other ranks."""
-        _, own, inside, parts, x = self.pieces[index]
+        rows, own, parts, x = self.pieces[index]
         self.wait_for(_PARTS, index, number)
-        sum_norm(part[inside], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
+        sum_norm(part[self._own(rows, self.rank)], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
         self._send([(copy.x, x, copy.x_flag) for copy in self._copies[index]], number)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:

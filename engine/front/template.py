@@ -212,7 +212,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}  # noqa: DTZ005 (templates mean the local clock)
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
     return environment
 
 
@@ -223,3 +223,7 @@ def _to_json(value: Any, indent: int | None = None, sort_keys: bool = False) -> 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 (templates mean the local clock)
