@@ -15,7 +15,6 @@ time, which is what the host allows. The bytes of a step at the best read rate s
 import argparse
 import json
 import tempfile
-from array import array
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -77,7 +76,7 @@ def drafting(bench: BareRank, batch: int, args: argparse.Namespace, step: int) -
     """Steps that verify drafts and draft on: tokens that one gives, milliseconds of a step and of a token through the runner, and
     on the device of the step's two halves."""
     runner, width = bench.runner, 1 + args.drafts
-    rows = array("i", [number for slot in range(batch) for number in (slot, width, 0)])
+    rows = [(slot, width, 0) for slot in range(batch)]
     first = encode_plan(bench.admission(batch, args.context, args.steps * width, step))
     rest = [encode_plan(StepPlan(step + at, drafts=args.drafts, rows=rows)) for at in range(1, args.steps + 1)]
     bench.run([first, *rest[:WARM_STEPS]])

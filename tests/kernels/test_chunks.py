@@ -1,7 +1,6 @@
 """Prefill chunks listed on the device, from a plan's bytes, against the same by hand: rows, results and tiles, padded or not."""
 
 import random
-from array import array
 
 import pytest
 import torch
@@ -32,8 +31,7 @@ def made(seed: int, width: int, *, most: int) -> None:
         start, size = rng.randint(0, 200), rng.choice((1, 2, 7, 40))
         chunks.append((slot, start, start + size, start + size - rng.randint(0, 1), 0, 0))
     decodes, sizes = slots[len(chunks) :], [end - start for _, start, end, *_ in chunks]
-    ints = [number for slot in decodes for number in (slot, width, 0)]
-    data = encode_plan(StepPlan(1, chunks=chunks, rows=array("i", ints)))
+    data = encode_plan(StepPlan(1, chunks=chunks, rows=[(slot, width, 0) for slot in decodes]))
     plan = torch.from_numpy(read_plan(data).fixed.copy())
     prompts, listed = sum(sizes) + rng.choice((0, 1, 50)), len(chunks) + rng.choice((0, 3))
     gives = [chunk[:3] for chunk in chunks if chunk[3] < chunk[2]]

@@ -1,6 +1,5 @@
 """A decode step as its launches, listed for an H200 without one: how many there are, and that each compiles."""
 
-from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def started(member: str, folder: Path) -> tuple[Runner, set[str]]:
 
 def met(runner: Runner, prompts: int, decodes: int, width: int) -> set[str]:
     """The variants of an unpadded step: a chunk, and sequences of `width` tokens."""
-    rows = array("i", [number for slot in range(decodes) for number in (slot, width, 0)])
+    rows = [(slot, width, 0) for slot in range(decodes)]
     plan = read_plan(encode_plan(StepPlan(1, chunks=[(decodes, 0, prompts, prompts - 1, 0, 0)], rows=rows)))
     with record(target=(9, 0)) as nodes, torch.inference_mode():
         final = runner.forward_stage.eager(plan, runner._inputs.upload(plan), {}, width, None)
