@@ -18,6 +18,7 @@ from typing import Literal
 from cluster.children import ExitStatus, child_name, root_cause
 from cluster.group import Group
 from cluster.handshake import SETTLE_S
+from engine.errors import ConfigError
 from engine.rank_status import RankStatus
 
 PERIOD_S = 0.25
@@ -247,4 +248,8 @@ def _death_of(exit_status: ExitStatus | None) -> Death:
 def raylet_pid() -> int | None:
     """Returns the raylet's process id where Ray started this process (it sets RAY_RAYLET_PID), else None."""
     value = os.environ.get("RAY_RAYLET_PID")
-    return int(value) if value else None
+    if value is None:
+        return None
+    if not value.isdecimal():
+        raise ConfigError(f"RAY_RAYLET_PID is not a process id: {value!r}")
+    return int(value)

@@ -148,7 +148,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
 
     @property
     def tokens(self) -> "array[int]":
-        """The prompt's token ids."""
+        """The prompt's token ids; raises ValueError when its bytes are not whole int32 numbers."""
         return array("i", self.prompt)
 
 

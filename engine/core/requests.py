@@ -4,6 +4,7 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -71,8 +72,10 @@ class Requests:
     def add(self, request: GenerateRequest) -> Sequence | None:
         """Queue a new request, or refuse it if it can never run here: None."""
         try:
-            tokens = request.tokens
+            tokens = _prompt(request)
             limit = self._limit(request, len(tokens))
+            if request.id in self.unfinished:
+                raise InvalidRequest(f"request id {request.id} is already in use")
         except InvalidRequest as error:
             self.refuse(request.id, str(error), error.code)
             return None
@@ -94,7 +97,7 @@ class Requests:
         if len(params.stop_ids) > MAX_STOP_IDS:
             raise InvalidRequest(f"{len(params.stop_ids)} stop ids, end ids included; at most {MAX_STOP_IDS} are possible")
         if request.media:
-            self._check_media(request.media)
+            self._check_media(request.media, prompt)
         if prompt + 1 > self._max_len:
             raise _too_long(f"the prompt has {prompt} tokens; with one to generate it exceeds the context of {self._max_len}")
         limit = min(prompt + params.max_tokens, self._max_len)
@@ -103,16 +106,28 @@ class Requests:
             raise _too_long(f"{needs}; the KV cache holds at most {self._longest} of one request")
         return min(limit, self._longest)
 
-    def _check_media(self, media: tuple[MediaItem, ...]) -> None:
-        """Raise InvalidRequest unless the model takes the items, and a step can hold each of their spans."""
+    def _check_media(self, media: tuple[MediaItem, ...], prompt: int) -> None:
+        """Raise InvalidRequest unless the model takes the items, and they stand one after the other in the prompt, their spans in
+        them."""
+        end = 0
         for item in media:
             if self.encoders is not None:
                 if (encoder := self.encoders.get(item.kind)) is None:
                     raise InvalidRequest(f"this model takes no {item.kind}")
                 encoder.check(item)
-            for begin, end in item.spans:
-                if end - begin > MAX_SPAN or not self.allocator.holds_span(end - begin):
-                    raise InvalidRequest(f"the span [{begin}, {end}) of a media item is longer than what can be computed at once")
+            if not end <= item.first < item.end <= prompt:
+                raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
+            self._check_spans(item)
+            end = item.end
+
+    def _check_spans(self, item: MediaItem) -> None:
+        end = item.first
+        for begin, span_end in item.spans:
+            if not end <= begin < span_end <= item.end:
+                raise InvalidRequest(f"the span [{begin}, {span_end}) is not one of the media item at [{item.first}, {item.end})")
+            if span_end - begin > MAX_SPAN or not self.allocator.holds_span(span_end - begin):
+                raise InvalidRequest(f"the span [{begin}, {span_end}) of a media item is longer than what can be computed at once")
+            end = span_end
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot under a new admission number."""
@@ -193,6 +208,14 @@ class Requests:
         """The outputs since the last call, in order."""
         outputs, self.outputs = self.outputs, []
         return outputs
+
+
+def _prompt(request: GenerateRequest) -> "array[int]":
+    """The prompt's tokens; InvalidRequest if they cannot be read."""
+    try:
+        return request.tokens
+    except ValueError as error:
+        raise InvalidRequest(f"the prompt could not be read: {error}") from error
 
 
 def _too_long(message: str) -> InvalidRequest:

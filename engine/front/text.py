@@ -255,6 +255,14 @@ def template_source(folder: Path, instead: Path | None = None) -> str | None:
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The `*_token` entries of tokenizer_config.json that are strings or serialized AddedTokens."""
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
-    return {name: token for name, token in tokens.items() if name.endswith("_token") and isinstance(token, str)}
+    """The `*_token` entries of tokenizer_config.json, strings or serialized AddedTokens. CheckpointError: another object."""
+    named: dict[str, str] = {}
+    for name, value in settings.items():
+        if not name.endswith("_token"):
+            continue
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str):
+            named[name] = token
+        elif isinstance(value, dict):
+            raise CheckpointError(f"tokenizer_config.json: {name} is an object without content")
+    return named

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.core import prefix
@@ -15,7 +16,7 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.protocol import MediaItem, Output
+from engine.protocol import FinishReason, MediaItem, Output
 from tests.support.engine.scheduling import one_token_each, request_of
 from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
@@ -113,6 +114,25 @@ def test_only_the_same_picture_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(prefix, "_media_by_page", lambda media, page: {})
     bench = Bench()
     assert [found(name, bench) for name in (1, 2)] == [0, 20]
+
+
+@pytest.mark.parametrize(
+    ("item", "complaint"),
+    [
+        (picture(7, 4, 1), "end of the prompt"),
+        (picture(-1, 2, 1), "overlaps"),
+        (picture(3, 0, 1), "overlaps"),
+        (msgspec.structs.replace(picture(3, 2, 1), spans=((3, 4), (3, 5))), "span"),
+        (msgspec.structs.replace(picture(3, 2, 1), spans=((4, 6),)), "span"),
+    ],
+)
+def test_media_that_do_not_fit_their_prompt_are_refused(item: MediaItem, complaint: str) -> None:
+    """Each is an error of its request that says what is wrong."""
+    bench = Bench()
+    bench.ask([5] * 10, [item])
+    (output,) = bench.outputs
+    assert (output.finish, output.invalid) == (FinishReason.error, True)
+    assert complaint in (output.error or "")
 
 
 def test_media_are_encoded_and_whole_in_random_worlds() -> None:

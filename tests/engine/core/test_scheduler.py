@@ -370,6 +370,13 @@ def test_more_stop_ids_than_the_ranks_can_hold_are_refused(stop_ids: int) -> Non
     assert [output.invalid for output in scheduler.requests.drain()] == ([True] if stop_ids > MAX_STOP_IDS else [])
 
 
+def test_a_torn_prompt_is_refused() -> None:
+    """A prompt whose bytes are not whole token ids fails its own request."""
+    scheduler = small_scheduler()
+    scheduler.requests.add(GenerateRequest(id=1, prompt=b"abcde", params=SamplingParams(max_tokens=2)))
+    assert [output.invalid for output in scheduler.requests.drain()] == [True]
+
+
 def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ids as int32 and the keys of its pages; as Python's numbers it takes several times that."""
 

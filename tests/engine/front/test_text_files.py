@@ -54,6 +54,9 @@ def test_named_tokens(folder: Path, tmp_path: Path) -> None:
 
     assert shown(load(bos_token={"__type": "AddedToken", "content": "<bos>"}, mask_token=None)) == "<bos>Hi"
     assert shown(load(bos_token="<bos>", mask_token={"content": "!"}, bos_token_id={})) == "<bos>Hi!"
+    for wrong in ({}, {"content": None}, {"lstrip": False}):
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: mask_token is an object without content"):
+            load(mask_token=wrong)
 
 
 def test_another_template(folder: Path, tmp_path: Path) -> None:
