@@ -51,13 +51,17 @@ def masks_capacity(count: int, vocabulary: int) -> int:
 
 def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:
     """Bytes of the masks int32 [n, words] of a step's slots; `decode_masks` reads them."""
+    assert all(bits.shape[1:] == (words,) and bits.dtype == np.int32 for bits in masks.values()), (step, words)
     slots = np.repeat(np.fromiter(masks, np.int32, len(masks)), [len(bits) for bits in masks.values()])
     return b"".join([_HEADER.pack(step, len(slots), words), slots.tobytes(), *(bits.tobytes() for bits in masks.values())])
 
 
 def decode_masks(data: bytes) -> StepMasks:
-    """The masks in `data`, in place; raises ValueError when it is too short."""
+    """The masks in `data`, in place; raises ValueError when its length is wrong."""
     step, count, words = _HEADER.unpack_from(data)
+    expected = _HEADER.size + 4 * count * (1 + words)
+    if len(data) != expected:
+        raise ValueError(f"the masks of step {step} are {len(data)} bytes long, not {expected}")
     slots = np.frombuffer(data, np.int32, count, _HEADER.size)
     bits = np.frombuffer(data, np.int32, count * words, _HEADER.size + 4 * count)
     return StepMasks(step, slots, bits.reshape(count, words))

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
+
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, SlowReader
 from engine.events import (
     EngineFailed,
@@ -179,12 +181,16 @@ class EngineClient(asyncio.Protocol):
     # -- from the core
 
     def data_received(self, data: bytes) -> None:
-        """Take what the socket gave; asyncio closes it where that raises."""
+        """Take what the socket gave."""
         for message in self._frames.feed(data):
             self._message(message)
 
     def _message(self, raw: bytes) -> None:
-        batch = decode_token_batch(raw)
+        try:
+            batch = decode_token_batch(raw)
+        except msgspec.DecodeError as error:
+            self.fail(f"the core sent a message that cannot be decoded: {error}")
+            return
         before, self.load = self.load, batch.load
         self._sink(EngineLoad(batch.load, self._interval(before, batch.load)))
         for request in batch.started:

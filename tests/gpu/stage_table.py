@@ -22,8 +22,8 @@ def _bench(name: str, seconds: float, gpus: int, module: str, arguments: str) ->
 
 
 _31B, _GPU = "--model dummy:31b --tp 4 --device cuda", "tests/gpu/test_"
-_PROMPTS = "--batches 1 100 1x8192 --slots 100 --max-len 9216 --loads mixed long"
-_LOADS = "--device cuda --slots 100 --prefill-budget 2048 --max-len 9216 --loads mixed long"
+_BOTH = "--slots 100 --max-len 9216 --loads mixed long"
+_LOADS = f"--device cuda --prefill-budget 2048 {_BOTH}"
 STAGES = (
     _tests("selfcheck", 200, 1, f"{_GPU}selfcheck.py"),
     _tests("kernels", 300, 1, " ".join(f"{_GPU}{stem}.py" for stem in ("attention", "linear", "filters", "adjust", "experts"))),
@@ -66,7 +66,7 @@ STAGES = (
     _bench("decode-step", 240, 4, "step", "--tp 4 --check --steps 48"),
     _bench("allreduce_norm", 240, 4, "fused_allreduce_norm", "--tp 4 --check 1400"),
     _bench("sequence-parallel-4", 90, 4, "sequence_parallel", "--tp 4 --rows 4096 8192"),
-    _bench("prompts-31b", 200, 4, "engine", f"{_31B} {_PROMPTS} --prefill-budget 8192 --tokens 4 --repeat 2"),
+    _bench("prompts-31b", 200, 4, "engine", f"{_31B} {_BOTH} --batches 1 100 1x8192 --prefill-budget 8192 --tokens 4 --repeat 2"),
     _bench("drafts-31b-4", 120, 4, "step", "--tp 4 --drafts 5 --accepted 4.42"),
     _bench("auto-31b-4", 200, 4, "engine", f"{_31B} --batches 1 --slots 256 --max-len 32768 --loads mixed --drafts auto"),
     _bench("pictures-31b", 150, 4, "engine", f"{_31B} --loads pictures --max-len 16384"),
