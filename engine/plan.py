@@ -55,7 +55,7 @@ _PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECT
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int]]).decode
-_RESULT = struct.Struct("<QIIII")
+_RESULT = struct.Struct("<IQIIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
 _LOGPROBS_ROW_BYTES = 10  # that a row's logprobs take at most beside them
 PROMPT_ROW_BYTES = 28  # that a PromptRow takes at most beside its words
@@ -202,6 +202,7 @@ class StepResult:
     logprobs  of the rows that report them, one a token
     prompts   of the chunks that report logprobs of prompt tokens, in the plan's order
     encoded   plans since boot whose encodes have ended
+    took_us   microseconds of rank 0's device for the step; 0: not known
     """
 
     step: int
@@ -209,6 +210,7 @@ class StepResult:
     logprobs: Mapping[int, Sequence[Logprobs]]
     prompts: Sequence[PromptRow] = ()
     encoded: int = 0
+    took_us: int = 0
 
     def row(self, index: int) -> ResultRow:
         """Returns one row as an object."""
@@ -319,14 +321,19 @@ def encode_rows(
 ) -> bytes:
     """Returns the bytes of a result; the arguments are as in StepResult."""
     reports = _encode((logprobs, prompts))
-    header = _RESULT.pack(step, len(table), table.shape[1] - RESULT_HEAD, len(reports), encoded)
+    header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, len(reports), encoded)
     return b"".join([header, table.tobytes(), reports])
+
+
+def with_time(result: bytes, took_us: int) -> bytes:
+    """Returns the bytes of a result with what its step took, which replays of it do not."""
+    return struct.pack("<I", took_us) + result[4:]
 
 
 def decode_result(data: bytes) -> StepResult:
     """Read the result in `data`, in place; raises an error when its length is wrong."""
-    step, n_rows, width, _, encoded = _RESULT.unpack_from(data)
+    took_us, step, n_rows, width, _, encoded = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)
     logprobs, prompts = _decode_reports(memoryview(data)[_RESULT.size + table.nbytes :])
-    return StepResult(step, table, logprobs, prompts, encoded)
+    return StepResult(step, table, logprobs, prompts, encoded, took_us)

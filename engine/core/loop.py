@@ -25,7 +25,6 @@ from engine.config import EngineConfig
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.step_budget import StepTimer
 from engine.errors import CheckpointError
 from engine.geometry import read_geometry
 from engine.lifeline import Lifeline, Ready, StepTimes, run
@@ -61,7 +60,6 @@ class Core:
         self._stopping = False
         self._report = False
         self._log = StepLog(scheduler.load)
-        self._timer = StepTimer()
         self._idle = True  # nothing to do until the front sends something
         self._submitted = 0
         self._committed = 0
@@ -124,7 +122,6 @@ class Core:
                 self._masks.planned(plan)
                 self._send_masks()
             self._executor.submit(plan)
-            self._timer.submitted(time.monotonic())
             self._submitted = plan.step
             self._log.planned(plan, time.monotonic())
             self._report |= bool(plan.admissions)  # the front learns of admissions at once
@@ -138,7 +135,7 @@ class Core:
         """Commit every result that has come."""
         committed = False
         while (result := self._executor.poll()) is not None:
-            self._scheduler.commit(result, self._timer.ended(time.monotonic()))
+            self._scheduler.commit(result)
             if self._masks.active:
                 self._advance_masks()
             self._committed = result.step

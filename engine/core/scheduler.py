@@ -139,13 +139,13 @@ class Scheduler:
         self._results.in_flight.append(draft.in_flight)
         return plan
 
-    def commit(self, result: StepResult, took_ms: float | None = None) -> None:
-        """Commit one result; results come in the order of their plans. `took_ms`: milliseconds since the one before it, or since
-        the plan was sent if nothing was in flight then."""
+    def commit(self, result: StepResult) -> None:
+        """Commit one result; results come in the order of their plans."""
         step = self._results.commit(result)
         self._encoded = max(self._encoded, result.encoded)
-        if took_ms is None:
+        if not result.took_us:
             return
+        took_ms = result.took_us / 1e3
         self.requests.counters.encoder_wait_s += step.encoder_waits * took_ms / 1e3
         if step.expected is not None:
             self._budget.record(step.expected, took_ms)

@@ -24,7 +24,6 @@ Precedence is by `priority` (lower first, as in vLLM), then by arrival; preempti
 """
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -305,26 +304,3 @@ class StepBudget:
 
     def _order(self, prompts: list[Prompt], turn: bool) -> list[int]:
         return self._policy.order([prompt.tokens for prompt in prompts], turn)
-
-
-class StepTimer:
-    """How long steps take by the wall clock, idle time of the ranks between steps included. Told of every plan and every result,
-    in order, at monotonic times in seconds.
-
-        plan n |-> ######## n ended |######## n + 1 ended       the later step was in the stream before the earlier ended
-               |<- took_ms of n  -->|<--- of n + 1 --->|
-    """
-
-    def __init__(self) -> None:
-        self._submitted: deque[float] = deque()
-        self._ended = 0.0
-
-    def submitted(self, now: float) -> None:
-        """Notes a plan that went out."""
-        self._submitted.append(now)
-
-    def ended(self, now: float) -> float:
-        """The oldest step that is out has ended: milliseconds since the one before it did, or since its plan if that is later."""
-        began = max(self._ended, self._submitted.popleft())
-        self._ended = now
-        return 1e3 * (now - began)

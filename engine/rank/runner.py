@@ -70,7 +70,7 @@ class Forwarded:
     data: bytes
     uploaded: Tensor
     final: FinalRows
-    start: torch.cuda.Event | None
+    start: torch.cuda.Event
     media: MediaReader | None
 
 
@@ -252,8 +252,7 @@ class Runner:
             self._inputs.apply(uploaded)
             batch = replace(self._inputs.mixed(uploaded, MixedSizes.of(plan))[0], chunks=chunks_of(plan))
             every = self.forward_stage.run(replace(batch, logit_rows=None))
-            if (end := record_event(self._device)) is not None:
-                end.synchronize()  # the plan's staging memory is used again
+            record_event(self._device).synchronize()  # the plan's staging memory is used again
         hidden = self.forward_stage.run(batch)
         sizes = {rows * width for rows in self._buckets for width in self._widths}
         for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others

@@ -1,4 +1,4 @@
-"""When the device began and ended a step, by CUDA events on its stream.
+"""When the device began and ended a step, by CUDA events on its stream; on a CPU by its clock.
 
     step n  |start ######## end|         |start ######## end|  step n + 1
                                 <- idle ->  zero where step n + 1 was in the stream before n ended
@@ -18,25 +18,25 @@ import torch
 
 @dataclass(frozen=True)
 class StepClock:
-    """A step's events; all None on a CPU. `before`: the end of the step before it, None where it says nothing of idleness."""
+    """A step's events. `before`: the end of the step before it, None where it says nothing of idleness."""
 
-    before: torch.cuda.Event | None = None
-    start: torch.cuda.Event | None = None
-    end: torch.cuda.Event | None = None
+    before: torch.cuda.Event | None
+    start: torch.cuda.Event
+    end: torch.cuda.Event
 
     @property
     def busy_us(self) -> int:
-        """Microseconds from the step's start to its end, which has come; 0 on a CPU."""
+        """Microseconds from the step's start to its end, which has come."""
         return _elapsed_us(self.start, self.end)
 
     @property
     def idle_us(self) -> int:
         """Microseconds that the device stood idle before the step; 0 where that is not known."""
-        return _elapsed_us(self.before, self.start)
+        return 0 if self.before is None else _elapsed_us(self.before, self.start)
 
 
 class Stopwatch:
-    """Adds up how long pieces of work take the device, by events; a CPU, by its own clock."""
+    """Adds up how long pieces of work take the device, by events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._us = device, 0
@@ -45,31 +45,44 @@ class Stopwatch:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time the work inside the `with`."""
-        start, began = record_event(self._device), time.monotonic_ns()
+        start = record_event(self._device)
         yield
-        if start is None:
-            self._us += (time.monotonic_ns() - began) // 1000
-        else:
-            self._running.append(StepClock(None, start, record_event(self._device)))
+        self._running.append(StepClock(None, start, record_event(self._device)))
 
     @property
     def us(self) -> int:
         """Microseconds of the pieces that the device has ended."""
-        while self._running and (end := self._running[0].end) is not None and end.query():
+        while self._running and self._running[0].end.query():
             self._us += self._running.popleft().busy_us
         return self._us
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on the device's current stream; None on a CPU."""
+class HostEvent:
+    """What of `torch.cuda.Event` is used here, for a CPU, whose work has ended when a call returns."""
+
+    def __init__(self) -> None:
+        self._ns = time.monotonic_ns()
+
+    def query(self) -> bool:
+        """True: it has come."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds from this event to `end`."""
+        return 1e-6 * (end._ns - self._ns)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event:
+    """Record an event on the device's current stream; on a CPU a HostEvent."""
     if device.type != "cuda":
-        return None
+        return HostEvent()  # type: ignore[return-value]
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def _elapsed_us(first: torch.cuda.Event | None, last: torch.cuda.Event | None) -> int:
-    if first is None or last is None:
-        return 0
+def _elapsed_us(first: torch.cuda.Event, last: torch.cuda.Event) -> int:
     return max(0, round(1e3 * first.elapsed_time(last)))

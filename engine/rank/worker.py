@@ -23,7 +23,7 @@ import torch
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
 from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
-from engine.plan import DEPTH, read_header
+from engine.plan import DEPTH, read_header, with_time
 from engine.rank import compile_ahead
 from engine.rank.builder import Rank, build, kv_bytes, load_rank
 from engine.rank.parallel import check_own_rows, connect, self_check
@@ -163,13 +163,13 @@ class Worker:
     def _finish(self) -> None:
         """Publish the oldest step's result, then do the work that nothing waits for."""
         launched, started = self._launched.popleft()
-        result = launched.result()
+        result, clock = launched.result(), launched.clock
         if self._results is not None:
-            self._results.write(launched.step, result)
+            self._results.write(launched.step, with_time(result, clock.busy_us))
         launched.fold()
         self._step_us = (time.monotonic_ns() - started) // 1000
         self._progress(launched.step)
-        clock, status = launched.clock, self._lifeline.status
+        status = self._lifeline.status
         status.device(self._lifeline.args.index, clock.busy_us, clock.idle_us, launch.late_compilations())
         if self._runner.encode_stage is not None:
             status.encoder(self._lifeline.args.index, self._runner.encode_stage.figures)

@@ -33,6 +33,7 @@ from engine.plan import (
     largest_result,
     read_plan,
     single_rows,
+    with_time,
 )
 from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS, STEP
 from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
@@ -202,8 +203,9 @@ def test_another_version_is_refused() -> None:
 @given(RESULTS)
 def test_results_come_back(result: StepResult) -> None:
     """Any result decodes to itself: rows of different widths, NaN flags, logprobs of every token of some rows."""
-    again = decode_result(encode_result(result))
+    again = decode_result(with_time(encode_result(result), 2**32 - 1))
     assert (again.step, again.rows, again.prompts) == (result.step, result.rows, list(result.prompts))
+    assert (again.took_us, decode_result(encode_result(result)).took_us) == (2**32 - 1, 0)
     assert again.table.shape[1] == RESULT_HEAD + max([1, *(len(row.tokens) for row in result.rows)])
 
 

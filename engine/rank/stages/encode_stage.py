@@ -163,7 +163,7 @@ class EncodeStage:
             self._media.finish()
         while self._pieces is not None:
             self._launch(self._pieces)
-        if self._end is not None:
+        if self._end is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).wait_event(self._end)
         for share in self._shares:
             rows = self._gathered_rows(share).split([count for _, count in share.keys])

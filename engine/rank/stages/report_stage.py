@@ -37,12 +37,11 @@ class CopyOut:
     @property
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self.end is None or self.end.query()
+        return self.end.query()
 
     def wait(self) -> dict[str, np.ndarray]:
         """Wait for the copies; returns the tensors on the host."""
-        if self.end is not None:
-            self.end.synchronize()
+        self.end.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
 
 
@@ -150,7 +149,7 @@ class ReportStage:
         self.last_end: torch.cuda.Event | None = None  # of the step started last
 
     def start(
-        self, plan: PlanView, rows: ResultRows, sampled: StepTokens | None, hidden: Tensor, start: torch.cuda.Event | None
+        self, plan: PlanView, rows: ResultRows, sampled: StepTokens | None, hidden: Tensor, start: torch.cuda.Event
     ) -> Launched:
         """Start the copy of a step's outputs. rows: those that sample; hidden: their final hidden rows; start: the step's start
         event."""

@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +35,6 @@ from tests.support.engine.scheduling import request_of, two_groups
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
-STEP_S = 0.05
 CONFIG = SchedulerConfig(two_groups(), (20, 40), 4, 64, 16)
 
 
@@ -67,21 +65,6 @@ class MachineExecutor:
         if queue[0].masked:
             assert decode_masks(self.masks.pop(0)).step == queue[0].step
         return self.machine.result()
-
-
-@dataclass
-class SlowExecutor(MachineExecutor):
-    """Every second poll finds that a step has ended, which took STEP_S by a clock that nothing else moves."""
-
-    now: float = 0.0
-    polls: int = 0
-
-    def poll(self) -> StepResult | None:
-        self.polls += 1
-        if self.polls % 2 or not self.machine.queue:
-            return None
-        self.now += STEP_S
-        return super().poll()
 
 
 @dataclass
@@ -139,28 +122,6 @@ def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monk
     for level, lines in said.items():
         assert any(re.match(r"\d+\.\d s: \d decode steps, prefill 0, decode \d; cached 0, running", line) for line in lines)
         assert any(line.startswith("step ") for line in lines) == (level == logging.DEBUG)
-
-
-class Timed(Scheduler):
-    """Keeps what it is told that steps took."""
-
-    def commit(self, result: StepResult, took_ms: float | None = None) -> None:
-        super().commit(result, took_ms)
-        self.took = [*getattr(self, "took", ()), took_ms]
-
-
-def test_the_loop_times_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step took its time, though the one behind it was planned before it ended; a pause counts for none."""
-    scheduler, executor = Timed(CONFIG), SlowExecutor()
-    monkeypatch.setattr("engine.core.loop.time", SimpleNamespace(monotonic=lambda: executor.now, monotonic_ns=time.monotonic_ns))
-    with running(lambda sock: loop_of(scheduler, executor, sock)) as front:
-        for number in range(2):
-            front.send(request_of(number, [1] * 5, 6))
-            front.until_ended(1)
-            executor.now += 12 * STEP_S
-    assert executor.deepest == 2
-    assert len(scheduler.took) >= 12
-    assert scheduler.took == pytest.approx([1e3 * STEP_S] * len(scheduler.took))
 
 
 def test_an_unreadable_message_fails_its_own_request_only(core) -> None:  # noqa: ANN001

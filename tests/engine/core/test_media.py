@@ -272,7 +272,7 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     waiting = []
     while (plan := scheduler.schedule()) is not None:
         waiting.append(scheduler.load().encoder_waiting)
-        scheduler.commit(one_token_each(scheduler, plan), 50.0)
+        scheduler.commit(replace(one_token_each(scheduler, plan), took_us=50_000))
     assert waiting[-1] == 0
     assert sum(waiting) * 0.05 == pytest.approx(waited_s) == scheduler.load().encoder_wait_s
 
@@ -314,8 +314,8 @@ def beside_pictures(target_ms: float | None) -> tuple[float, int]:
         assert plan is not None
         began += [(step, len(plan.encodes))] * bool(plan.encodes)
         taken.append(10.0 + sum(8.0 * items for first, items in began if first < step <= first + 2))
-        result = one_token_each(scheduler, plan)
-        scheduler.commit(replace(result, encoded=sum(first + 2 <= step for first, _ in began)), taken[-1])
+        result, encoded = one_token_each(scheduler, plan), sum(first + 2 <= step for first, _ in began)
+        scheduler.commit(replace(result, encoded=encoded, took_us=round(1e3 * taken[-1])))
         scheduler.requests.drain()
     return sum(taken[50:]) / len(taken[50:]), sum(items for first, items in began if first >= 50)
 

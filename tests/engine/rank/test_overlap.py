@@ -18,7 +18,7 @@ from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
 from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import MediaItem
-from engine.rank.step_clock import StepClock
+from engine.rank.step_clock import HostEvent, StepClock
 from engine.rank.worker import Worker
 from engine.rank_status import StatusBlock
 from engine.step_media import RECORD_BYTES, MediaReader, write_media
@@ -63,7 +63,7 @@ class SlowStep:
     step: int
     rows: np.ndarray
     end: float
-    clock: StepClock = field(default_factory=StepClock)
+    clock: StepClock = StepClock(None, HostEvent(), HostEvent())  # type: ignore[arg-type]
 
     @property
     def done(self) -> bool:

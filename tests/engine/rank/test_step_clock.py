@@ -1,12 +1,19 @@
 """How long a device took for a step, and stood idle before it, from the events around it."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from deploy.models.resolve import resolve
+from engine.plan import encode_plan
 from engine.rank import step_clock
+from engine.rank.builder import build
 from engine.rank.step_clock import StepClock, Stopwatch, record_event
+from tests.golden.record import load
+from tests.support.engine.ranks import single
+from tests.support.engine.recording import PAGES, config_of
 
 pytestmark = pytest.mark.cpu
 
@@ -37,10 +44,23 @@ def test_busy_and_idle() -> None:
     assert clock(10.0, 9.999, 14.0).idle_us == 0
 
 
-def test_a_cpu_has_no_clock() -> None:
-    """Nothing is recorded, and both are zero."""
-    assert record_event(torch.device("cpu")) is None
-    assert (StepClock().busy_us, StepClock().idle_us) == (0, 0)
+def test_a_cpu_step_took_as_long_as_its_launch() -> None:
+    """A step that takes 20 ms, whose result is read 20 ms later: the later ones do not count. Where its end is when the result is
+    read, they do."""
+    rank = single(config_of(resolve("nano:31b"), 1))
+    made = build(rank, PAGES)
+    forward = made.forward_stage.run
+
+    def slow(*args: object) -> object:
+        time.sleep(0.02)
+        return forward(*args)  # type: ignore[arg-type]
+
+    made.forward_stage.run = slow  # type: ignore[method-assign,assignment]
+    launched = made.launch(encode_plan(load()[0][0]))
+    time.sleep(0.02)
+    launched.result()
+    first, late = (clock.busy_us for clock in (launched.clock, replace(launched.clock, end=record_event(rank.device))))
+    assert 20_000 <= first <= late - 20_000
 
 
 def test_a_stopwatch_adds_up_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

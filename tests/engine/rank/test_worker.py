@@ -97,6 +97,8 @@ def test_two_ranks_compute_what_one_does(recording: Recording) -> None:
         ranks.submit(StepPlan(len(recording.plans) + 1, stop=True))
         assert ranks.wait() == [0] * 2
     print(f"last step {times} us on the ranks, {len(recording.plans)} steps")
+    assert all(result.took_us > 0 for result in results)
+    assert results[-1].took_us <= times[-1]
     assert tokens_of(results) == tokens_of(recording.results)
     assert logprob_error(results, recording.results) < 1e-4
     assert all(len(set(step)) == 1 for step in hashes)

@@ -3,11 +3,11 @@
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import quantiles
 
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.step_budget import StepEstimate, StepTimer
+from engine.core.step_budget import StepEstimate
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest
@@ -108,9 +108,8 @@ class Pace:
     prefilled: int = 0
     worked_ms: float = 0.0
     _arrivals: list[tuple[float, int, GenerateRequest]] = field(default_factory=list)
-    _out: deque[tuple[StepPlan, StepResult, float]] = field(default_factory=deque)
+    _out: deque[tuple[StepPlan, StepResult, float, float]] = field(default_factory=deque)
     _free_at: float = 0.0
-    _timer: StepTimer = field(default_factory=StepTimer)
 
     def arrive(self, at: float, prompt: int, tokens: int, priority: int = 0) -> int:
         """A request of its own content; returns its id."""
@@ -128,9 +127,8 @@ class Pace:
                 self.scheduler.requests.add(heapq.heappop(self._arrivals)[2])
             while len(self._out) < DEPTH and (plan := self.scheduler.schedule()) is not None:
                 result, milliseconds = self.execute(plan)
-                self._timer.submitted(1e-3 * self.now)
                 self._free_at = max(self._free_at, self.now) + milliseconds
-                self._out.append((plan, result, self._free_at))
+                self._out.append((plan, result, self._free_at, milliseconds))
             if self._out:
                 self._finish()
             elif self._arrivals:
@@ -139,8 +137,8 @@ class Pace:
                 return
 
     def _finish(self) -> None:
-        plan, result, self.now = self._out.popleft()
-        self.scheduler.commit(result, self._timer.ended(1e-3 * self.now))
+        plan, result, self.now, took_ms = self._out.popleft()
+        self.scheduler.commit(replace(result, took_us=round(1e3 * took_ms)))
         self.prefilled += plan.prompt_tokens
         self.worked_ms += work_ms(plan)
         for output in self.scheduler.requests.drain():

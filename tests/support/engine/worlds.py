@@ -260,7 +260,7 @@ def simulate(
             assert planned or not scheduler.stuck, "requests wait, but nothing can run"
             resting = not (planned or scheduler.in_flight)
         if machine.ready:
-            scheduler.commit(machine.result(), took_ms=(0.1, 4.0, 9.0, 60.0)[steps % 4])
+            scheduler.commit(replace(machine.result(), took_us=(100, 4000, 9000, 60_000)[steps % 4]))
             host.committed()
         for output in scheduler.requests.drain():
             outputs.append(output)
