@@ -107,7 +107,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     graphs: Annotated[
         bool,
         Meta(
-            description="on a GPU, decode steps and those with up to 512 prompt tokens (2048 on E2B and E4B) are captured as CUDA "
+            description="on a GPU, decode steps and those with up to 1024 prompt tokens (2048 on E2B and E4B) are captured as CUDA "
             "graphs and replayed"
         ),
     ] = True

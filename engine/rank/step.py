@@ -23,8 +23,8 @@ from engine.rank.slots import SlotState
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
 
-PROMPT_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)  # that the rows of a step's chunks are padded to on a GPU, up to the budget
-SHARED_KV_PROMPT_ROWS = (1024, 2048)  # also, where layers share K and V: most see few rows then, and the host is the slower one
+PROMPT_ROWS = (16, 32, 64, 128, 192, 256, *range(384, 1025, 128))  # that chunks are padded to on a GPU, up to the budget
+SHARED_KV_PROMPT_ROWS = (2048,)  # also, where layers share K and V: most see few rows then, and the host is the slower one
 DECODES_BESIDE_PROMPTS = (0, 8, 32, 128)  # sequences that decode in such steps, padded; the largest bucket is another
 MOST_PADDED_CHUNKS = 16  # of a padded step; with more a step runs unpadded
 LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))

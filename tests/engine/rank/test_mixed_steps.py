@@ -161,10 +161,10 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     chunk = (0, 3, 20, 19, 0, 0)
     assert padded(chunk) == (32, MOST_PADDED_CHUNKS, 0, 4)
     assert padded(chunk, rows=1) == (32, MOST_PADDED_CHUNKS, 4, 4)
-    assert padded((0, 0, 512, 512, 0, 0)) == (512, MOST_PADDED_CHUNKS, 0, 4)
-    assert padded((0, 0, 513, 513, 0, 0)) is None
-    large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 513, 513, 0, 0)])))
-    assert sharing._padded_sizes(large) == (1024, MOST_PADDED_CHUNKS, 0, 4)
+    assert padded((0, 0, 1024, 1024, 0, 0)) == (1024, MOST_PADDED_CHUNKS, 0, 4)
+    assert padded((0, 0, 1025, 1025, 0, 0)) is None
+    large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 1025, 1025, 0, 0)])))
+    assert sharing._padded_sizes(large) == (2048, MOST_PADDED_CHUNKS, 0, 4)
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
     made.slots.prompt_scorings[0] = PromptScoring(1, 9, 0)
