@@ -15,9 +15,10 @@ so no number, and no drafter, is given up for good.
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, starmap
 from statistics import median_low
 
 from engine.protocol import DraftPosition
@@ -28,6 +29,7 @@ TRIALS_SHARE, START = 0.005, 16  # part of the time that trials may lose;   step
 FRESH = 1024  # steps after which a measured time is measured again, if a fifth less would change anything
 REMEMBERED = 256  # steps over which acceptance averages (FRESH without drafts);   over which times do;   prompts beside
 SMOOTH, MIXED = 16, 64
+PAIRS, KNOWN = 32, 256  # of steps with prompt tokens, that tell what a token adds;   tokens that they must differ in, together
 RARE = 0.05  # share of steps with, or without, prompt tokens below which these do not count
 SURE = 24.0  # rows that have had a draft at a position, remembered ones, below which its acceptance is a guess
 GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
@@ -47,38 +49,34 @@ class Option:
 
 
 class PromptTime:
-    """ms that a prompt token adds to a step that has any, from pairs of such steps, one behind the other, that differ in nothing
-    else."""
+    """ms that a prompt token adds to a step that has any: the middle of what pairs of such steps tell, one behind the other, that
+    differ in nothing else. A pair counts by the tokens that it differs in."""
 
     def __init__(self) -> None:
         self._last: tuple[object, int, float] = None, 0, 0.0
-        self._squares, self._products = 0.0, 0.0
+        self._pairs: deque[tuple[float, int]] = deque(maxlen=PAIRS)
+        self.token_ms = 0.0
 
-    def of(self, kind: object, tokens: int, ms: float) -> float:
-        """The ms that so many tokens add to a step, which took `ms`. `kind`: equal of steps that differ in prompt tokens alone."""
-        if not tokens:
-            return 0.0
+    def add(self, kind: object, tokens: int, ms: float) -> None:
+        """Add a step of so many tokens that took `ms`. `kind`: equal of steps that differ in prompt tokens alone."""
         before, last_tokens, last_ms = self._last
-        if kind == before:
-            more, half = tokens - last_tokens, 0.5 * min(ms, last_ms)  # a single pause is no trend
-            odd = ms - last_ms - self._token_ms * more
-            self._squares += (more * more - self._squares) / REMEMBERED
-            self._products += (more * (self._token_ms * more + max(-half, min(odd, half))) - self._products) / REMEMBERED
+        if kind == before and (more := tokens - last_tokens):
+            self._pairs.append(((ms - last_ms) / more, abs(more)))
+            pairs, middle = sorted(self._pairs), sum(weight for _, weight in self._pairs) / 2
+            sums = accumulate(weight for _, weight in pairs)
+            if 2 * middle >= KNOWN:
+                self.token_ms = max(0.0, next(slope for (slope, _), sum_ in zip(pairs, sums, strict=True) if sum_ >= middle))
         self._last = kind, tokens, ms
-        return self._token_ms * tokens
-
-    @property
-    def _token_ms(self) -> float:
-        return max(0.0, self._products / self._squares) if self._squares else 0.0
 
 
 @dataclass
 class Trial:
-    """A trial of an option: `ms` of its steps so far, by kind as there; `verified` rows had that many drafts before."""
+    """A trial of an option: `ms` and prompt tokens of its steps so far, by kind as there; `verified` rows had that many drafts
+    before."""
 
     option: Option
     verified: int
-    ms: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    ms: tuple[list[tuple[float, int]], list[tuple[float, int]]] = field(default_factory=lambda: ([], []))
 
 
 @dataclass
@@ -154,12 +152,18 @@ class Drafting:
         self._step += 1
         stats = self._stats(size)
         stats.drafting += (drafting - stats.drafting) / SMOOTH
-        prompt_ms = self._prompts.of((id(stats), drafts), prompt_tokens, ms)
+        if prompt_tokens:
+            known = self._prompts.token_ms
+            self._prompts.add((id(stats), drafts), prompt_tokens, ms)
+            if self._prompts.token_ms and not known:
+                for option in chain.from_iterable(other.options for other in self._by_rows.values()):
+                    option.ms[True] = 0.0  # it has what the tokens added
+        prompt_ms = self._prompts.token_ms * prompt_tokens
         stats.steps += 1
         stats.prompt_ms += (prompt_ms - stats.prompt_ms) / min(stats.steps, MIXED)
         stats.prompts += (bool(prompt_tokens) - stats.prompts) / min(stats.steps, MIXED)
         self._credit_ms += TRIALS_SHARE * ms
-        self._note_time(stats, drafts, bool(prompt_tokens), max(ms - prompt_ms, 0.1 * ms))
+        self._note_time(stats, drafts, ms, prompt_tokens)
         if self._step % EVERY == 0:
             self._remember()
         if stats.steps % EVERY == 0:
@@ -183,27 +187,30 @@ class Drafting:
     def _trial(self, option: Option) -> Trial:
         return Trial(option, sum(self._verified[option.drafts :]))
 
-    def _note_time(self, stats: RowStats, drafts: int, kind: bool, ms: float) -> None:
-        """A step took `ms`, without what its prompt tokens added."""
-        chosen, trial = stats.chosen, stats.trial
+    def _note_time(self, stats: RowStats, drafts: int, ms: float, prompt_tokens: int) -> None:
+        chosen, trial, kind = stats.chosen, stats.trial, bool(prompt_tokens)
         if trial is not None and drafts == trial.option.drafts:
-            trial.ms[kind].append(ms)
+            trial.ms[kind].append((ms, prompt_tokens))
             counts = list(map(len, trial.ms))
             few = drafts not in (0, chosen.drafts) and sum(self._verified[drafts:]) - trial.verified < SURE
             if sum(counts) >= (LONGEST_TRIAL if few or not _in_all(stats, [count > 1 for count in counts]) else TRIAL):
                 self._end_trial(stats, trial)
         elif drafts == chosen.drafts and chosen.ms[kind]:
             chosen.step = self._step
-            change = (min(ms, 1.5 * chosen.ms[kind]) - chosen.ms[kind]) / SMOOTH  # a single pause is no trend
+            change = (min(self._alone(ms, prompt_tokens), 1.5 * chosen.ms[kind]) - chosen.ms[kind]) / SMOOTH  # a pause is no trend
             for option in stats.options:
                 option.ms[kind] = max(option.ms[kind] + change, 0.1 * option.ms[kind]) if option.ms[kind] else 0.0
+
+    def _alone(self, ms: float, prompt_tokens: int) -> float:
+        """ms of a step without what its prompt tokens added."""
+        return max(ms - self._prompts.token_ms * prompt_tokens, 0.1 * ms)
 
     def _end_trial(self, stats: RowStats, trial: Trial) -> None:
         """The middle of its times is the option's; what it lost is taken from the credit."""
         self._remember()
         option, steps = trial.option, sum(map(len, trial.ms))
         for kind, times in enumerate(trial.ms):
-            option.ms[kind] = median_low(times) if times else option.ms[kind]
+            option.ms[kind] = median_low(starmap(self._alone, times)) if times else option.ms[kind]
         option.step, ms = self._step, stats.ms(option)
         if option is stats.chosen:
             self._credit_ms += START * ms

@@ -206,9 +206,25 @@ def test_beside_prompts(load: str, beside_ms: float, chance: float) -> None:
 def test_prompts_that_are_not_told_apart_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: one time for steps with prompt tokens and those without."""
     note = Drafting._note_time
-    monkeypatch.setattr(Drafting, "_note_time", lambda self, known, drafts, kind, ms: note(self, known, drafts, False, ms))
+    monkeypatch.setattr(
+        Drafting, "_note_time", lambda self, known, drafts, ms, prompts: note(self, known, drafts, self._alone(ms, prompts), 0)
+    )
     monkeypatch.setattr(drafting, "RARE", 1.1)
     assert min(relative(small, mixed(load, 6.0, 0.3)) for load in ("agents", "seldom")) < 0.93
+
+
+def test_what_a_prompt_token_adds_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four H200 begin with steps full of prompts, five times as many tokens as later ones have, and no draft is right: one that is
+    tried beside the later ones is not in force thereafter. Planted fault: nobody learns what a token adds."""
+    prompts = [1930 + step % 7 for step in range(16)] + [(0, 0, 0, 0, 0, 300 + 37 * step % 200)[step % 6] for step in range(600)]
+    traffic = Traffic(lambda step: 128, lambda sequence, step: 0.0, lambda step: prompts[step], len(prompts), token_ms=0.031)
+
+    def drafted() -> int:
+        return sum(map(bool, auto(lambda rows, drafts: 12.0 + 4.0 * drafts, traffic).drafts))
+
+    assert drafted() < 60
+    monkeypatch.setattr(drafting.PromptTime, "add", lambda self, kind, tokens, ms: None)
+    assert drafted() > 300
 
 
 def beside_agents(member: str, rows: int, chance: float) -> float:

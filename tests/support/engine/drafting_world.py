@@ -61,7 +61,8 @@ MEASURED: dict[str, Times] = {"31b": partial(between, _DENSE, 5), "26b-a4b": par
 @dataclass
 class Traffic:
     """Steps of `rows(step)` sequences, whose n-th draft is right with `chance(sequence, step)` if those before it were.
-    `drafting`: of so many, the first ones may draft;   `beside_ms`: what a step takes more if it has drafts and prompt tokens."""
+    `drafting`: of so many, the first ones may draft;   `token_ms`: of a prompt token;   `beside_ms`: what a step takes more if it
+    has drafts and prompt tokens."""
 
     rows: Callable[[int], int]
     chance: Callable[[int, int], float]
@@ -69,6 +70,7 @@ class Traffic:
     steps: int = 20_000
     drafting: Callable[[int], int] = lambda rows: rows
     beside_ms: float = 0.0
+    token_ms: float = 0.01
 
 
 @dataclass
@@ -91,7 +93,7 @@ def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> 
     for step in range(traffic.steps):
         rows, prompts = traffic.rows(step), traffic.prompts(step)
         drafts, at = drafting.choose(rows)
-        beside_ms = 0.01 * prompts + (traffic.beside_ms if prompts and drafts else 0.0)
+        beside_ms = traffic.token_ms * prompts + (traffic.beside_ms if prompts and drafts else 0.0)
         ms = (times(padded(rows), drafts) + beside_ms) * max(0.5, clock.gauss(1, 0.03))
         given = []
         for sequence in range(rows):
