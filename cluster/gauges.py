@@ -30,7 +30,6 @@ def processes(
             name=name,
             up=running,
             stall_s=max(0.0, stall_s),
-            step_s=status.step_us / 1e6,
             busy_s=status.busy_us / 1e6,
             idle_s=status.idle_us / 1e6,
             late_compilations=status.late_compilations,

@@ -367,14 +367,8 @@ ENGINE: tuple[Metric, ...] = (
         ("rank",),
     ),
     Metric(
-        "quartet_rank_step_seconds",
-        "Wall time of the last step on a rank, as it measured it.",
-        "processes.step_s",
-        ("rank",),
-    ),
-    Metric(
         "quartet_rank_device_busy_seconds",
-        "GPU time of the last step on a rank, from its first work to the end of its copies out, by CUDA events; 0 on a CPU.",
+        "Time of the last step on a rank's device, from its first work to the end of its copies out; on a GPU by CUDA events.",
         "processes.busy_s",
         ("rank",),
     ),

@@ -114,15 +114,14 @@ class EngineFailed(EventRecord, frozen=True):
 class ProcessFigures(EventRecord, frozen=True):
     """One process of the group at this moment; `name` is a rank's number, or `core`.
 
-    stall_s: how long it has owed a step without progress, 0 while it owes none. `step_s` is the last step's wall time, `busy_s` its
-    device's, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served. `encoder_s`: time in
+    stall_s: how long it has owed a step without progress, 0 while it owes none. `busy_s` is how long its device took for the last
+    step, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served. `encoder_s`: time in
     encoders since boot.
     """
 
     name: str
     up: bool
     stall_s: float
-    step_s: float
     busy_s: float = 0.0
     idle_s: float = 0.0
     late_compilations: int = 0

@@ -40,7 +40,6 @@ class RankStatus:
     launched: int = 0
     finished: int = 0
     progress_ns: int = 0
-    step_us: int = 0
     heartbeat_ns: int = 0
     busy_us: int = 0
     idle_us: int = 0
@@ -68,24 +67,23 @@ class StatusBlock:
     def read(self, index: int) -> RankStatus:
         """Read the current record; fields are read one by one, so they may differ by a step."""
         words = self._record(index).tolist()
-        launched, finished, progress_ns, step_us, heartbeat_ns, busy_us, idle_us, late = words[:8]
+        launched, finished, progress_ns, heartbeat_ns, busy_us, idle_us, late = words[:7]
         hashes = {word >> 32: word & _LOW for word in words[8 : 8 + HASHES] if word}
         encoder = EncoderFigures(*words[_ENCODER : _ENCODER + len(EncoderFigures._fields)])
-        return RankStatus(launched, finished, progress_ns, step_us, heartbeat_ns, busy_us, idle_us, late, hashes, encoder)
+        return RankStatus(launched, finished, progress_ns, heartbeat_ns, busy_us, idle_us, late, hashes, encoder)
 
-    def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int, step_us: int) -> None:
+    def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int) -> None:
         """Write that a step was launched or finished; for the main thread."""
         record = self._record(index)
         record[0] = launched
         record[2] = now_ns
-        record[3] = step_us
         record[8 + finished % HASHES] = state_hash | (finished & _LOW) << 32
         record[1] = finished
 
     def device(self, index: int, busy_us: int, idle_us: int, late_compilations: int) -> None:
         """Write how the device spent the last step; for the main thread."""
         record = self._record(index)
-        record[5], record[6], record[7] = busy_us, idle_us, late_compilations
+        record[4], record[5], record[6] = busy_us, idle_us, late_compilations
 
     def encoder(self, index: int, figures: EncoderFigures) -> None:
         """Write what the encoders have done; for the main thread."""
@@ -95,7 +93,7 @@ class StatusBlock:
 
     def heartbeat(self, index: int, now_ns: int) -> None:
         """Write that the process is scheduled at all; for the lifeline thread."""
-        self._record(index)[4] = now_ns
+        self._record(index)[3] = now_ns
 
     def _record(self, index: int) -> memoryview:
         """Returns the record's words; a temporary view, so that the memory's owner can unmap it."""

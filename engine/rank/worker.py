@@ -104,10 +104,9 @@ class Worker:
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
         self._media = MediaReader(RingReader(map_shared(args.media), args.tp, args.index), self._waiter)
-        self._launched: deque[tuple[Launched, int]] = deque()  # and when, in monotonic ns
-        self._forwarded: tuple[Forwarded, int] | None = None  # a step that waits for its masks, likewise
+        self._launched: deque[Launched] = deque()
+        self._forwarded: Forwarded | None = None  # a step that waits for its masks
         self._last_step = 0  # launched, or at least its forward
-        self._step_us = 0  # of the step finished last, from its launch on
 
     def run(self) -> None:
         """Run plans until a stop plan comes, and finish the steps before it."""
@@ -130,7 +129,7 @@ class Worker:
     def _finish_done(self) -> bool:
         """Finish the launched steps that are done; returns whether there were any."""
         before = len(self._launched)
-        while self._launched and self._launched[0][0].done:
+        while self._launched and self._launched[0].done:
             self._finish()
         return len(self._launched) < before
 
@@ -140,13 +139,12 @@ class Worker:
         assert header.step == step, f"record {step} holds plan {header.step}"
         if header.stop:
             return False
-        started = time.monotonic_ns()
         self._last_step = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
         if header.masked:
-            self._forwarded = self._runner.forward(data, self._media), started
+            self._forwarded = self._runner.forward(data, self._media)
         else:
-            self._launched.append((self._runner.launch(data, media=self._media), started))
+            self._launched.append(self._runner.launch(data, media=self._media))
         return True
 
     def _sample(self) -> bool:
@@ -155,19 +153,17 @@ class Worker:
         if record is None:
             return False
         assert self._forwarded is not None
-        forwarded, started = self._forwarded
+        self._launched.append(self._runner.sample(self._forwarded, record[1]))
         self._forwarded = None
-        self._launched.append((self._runner.sample(forwarded, record[1]), started))
         return True
 
     def _finish(self) -> None:
         """Publish the oldest step's result, then do the work that nothing waits for."""
-        launched, started = self._launched.popleft()
+        launched = self._launched.popleft()
         result, clock = launched.result(), launched.clock
         if self._results is not None:
             self._results.write(launched.step, with_time(result, clock.busy_us))
         launched.fold()
-        self._step_us = (time.monotonic_ns() - started) // 1000
         self._progress(launched.step)
         status = self._lifeline.status
         status.device(self._lifeline.args.index, clock.busy_us, clock.idle_us, launch.late_compilations())
@@ -176,7 +172,7 @@ class Worker:
 
     def _progress(self, finished: int) -> None:
         args, now = self._lifeline.args, time.monotonic_ns()
-        self._lifeline.status.progress(args.index, self._last_step, finished, now, self._runner.state_hash, self._step_us)
+        self._lifeline.status.progress(args.index, self._last_step, finished, now, self._runner.state_hash)
 
 
 def main() -> None:

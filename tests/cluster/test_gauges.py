@@ -22,7 +22,7 @@ UP = [True] * 3
 
 
 def record(launched: int, finished: int, age_s: float, beat_s: float = 0.1) -> RankStatus:
-    return RankStatus(launched, finished, int(NOW - age_s * S), 11_000, int(NOW - beat_s * S), 1 << 20)
+    return RankStatus(launched, finished, int(NOW - age_s * S), int(NOW - beat_s * S), 11_000)
 
 
 CASES = {
@@ -42,7 +42,7 @@ def test_a_stall_is_time_owed(case: str) -> None:
     found = processes(statuses, UP, NOW, waiting)
     assert [process.name for process in found] == ["0", "1", "core"]
     assert [process.stall_s for process in found] == pytest.approx(stalls)
-    assert found[0].step_s == pytest.approx(0.011)
+    assert found[0].busy_s == pytest.approx(0.011)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -223,7 +223,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
     """A rank that hangs is seen to, by each scrape anew; what it has counted counts on."""
     exporter = exporter_after()
     for stall, late in ((0.0, 0), (7.5, 1)):
-        rank = ProcessFigures("1", True, stall, 0.011, 0.009, 2e-5, late, 1.5)
+        rank = ProcessFigures("1", True, stall, 0.009, 2e-5, late, 1.5)
         exporter.read_gauges = partial(ScrapeGauges, 3, (rank,), EncoderFigures(*range(11)))
         shown = values(scraped(exporter))
         assert shown['quartet_rank_stall_seconds{rank="1"}'] == stall
@@ -251,7 +251,7 @@ def test_key_holders_have_so_many_series_at_most() -> None:
 def test_counts_are_what_a_scrape_says() -> None:
     """Every counter but the ranks', with its labels: what is left in the registry when the group is gone."""
     exporter = exporter_after(*EVENTS, **GROUP)
-    exporter.read_gauges = partial(ScrapeGauges, processes=(ProcessFigures("1", True, 0.0, 0.011, late_compilations=2),))
+    exporter.read_gauges = partial(ScrapeGauges, processes=(ProcessFigures("1", True, 0.0, late_compilations=2),))
     shown = values(scraped(exporter))
     counts = exporter.counts()
     assert counts["quartet_generation_tokens_total", ()] == 4

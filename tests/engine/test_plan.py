@@ -268,7 +268,7 @@ from engine.rank_status import StatusBlock
 block, step = StatusBlock(map_shared(int(sys.argv[1]))), 0
 while True:
     step += 1
-    block.progress(0, step, step, step, zlib.crc32(b"%d" % step), 1)
+    block.progress(0, step, step, step, zlib.crc32(b"%d" % step))
 """
 
 
@@ -296,12 +296,12 @@ def test_status_fields_have_one_writer_each() -> None:
     """The writers of a record fill disjoint fields, leave its neighbours alone, and all of it is read back."""
     memory = memoryview(bytearray(StatusBlock.size(3)))
     block = StatusBlock(memory)
-    block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF, step_us=12)
+    block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF)
     block.heartbeat(1, 99)
     block.device(1, busy_us=4500, idle_us=2**63, late_compilations=65535)
     figures = EncoderFigures(*(2**64 - number for number in range(1, 12)))
     block.encoder(1, figures)
-    expected = RankStatus(7, 6, 2**63, 12, 99, 4500, 2**63, 65535, {6: 0xFFFFFFFF}, figures)
+    expected = RankStatus(7, 6, 2**63, 99, 4500, 2**63, 65535, {6: 0xFFFFFFFF}, figures)
     assert block.read(1) == expected
     block.heartbeat(1, 100)
     assert block.read(1) == replace(expected, heartbeat_ns=100)

@@ -93,7 +93,7 @@ def test_two_ranks_compute_what_one_does(recording: Recording) -> None:
         assert len({message.weight_bytes for message in loaded}) == 1
         assert all(message.kv_bytes > 0 for message in loaded)
         results, hashes = replay_in_step(ranks, recording.plans, recording.masks)
-        times = sorted(status.step_us for status in ranks.statuses())
+        times = sorted(status.busy_us for status in ranks.statuses())
         ranks.submit(StepPlan(len(recording.plans) + 1, stop=True))
         assert ranks.wait() == [0] * 2
     print(f"last step {times} us on the ranks, {len(recording.plans)} steps")
