@@ -194,8 +194,16 @@ _RANK = (
         "while running or self._launched:", "while running:", "engine/rank/test_overlap.py",
     ),
     Fault(
-        "step-time-in-nanoseconds", "engine/rank/worker.py",
-        "(time.monotonic_ns() - started) // 1000", "(time.monotonic_ns() - started)", "engine/rank/test_overlap.py",
+        "step-time-in-nanoseconds", "engine/rank/step_clock.py",
+        "1e-6 * (end._ns", "(end._ns", "engine/rank/test_worker.py",
+    ),
+    Fault(
+        "step-time-is-lost", "engine/rank/worker.py",
+        "with_time(result, clock.busy_us)", "result", "engine/rank/test_worker.py",
+    ),
+    Fault(
+        "times-keep-what-prompts-added", "engine/core/drafting.py",
+        "if self._prompts.token_ms and not known:", "if False:", "engine/core/test_drafting.py",
     ),
     Fault(
         "broken-model-starts", "engine/rank/start_checks.py",
