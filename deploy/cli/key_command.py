@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.edge_settings import KeySettings
-from deploy.edge.keys.key_file import digest_of, new_key, parse, read
+from deploy.edge.keys.key_file import NAME, digest_of, new_key, parse, read
 from engine.errors import ConfigError
 
 HELP = """\
@@ -35,6 +35,8 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the key and its line. ConfigError: an option is wrong, or does not go with what the file has."""
+    if not NAME.fullmatch(args.name):
+        raise ConfigError("--name: 1 to 64 of A-Z a-z 0-9 . _ -")
     names = ("rights", "requests", "tokens", "concurrent", "expires")
     options = [f"{name}={value}" for name in names if (value := getattr(args, name)) is not None]
     key = new_key()

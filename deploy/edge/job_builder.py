@@ -273,7 +273,7 @@ def _check_choice(choice: ToolChoice, tools: Tools) -> None:
         if not tools.declares(name):
             raise invalid("tool_choice", f"{name[:100]!r} is not declared in tools")
     if choice.mode == "required" and not tools:
-        raise invalid("tool_choice", "'required' needs tools")
+        raise invalid("tool_choice", "a choice that requires a call needs tools")
     if choice.names == ():
         raise invalid("tool_choice", "allowed_tools names no tool")
 

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, starmap
+from itertools import accumulate, starmap
 from statistics import median_low
 
 from engine.protocol import DraftPosition
@@ -156,11 +156,9 @@ class Drafting:
             known = self._prompts.token_ms
             self._prompts.add((id(stats), drafts), prompt_tokens, ms)
             if self._prompts.token_ms and not known:
-                for option in chain.from_iterable(other.options for other in self._by_rows.values()):
-                    option.ms[True] = 0.0  # it has what the tokens added
-        prompt_ms = self._prompts.token_ms * prompt_tokens
+                self._by_rows.clear()  # its times have what the tokens added
         stats.steps += 1
-        stats.prompt_ms += (prompt_ms - stats.prompt_ms) / min(stats.steps, MIXED)
+        stats.prompt_ms += (self._prompts.token_ms * prompt_tokens - stats.prompt_ms) / min(stats.steps, MIXED)
         stats.prompts += (bool(prompt_tokens) - stats.prompts) / min(stats.steps, MIXED)
         self._credit_ms += TRIALS_SHARE * ms
         self._note_time(stats, drafts, ms, prompt_tokens)

@@ -194,10 +194,6 @@ _RANK = (
         "while running or self._launched:", "while running:", "engine/rank/test_overlap.py",
     ),
     Fault(
-        "step-time-in-nanoseconds", "engine/rank/step_clock.py",
-        "1e-6 * (end._ns", "(end._ns", "engine/rank/test_worker.py",
-    ),
-    Fault(
         "step-time-is-lost", "engine/rank/worker.py",
         "with_time(result, clock.busy_us)", "result", "engine/rank/test_worker.py",
     ),

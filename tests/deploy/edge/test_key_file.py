@@ -107,7 +107,9 @@ def test_the_command_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.Cap
     assert parse(said[3])[0].digest == sha256(said[1].encode()).digest() != bob.digest
 
 
-@pytest.mark.parametrize("options", [["--name", "a b"], ["--name", "a", "--requests", "0"], ["--name", "alice", "--tokens", "9"]])
+@pytest.mark.parametrize(
+    "options", [["--name", "a b"], ["--name", "a#b"], ["--name", "a", "--requests", "0"], ["--name", "alice", "--tokens", "9"]]
+)
 def test_a_key_that_does_not_go_with_the_file_is_not_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
@@ -117,7 +119,7 @@ def test_a_key_that_does_not_go_with_the_file_is_not_made(
     assert main(["key", "new", *options, "--append", str(file)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("quartet: keys: line ")
+    assert said.err.startswith(("quartet: keys: line ", "quartet: --name: 1 to 64 of "))
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
     assert file.read_text() == f"{HASH} alice requests=5\n"
 
