@@ -68,7 +68,7 @@ STAGES = (
     _bench("sequence-parallel-4", 90, 4, "sequence_parallel", "--tp 4 --rows 4096 8192"),
     _bench("prompts-31b", 200, 4, "engine", f"{_31B} {_BOTH} --batches 1 100 1x8192 --prefill-budget 8192 --tokens 4 --repeat 2"),
     _bench("drafts-31b-4", 120, 4, "step", "--tp 4 --drafts 5 --accepted 4.42"),
-    _bench("auto-31b-4", 200, 4, "engine", f"{_31B} --batches 1 --slots 256 --max-len 32768 --loads mixed --drafts auto"),
+    _bench("auto-31b-4", 200, 4, "engine", f"{_31B} --batches 1 --slots 128 --max-len 32768 --loads mixed --drafts auto"),
     _bench("pictures-31b", 150, 4, "engine", f"{_31B} --loads pictures --max-len 16384"),
     _bench("fairness", 300, 4, "fairness", f"{_31B} --long 16384 --max-len 20480 --prefill-budget 2048 --seconds 0"),
 )
