@@ -15,7 +15,7 @@ HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STAT
 PROXY_PORTS = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT")
 REPLICA_RANGE = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
 BLOCK = 100  # ports, of which the first is kept to mark the others as taken
-_FIRST, _BLOCKS = 20_000, 100  # between Ray's workers' ports (to 19999) and the kernel's own choice (from 32768)
+_FIRST, _BLOCKS = 20_000, 99  # between Ray's workers' ports (to 19999) and the kernel's own choice (from 32768)
 
 
 class Ports:

@@ -59,6 +59,17 @@ def test_the_kernel_chooses_no_port_of_haproxy(two: tuple[Ports, Ports]) -> None
     assert max(ports) < 32_768
 
 
+def test_port_30000_is_left_to_the_api(two: tuple[Ports, Ports], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of other servers know it: of all that a launcher keeps none is above 29 999. Planted: a hundred blocks."""
+    keep, kept = Ports._keep, set[int]()
+    monkeypatch.setattr(Ports, "_keep", lambda self, port: kept.add(port) or keep(self, port))
+    two[0].choose(0)
+    assert 20_000 <= max(kept) < 30_000
+    monkeypatch.setattr("deploy.ports._BLOCKS", 100)
+    two[1].choose(0)
+    assert max(kept) == 30_000
+
+
 def test_no_port_is_a_sentence() -> None:
     """A number that no port has names the option that gave it, as a port that is taken does. Planted: bind's own OverflowError."""
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:99999: .*--port"):
