@@ -374,7 +374,7 @@ ENGINE: tuple[Metric, ...] = (
     ),
     Metric(
         "quartet_rank_device_idle_seconds",
-        "How long the GPU stood idle before the last step with decode rows: what host and core did not hide; 0 on a CPU.",
+        "How long the GPU stood idle before the last step with decode rows: what host and core did not hide.",
         "processes.idle_s",
         ("rank",),
     ),

@@ -150,13 +150,13 @@ class Drafting:
         if len(self._options) == 1:
             return
         self._step += 1
-        stats = self._stats(size)
-        stats.drafting += (drafting - stats.drafting) / SMOOTH
         if prompt_tokens:
             known = self._prompts.token_ms
-            self._prompts.add((id(stats), drafts), prompt_tokens, ms)
+            self._prompts.add((size, drafts), prompt_tokens, ms)
             if self._prompts.token_ms and not known:
                 self._by_rows.clear()  # its times have what the tokens added
+        stats = self._stats(size)
+        stats.drafting += (drafting - stats.drafting) / SMOOTH
         stats.steps += 1
         stats.prompt_ms += (self._prompts.token_ms * prompt_tokens - stats.prompt_ms) / min(stats.steps, MIXED)
         stats.prompts += (bool(prompt_tokens) - stats.prompts) / min(stats.steps, MIXED)

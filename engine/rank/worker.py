@@ -160,13 +160,13 @@ class Worker:
     def _finish(self) -> None:
         """Publish the oldest step's result, then do the work that nothing waits for."""
         launched = self._launched.popleft()
-        result, clock = launched.result(), launched.clock
+        result, busy_us = launched.result(), launched.clock.busy_us
         if self._results is not None:
-            self._results.write(launched.step, with_time(result, clock.busy_us))
+            self._results.write(launched.step, with_time(result, busy_us))
         launched.fold()
         self._progress(launched.step)
         status = self._lifeline.status
-        status.device(self._lifeline.args.index, clock.busy_us, clock.idle_us, launch.late_compilations())
+        status.device(self._lifeline.args.index, busy_us, launched.clock.idle_us, launch.late_compilations())
         if self._runner.encode_stage is not None:
             status.encoder(self._lifeline.args.index, self._runner.encode_stage.figures)
 

@@ -195,7 +195,7 @@ _RANK = (
     ),
     Fault(
         "step-time-is-lost", "engine/rank/worker.py",
-        "with_time(result, clock.busy_us)", "result", "engine/rank/test_worker.py",
+        "with_time(result, busy_us)", "result", "engine/rank/test_worker.py",
     ),
     Fault(
         "times-keep-what-prompts-added", "engine/core/drafting.py",

@@ -108,7 +108,7 @@ class Pace:
     prefilled: int = 0
     worked_ms: float = 0.0
     _arrivals: list[tuple[float, int, GenerateRequest]] = field(default_factory=list)
-    _out: deque[tuple[StepPlan, StepResult, float, float]] = field(default_factory=deque)
+    _out: deque[tuple[StepPlan, StepResult, float]] = field(default_factory=deque)
     _free_at: float = 0.0
 
     def arrive(self, at: float, prompt: int, tokens: int, priority: int = 0) -> int:
@@ -128,7 +128,7 @@ class Pace:
             while len(self._out) < DEPTH and (plan := self.scheduler.schedule()) is not None:
                 result, milliseconds = self.execute(plan)
                 self._free_at = max(self._free_at, self.now) + milliseconds
-                self._out.append((plan, result, self._free_at, milliseconds))
+                self._out.append((plan, replace(result, took_us=round(1e3 * milliseconds)), self._free_at))
             if self._out:
                 self._finish()
             elif self._arrivals:
@@ -137,8 +137,8 @@ class Pace:
                 return
 
     def _finish(self) -> None:
-        plan, result, self.now, took_ms = self._out.popleft()
-        self.scheduler.commit(replace(result, took_us=round(1e3 * took_ms)))
+        plan, result, self.now = self._out.popleft()
+        self.scheduler.commit(result)
         self.prefilled += plan.prompt_tokens
         self.worked_ms += work_ms(plan)
         for output in self.scheduler.requests.drain():
