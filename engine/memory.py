@@ -17,7 +17,7 @@ PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
 INBOX_BYTES = 128 << 20  # that a rank's inboxes may take so that drafts find room too; sums of more rows are collectives
-SEQUENCE_WORK = 1024 * 5376**2  # rows times hidden^2 of a rank: with less the host would be the bound of `sequence_rows`
+SEQUENCE_WORK = 1536 * 5376**2  # rows times hidden^2: with less all-reduces are as fast as norms of own rows
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
 CAPTURED_PATCHES = 5184  # of pictures, whose layers are captured
@@ -44,9 +44,10 @@ def reserved_bytes(config: EngineConfig) -> int:
 
 def sequence_rows(config: EngineConfig, geometry: Geometry) -> range:
     """Returns how many rows steps with prompts have whose ranks norm rows of their own (`kernels.sequence_parallel`)."""
-    least = -(-SEQUENCE_WORK * config.tp // geometry.hidden**2)
+    if config.tp == 1 or geometry.residual_is_read:
+        return range(0)
     most = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest
-    return range(0) if config.tp == 1 or geometry.residual_is_read else range(least, most + 1)
+    return range(-(-SEQUENCE_WORK // geometry.hidden**2), most + 1)
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:

@@ -13,11 +13,12 @@ Copies need no multiprocessors, of which a product leaves none to a kernel besid
 receiver, where a kernel waits for it.
 
 One buffer each for parts and for x is enough: a rank sends a piece's next part when it has the piece's x of all ranks, who sent
-theirs once they had read its parts; and its next x when it has the next parts, whose senders have read x.
+theirs once they had read its parts; and its next x when it has the next parts, whose senders have read x. Numbers count the sums of
+a forward, so that a graph can hold them: those of two sums, one behind the other, differ where a forward has two or more. In a
+graph too copies have queues of their own: none can be behind a kernel that waits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -34,23 +35,25 @@ from kernels.launch import cdiv, configured, enabled, launch, next_power_of_2, t
 from kernels.norm import norm_add, rms_norm
 
 # Where pieces but the last end, among all rows: their products have hardly more waves than products of all. Two ranks copy half as
-# much for as much work, which two pieces hide.
-ENDS_OF_TWO = (11 / 16,)
+# much for as much work, which two pieces hide; the first one of so many rows at least.
+ENDS_OF_TWO = {6144: 11 / 16, 3072: 5 / 8, 0: 1 / 2}
 ENDS = (3 / 16, 9 / 16)
 BLOCK = 128  # rows of a product's tile
-_NUMBERS = 1 << 10
+_NUMBERS = 1 << 10  # sums of a forward, at most
 _PARTS, _X = 0, 1
 Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """x [T, n] whose pieces are on their way from the ranks that norm them; of the last one this rank's rows by `norm_last`."""
+    """x [T, n] whose pieces are on their way from the ranks that norm them; of the last one this rank's rows by `norm_last`. What
+    this rank `sent` them lives until they have sent x."""
 
     rows: Tensor
     group: "SequenceParallel"
     number: int
     norm_last: Callable[[], None]
+    sent: Sequence[Tensor]
 
     def pieces(self) -> Pieces:
         """Yields each piece once the device has it; to be asked for once."""
@@ -61,8 +64,9 @@ class GatheredRows:
             yield rows
 
     def whole(self) -> Tensor:
-        """All rows, once the device has them; they hold until the next forward."""
+        """All rows, once the device has them, behind all that this rank has copied; they hold until the next forward."""
         list(self.pieces())
+        self.group.join()
         return self.rows
 
 
@@ -114,8 +118,9 @@ class SequenceParallel:
 
     def begin(self, rows: int) -> "SequenceParallel":
         """A forward of so many rows begins."""
+        self._number = 0
         unit = max(1, min(BLOCK, rows // 16))
-        shares = ENDS_OF_TWO if self.size == 2 else ENDS
+        shares = [next(end for least, end in ENDS_OF_TWO.items() if rows >= least)] if self.size == 2 else ENDS
         ends = (0, *(int(rows * share) // unit * unit for share in shares), rows)
         cuts = [slice(start, end) for start, end in pairwise(ends)]
         ranks = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
@@ -154,14 +159,17 @@ class SequenceParallel:
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
         """Begin to copy this rank's part [piece's rows, n] to their other owners."""
         self._send([(copy.part, part[copy.rows], copy.part_flag) for copy in self._copies[piece]], number)
+
+    def join(self) -> None:
+        """Let what follows on the current stream wait for this rank's copies."""
         if self._stream is not None:
-            part.record_stream(self._stream)
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _send(self, copies: list[tuple[Tensor, Tensor, Tensor]], number: int) -> None:
         """Copy (to, from, flag) on a stream beside the current one, behind what that holds by now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # of none: where it is
             for to, rows, flag in copies:
                 to.copy_(rows, non_blocking=True)
                 flag.copy_(self._numbers[number], non_blocking=True)
@@ -171,24 +179,22 @@ class SequenceParallel:
     ) -> tuple[Tensor, GatheredRows]:
         """Adds the parts [T, n] of own rows, as `fused_allreduce_norm` does, once they have come -> (h [T, n], of which
         own rows are written, x). residual [T, n], of which own rows are read. The last piece's, as x's last but one is taken."""
-        h, number, norm_last = torch.empty_like(residual), self._number, None
-        self._number = (self._number + 1) % _NUMBERS
+        h, number, sent = torch.empty_like(residual), self._number, list[Tensor]()
+        self._number += 1
+
+        def norm(index: int) -> None:
+            """Norm own rows of a piece, and begin to copy them to all other ranks."""
+            rows, own, parts, x = self.pieces[index]
+            self.wait_for(_PARTS, index, number)
+            sum_norm(sent[index][self._own(rows, self.rank)], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
+            self._send([(copy.x, x, copy.x_flag) for copy in self._copies[index]], number)
+
         for index, rows in enumerate(part):
             self.scatter(rows, index, number)
-            if norm_last is not None:
-                norm_last()
-            norm_last = partial(self._norm, index, number, rows, residual, norms, eps, scalar, h)
-        assert norm_last is not None
-        return h, GatheredRows(self._x[self.rank][: len(h)], self, number, norm_last)
-
-    def _norm(
-        self, index: int, number: int, part: Tensor, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor
-    ) -> None:
-        """Norm own rows of a piece, and begin to copy them to all other ranks."""
-        rows, own, parts, x = self.pieces[index]
-        self.wait_for(_PARTS, index, number)
-        sum_norm(part[self._own(rows, self.rank)], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
-        self._send([(copy.x, x, copy.x_flag) for copy in self._copies[index]], number)
+            sent.append(rows)
+            if index:
+                norm(index - 1)
+        return h, GatheredRows(self._x[self.rank][: len(h)], self, number, partial(norm, index), sent)
 
     def wait_for(self, what: int, piece: int, number: int) -> None:
         """Let what follows on the current stream wait for every other rank's copy of that number."""

@@ -44,9 +44,9 @@ from engine.rank.stages.report_stage import Launched, ReportStage
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS, SampleStage, StepTokens, captured_sampler
 from engine.rank.step import (
     DECODES_BESIDE_PROMPTS,
+    LARGE_PROMPT_ROWS,
     MOST_PADDED_CHUNKS,
     PROMPT_ROWS,
-    SHARED_KV_PROMPT_ROWS,
     MixedSizes,
     StepBuffers,
     chunks_of,
@@ -113,10 +113,10 @@ class Runner:
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
-        shared = not all(layer.owns_kv for layer in geometry.layers)
-        prompt_rows = PROMPT_ROWS + (SHARED_KV_PROMPT_ROWS if shared else ())
+        large = not all(layer.owns_kv for layer in geometry.layers) or (inboxes is not None and inboxes.sequence is not None)
+        self._prompt_rows = [rows for rows in PROMPT_ROWS + LARGE_PROMPT_ROWS * large if rows <= config.prefill_budget]
         if encoders and not geometry.bidirectional:
-            self.forward_stage.allocate_soft_tokens(prompt_rows[-1])
+            self.forward_stage.allocate_soft_tokens(config.prefill_budget)
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
@@ -124,7 +124,6 @@ class Runner:
         rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, self.encode_stage, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
-        self._prompt_rows = [rows for rows in prompt_rows if rows <= config.prefill_budget]
         own = BACKENDS[config.attention_of("extend") or OWN[config.device].name].parts == OWN[config.device].parts
         self._pads_chunks = on_gpu and own
         self.capturable = device.type == "cuda" and config.graphs
@@ -141,30 +140,25 @@ class Runner:
 
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
-        self.graphs = self.graphs_of(buckets or self._buckets, () if buckets else self._mixed_sizes)
+        graphs = StageGraphs(self._device)
+        for sizes, width in self._steps(buckets):
+            self._capture_step(graphs, sizes, width)
+        if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
+            for rows, width in product(sorted(buckets or self._buckets, reverse=True), self._widths[1:]):
+                graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
+        torch.cuda.synchronize(self._device)
+        self.graphs = graphs
         if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
-    @torch.inference_mode()
-    def graphs_of(self, buckets: Sequence[int], mixed: Sequence[MixedSizes] = ()) -> StageGraphs:
-        """Capture decode steps of these buckets, and steps with chunks of these sizes, largest first. Every rank must call it."""
-        graphs = StageGraphs(self._device)
-        for sizes, width in self._steps(buckets, mixed):
-            self._capture_step(graphs, sizes, width)
-        if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
-            for rows, width in product(sorted(buckets, reverse=True), self._widths[1:]):
-                graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
-        torch.cuda.synchronize(self._device)
-        return graphs
-
-    def _steps(self, buckets: Sequence[int], mixed: Sequence[MixedSizes]) -> Iterator[tuple[int | MixedSizes, int]]:
-        """Yields sizes and widths of the steps that are captured, largest first. They run the empty plan uploaded here, which fits
-        all."""
+    def _steps(self, buckets: Sequence[int] | None = None) -> Iterator[tuple[int | MixedSizes, int]]:
+        """Yields sizes and widths of the steps that are captured, largest first, of all or of decode steps of these buckets alone.
+        They run the empty plan uploaded here, which fits all."""
         self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
-        for sizes, width in product(mixed, reversed(self._mixed_widths)):
+        for sizes, width in product(() if buckets else self._mixed_sizes, reversed(self._mixed_widths)):
             if width == 1 or sizes.decodes:
                 yield sizes, width
-        yield from product(sorted(buckets, reverse=True), reversed(self._widths))
+        yield from product(sorted(buckets or self._buckets, reverse=True), reversed(self._widths))
 
     @torch.inference_mode()
     def list_launches(self, share: int, shares: int) -> None:
@@ -172,12 +166,14 @@ class Runner:
         runs."""
         if share == 0:
             self.warm()
-        steps = self._steps(self._buckets, self._mixed_sizes)
+        steps = self._steps()
         for (sizes, width), name in product(islice(steps, share, None, shares), LARGEST_SAMPLERS):
             self.repeat(sizes, name, width)
 
     def _capture_step(self, graphs: StageGraphs, sizes: int | MixedSizes, width: int) -> None:
-        for name in LARGEST_SAMPLERS:  # a step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`)
+        # A step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`). With chunks one is enough: `warm`
+        # has run all that samplers launch.
+        for name in LARGEST_SAMPLERS[isinstance(sizes, MixedSizes) :]:
             graphs.warm(partial(self.repeat, sizes, name, width))
         plan = self._inputs.plan
         state = graphs.capture("forward", sizes, partial(self._launched_forward, sizes, width, plan), width)
@@ -206,7 +202,7 @@ class Runner:
         most = self._buckets[-1]
         decodes = [rows for rows in DECODES_BESIDE_PROMPTS if rows < most] + [most]
         return [
-            MixedSizes(prompts, MOST_PADDED_CHUNKS, rows, min(MOST_PADDED_CHUNKS + rows, most))
+            MixedSizes(prompts, chunks := max(MOST_PADDED_CHUNKS, prompts // 128), rows, min(chunks + rows, most))
             for prompts in reversed(self._prompt_rows)
             for rows in reversed(decodes)
         ]
@@ -217,12 +213,13 @@ class Runner:
         if not len(plan.chunks):
             return self.bucket(len(plan.rows)) if len(plan.rows) else None
         has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
-        if not self._pads_chunks or len(slots) > MOST_PADDED_CHUNKS or len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
+        if not self._pads_chunks or len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
             return None
         if self.encode_stage is not None and self.forward_stage.soft_tokens is None and self.encode_stage.has_items(slots):
             return None
         fitting = (sizes for sizes in self._mixed_sizes if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
-        return min(fitting, default=None)
+        least = min(fitting, default=None)
+        return least if least and least.chunks >= has.chunks else None
 
     def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
         """Sample a padded step by the sampler of that name, and accept its drafts. Capturable."""
@@ -333,7 +330,10 @@ class Runner:
                 if width == 1:
                     self.draft_stage.accept(final.batch, sampled.chosen, final.hidden, adjusted=False)
                 sequences = len(plan.result_slots)
-                self._draft(self.draft_stage, self.bucket(sequences), plan.drafts)
+                if self.graphs is not None:
+                    self.graphs.replay("draft", self.bucket(sequences), 1 + plan.drafts)
+                else:
+                    self.draft_stage.draft(self.bucket(sequences), plan.drafts)
                 if plan.masked:
                     sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
         if final.prompts is not None:
@@ -376,10 +376,3 @@ class Runner:
         """Launch the forward of an uploaded plan, padded to `sizes`. Capturable."""
         stage = self.forward_stage
         return stage.decode(sizes, plan, width) if isinstance(sizes, int) else stage.mixed(sizes, plan, width)
-
-    def _draft(self, stage: DraftStage, sequences: int, count: int) -> None:
-        """Draft `count` tokens behind the last accepted one of each of `sequences` sequences, a bucket."""
-        if self.graphs is not None:
-            self.graphs.replay("draft", sequences, 1 + count)
-        else:
-            stage.draft(sequences, count)

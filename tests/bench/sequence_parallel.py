@@ -3,12 +3,14 @@
     python -m tests.bench.sequence_parallel --tp 2 --rows 2048 8192
 
 In rounds that delay ranks at random both give final rows as close as their roundings are, and norms of own rows the same ones on
-all ranks. Milliseconds are of one forward, of as many layers as --layers says; `products`: of the products alone.
+all ranks, as graphs and launched kernel by kernel, at random. Milliseconds are of one forward, of as many layers as --layers says,
+as a graph; `launched`: kernel by kernel; `products`: of the products alone, likewise.
 """
 
 import argparse
 import json
 import random
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -69,11 +71,30 @@ class Mlps:
             h, x = allreduce_norm.add(down(gate_up.geglu(x), allreduce_norm), h, post, next_norm, self.scalar)
         return whole(x)
 
+    def forward_by_rows(self, h: Tensor, sequence: SequenceParallel) -> Tensor:
+        """Final rows, of which each rank norms its own."""
+        return self.forward(h, sequence.begin(len(h)))
+
     def products(self, h: Tensor) -> Tensor:
         """The products alone."""
         for gate_up, down in self.weights:
             h = down(gate_up.geglu(h))
         return h
+
+
+def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A graph of it, warmed up."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
 
 
 @torch.inference_mode()
@@ -92,17 +113,20 @@ def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> N
         expected = layers.forward(h, None).float()
         layers.parallel = parallel
         worst, equal = 0.0, True
+        eager, all_reduces = partial(layers.forward_by_rows, h, sequence), partial(layers.forward, h, None)
+        replay, replay_all_reduces = captured(eager), captured(all_reduces)
         for _ in range(args.check):
             if rng.random() < 0.5:
                 torch.cuda._sleep(rng.randrange(1, 4_000_000))
-            x = layers.forward(h, sequence.begin(rows)).clone()
+            x = rng.choice((eager, replay))().clone()
             every = parallel.all_gather(x).unflatten(-1, (parallel.size, -1))
             equal = equal and bool((every == x[:, None]).all())
             worst = max(worst, float((x.float() - expected).norm() / expected.norm()))
         assert not inboxes.allreduce.failed, "a copy did not come"
         times = {
-            "all_reduce": milliseconds(parallel, partial(layers.forward, h, None)),
-            "sequence": milliseconds(parallel, partial(layers.forward, h, sequence.begin(rows))),
+            "all_reduce": milliseconds(parallel, replay_all_reduces),
+            "sequence": milliseconds(parallel, replay),
+            "launched": milliseconds(parallel, eager),
             "products": milliseconds(parallel, partial(layers.products, h)),
         }
         if rank == 0:

@@ -65,7 +65,7 @@ def test_tables_of_adjustments_are_for_all_slots_and_the_paddings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "tp", "least"), [("31b", 2, 2048), ("31b", 4, 4096), ("12b", 2, 4015), ("26b-a4b", 2, 0), ("31b", 1, 0)]
+    ("member", "tp", "least"), [("31b", 2, 1536), ("31b", 4, 1536), ("12b", 2, 3011), ("26b-a4b", 2, 0), ("31b", 1, 0)]
 )
 def test_ranks_norm_rows_of_their_own_where_a_step_has_work_enough(member: str, tp: int, least: int) -> None:
     """From so many rows on, up to the largest padded step; not one rank, nor ranks that read the residual elsewhere."""

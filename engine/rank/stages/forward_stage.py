@@ -122,7 +122,8 @@ class ForwardStage:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Returns the final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
-        peers = self._inboxes.sequence if self._inboxes is not None and batch.chunks else None
-        if peers is not None:
-            peers = peers.begin(batch.rows) if batch.rows in peers.rows else None
+        peers = self._inboxes.sequence if self._inboxes is not None and batch.prompts else None
+        if peers is not None:  # for what is not captured the host is the bound with fewer rows than so many a rank
+            least = peers.rows.start * (peers.size if batch.chunks else 1)
+            peers = peers.begin(batch.rows) if batch.rows >= least else None
         return self.model.forward(batch, self._cache, self._attention, peers)

@@ -62,12 +62,13 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
     ran: list[str] = []
     runner = Runner.__new__(Runner)
-    runner._device, runner._inputs, runner.draft_stage = MagicMock(), MagicMock(), None
+    runner._device, runner._inputs, runner.draft_stage, runner._inboxes = MagicMock(), MagicMock(), None, None
     runner._widths = runner._mixed_widths = (1,)
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
     runner.forward_stage.decode = lambda rows, *_: ran.append(f"forward {rows}") or (rows, None)
     runner.sample_stage.captured = lambda name, _, rows, __: ran.append(f"{name} {rows}")
-    made = runner.graphs_of((1, 8))
+    runner.capture((1, 8))
+    made: Any = runner.graphs
     warmed = [entry for name in LARGEST_SAMPLERS for entry in ("forward 8", f"{name} 8")]
     recorded = ["forward 8", *(f"{name} 8" for name in SAMPLERS)]
     assert ran == [*warmed, *recorded, *(name.replace("8", "1") for name in warmed + recorded)]

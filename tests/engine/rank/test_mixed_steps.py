@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from torch import Tensor
@@ -13,6 +15,7 @@ from deploy.models.resolve import resolve
 from engine.plan import StepPlan, StepResult, encode_plan, read_plan, single_rows
 from engine.rank import runner, step
 from engine.rank.builder import build
+from engine.rank.parallel import Inboxes
 from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.runner import Runner
 from engine.rank.stages.forward_stage import FinalRows
@@ -95,7 +98,7 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
     for made in (eager, captured, wrong):
         made._pads_chunks = True
     for made in (captured, wrong):
-        made.graphs = made.graphs_of((), made._mixed_sizes)
+        made.capture()
         made.slots.lengths.zero_()
         for cache in made.slots.cache:
             cache.pool.zero_()
@@ -150,9 +153,11 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
 
 def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     """Chunks of images, chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers
-    share K and V there are larger ones."""
-    made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=2048)), PAGES) for member in ("31b", "e2b"))
-    made._pads_chunks = sharing._pads_chunks = True
+    share K and V, or ranks norm own rows, there are larger ones."""
+    made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=4096)), PAGES) for member in ("31b", "e2b"))
+    inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock())
+    by_rows = build(replace(single(config_of(nano("31b"), 1, prefill_budget=4096)), inboxes=inboxes), PAGES)
+    made._pads_chunks = sharing._pads_chunks = by_rows._pads_chunks = True
 
     def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> MixedSizes | None:
         plan = StepPlan(1, chunks=list(chunks), spans=spans or [], rows=single_rows(range(rows)))
@@ -164,7 +169,9 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     assert padded((0, 0, 1024, 1024, 0, 0)) == (1024, MOST_PADDED_CHUNKS, 0, 4)
     assert padded((0, 0, 1025, 1025, 0, 0)) is None
     large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 1025, 1025, 0, 0)])))
-    assert sharing._padded_sizes(large) == (2048, MOST_PADDED_CHUNKS, 0, 4)
+    assert sharing._padded_sizes(large) == by_rows._padded_sizes(large) == (1280, MOST_PADDED_CHUNKS, 0, 4)
+    many = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, 150, 150, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 4)])))
+    assert by_rows._padded_sizes(many) == (3072, 24, 0, 4)
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
     made.slots.prompt_scorings[0] = PromptScoring(1, 9, 0)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from engine.config import EngineConfig, engine_config
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_header, single_rows
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
+from engine.rank import runner as rank_runner
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build
 from engine.rank.runner import Runner
@@ -74,7 +76,9 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
 def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
     allreduce = SimpleNamespace(failed=False)
-    monkeypatch.setattr(runner, "graphs_of", lambda *_: None)
+    monkeypatch.setattr(runner, "_steps", lambda _: ())
+    monkeypatch.setattr(rank_runner, "StageGraphs", MagicMock())
+    monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(allreduce=allreduce))
     runner.capture()
     allreduce.failed = True

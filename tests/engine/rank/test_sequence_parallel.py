@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from engine.rank.load.loader import load
 from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import Parallel, check_own_rows
+from engine.rank.parallel import Inboxes, Parallel, check_own_rows
+from engine.rank.stages.forward_stage import ForwardStage
 from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.sequence_parallel import SequenceParallel
 from tests.bench.sequence_parallel import Mlps
@@ -173,6 +175,22 @@ def test_a_model_gives_the_same_final_rows(nano: Nano, size: int) -> None:
 def test_rows_that_have_not_come_are_seen(fault: type[SequenceParallel], size: int) -> None:
     """Planted faults: they are taken for those that have."""
     assert Group(size, fault).distance() > 0.01
+
+
+@pytest.mark.parametrize(("rows", "by_rows"), [(11, False), (12, True), (23, True), (24, True)])
+def test_captured_steps_need_fewer_rows(rows: int, by_rows: bool) -> None:
+    """A step with prompts has norms of own rows from 12 rows on in a graph, and from 12 a rank launched kernel by kernel, where the
+    host is the bound below; one without prompts has none."""
+    stage = ForwardStage.__new__(ForwardStage)
+    stage._inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock(rows=range(12, 99), size=2, begin=lambda rows: rows))
+    stage.model, stage._cache, stage._attention = MagicMock(forward=lambda *given: given[-1]), MagicMock(), MagicMock()
+
+    def peers(**changes: object) -> object:
+        return stage.run(MagicMock(**{"rows": rows, "prompts": 8, "chunks": ()} | changes))
+
+    assert peers() == (rows if by_rows else None)
+    assert peers(chunks=(Chunk(0, 0, 8, 0),)) == (rows if rows == 24 else None)
+    assert peers(prompts=0) is None
 
 
 def test_under_the_interpreter() -> None:
