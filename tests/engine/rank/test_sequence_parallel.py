@@ -25,7 +25,7 @@ from engine.rank.load.loader import load
 from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import Inboxes, Parallel, check_own_rows
+from engine.rank.parallel import Inboxes, Parallel, allocated_inboxes, check_own_rows
 from engine.rank.stages.forward_stage import ForwardStage
 from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.sequence_parallel import SequenceParallel
@@ -191,6 +191,22 @@ def test_captured_steps_need_fewer_rows(rows: int, by_rows: bool) -> None:
     assert peers() == (rows if by_rows else None)
     assert peers(chunks=(Chunk(0, 0, 8, 0),)) == (rows if rows == 24 else None)
     assert peers(prompts=0) is None
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_inboxes_are_aligned(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that kernels write 16 bytes at once to. Planted: flags that take no more bytes than they are."""
+
+    def misaligned() -> int:
+        memory = torch.zeros(64 << 20, dtype=torch.uint8)
+        made = allocated_inboxes(0, 100, 5376, torch.bfloat16, range(1536, 1637), size, lambda length: [memory[:length]] * size)
+        assert made.sequence is not None
+        shared = made.sequence._x[0], made.sequence._parts[0]
+        return sum((memory.data_ptr() - tensor.data_ptr()) % 16 for tensor in (made.allreduce.inbox, made.argmax.inbox, *shared))
+
+    assert not misaligned()
+    monkeypatch.setattr(kernels.sequence_parallel, "_FLAGS", 24 * (size - 1))
+    assert misaligned()
 
 
 def test_under_the_interpreter() -> None:
