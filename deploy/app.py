@@ -37,7 +37,7 @@ from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
 from deploy.models.fingerprint import fingerprint
-from deploy.nodes import check_nodes, gpus_of
+from deploy.nodes import check_nodes, gpus_of, replica_resources
 from deploy.placement import place
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.scaling import Demand
@@ -73,7 +73,6 @@ def build(args: dict[str, Any]) -> Application:
 def deployment_options(settings: Settings) -> dict[str, Any]:
     """Returns Serve's options where the YAML's `deployments:` says nothing else."""
     logging_config = logs.serve_config(settings.logs)
-    gpus = {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
     return {
         # The guard around Serve lets no more in than this, so that Serve never refuses anything itself, in words of its own.
         "max_ongoing_requests": settings.limits.requests,
@@ -84,7 +83,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": settings.limits.request_timeout_s + DRAIN_MARGIN_S,
         "graceful_shutdown_wait_loop_s": 0.5,
         "max_constructor_retry_count": 2,  # what is wrong with a checkpoint is wrong every time
-        "ray_actor_options": gpus,
+        "ray_actor_options": replica_resources(settings),
         **({"logging_config": logging_config} if logging_config else {}),
     }
 

@@ -32,7 +32,7 @@ from deploy.nodes import check_nodes, check_replicas
 from deploy.placement import place
 from deploy.ports import Ports, check_port
 from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
-from deploy.settings import ServeConfig, Settings
+from deploy.settings import ServeConfig, Settings, http_address
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 
@@ -83,12 +83,8 @@ class Launch:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where clients find it. ConfigError: the port is no number."""
-        options = self.config.get("http_options") or {}
-        try:
-            return str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"http_options.port: {error}") from error
+        """As `http_address`."""
+        return http_address(self.config)
 
     def check(self) -> EngineConfig:
         """Check, before Ray is up, the ports, the folder of the logs, the keys, and that this machine, all that Ray can count, has
@@ -101,9 +97,7 @@ class Launch:
             check_log_folder(logs.folder)
         if self.settings.keys.needed:
             parse(read(self.settings.keys))
-        gpus = len(probe().gpus)
-        check_nodes(self.settings, [gpus])
-        check_replicas(self.config, self.settings, {"CPU": os.cpu_count() or 1, "GPU": gpus})
+        check_nodes(self.settings, [len(probe().gpus)])
         config = place(self.settings)  # a model of the hub is downloaded
         attention_here(config)
         return config
@@ -123,6 +117,7 @@ class Launch:
         from deploy.serve_schema import check_schema  # Serve reads the environment when it is imported
 
         check_schema(self.config, "the config")
+        check_replicas(self.config, self.settings, {"CPU": os.cpu_count() or 1, "GPU": len(probe().gpus)})
         with interruptible():  # behind it our handlers are back: Ray puts its own in their place
             self._init_ray()
         self._deploy()

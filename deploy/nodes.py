@@ -24,13 +24,18 @@ def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
         )
 
 
+def replica_resources(settings: Settings) -> dict[str, float]:
+    """Returns what a replica takes where the YAML's `deployments:` says nothing else."""
+    return {"num_gpus": settings.tp, "num_cpus": 1} if settings.needs_gpus else {"num_gpus": 0, "num_cpus": 0.5}
+
+
 def check_replicas(config: ServeConfig, settings: Settings, resources: Mapping[str, float]) -> None:
     """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
     for _, options in deployments(config):
-        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options") or {}
+        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options") or replica_resources(settings)
         count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
         gpus = actor.get("num_gpus", settings.tp if settings.needs_gpus else 0)
-        for resource, amount in (("CPU", actor.get("num_cpus", 0)), ("GPU", gpus)):
+        for resource, amount in (("CPU", actor.get("num_cpus", 1)), ("GPU", gpus)):
             needed = float(amount) * (1 if count == "auto" else int(count))
             if needed > (total := resources.get(resource, 0.0)) and not settings.wait_for_nodes:
                 raise ConfigError(f"{count} replica(s) of {amount} {resource}s each need {needed:g}; this machine has {total:g}")

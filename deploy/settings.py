@@ -214,6 +214,15 @@ def application(config: ServeConfig, source: str) -> ServeConfig:
     return quartets[0]
 
 
+def http_address(config: ServeConfig) -> tuple[str, int]:
+    """Returns host and port where clients find it. ConfigError: the port is no number."""
+    options = config.get("http_options") or {}
+    try:
+        return str(options.get("host", "127.0.0.1")), int(options.get("port", 8000))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"http_options.port: {error}") from error
+
+
 def deployments(config: ServeConfig) -> Iterator[tuple[str, ServeConfig]]:
     """Yields the options of each deployment of a Serve config, behind the path of keys that they stand at."""
     for number, app in enumerate(config["applications"]):

@@ -40,7 +40,7 @@ ENDS_OF_TWO = {6144: 11 / 16, 3072: 5 / 8, 0: 1 / 2}
 ENDS = (3 / 16, 9 / 16)
 BLOCK = 128  # rows of a product's tile
 _NUMBERS = 1 << 10  # sums of a forward, at most
-_FLAGS = 256  # bytes for them: kernels write 16 bytes at once to what lies behind, the other inboxes too
+_FLAGS = 1024  # bytes for them, of up to 43 ranks: kernels write 16 bytes at once to what lies behind, the other inboxes too
 _PARTS, _X = 0, 1
 Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 

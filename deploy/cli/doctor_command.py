@@ -10,7 +10,7 @@ from cluster.capability import ComputeCapability, probe
 from cluster.children import ROOT
 from deploy.cli.finding import Finding
 from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
-from deploy.settings import Settings, read_config, read_settings
+from deploy.settings import Settings, http_address, read_config, read_settings
 
 HELP = """\
 Looks, and changes nothing; Ray is not started, and torch is loaded for --kernels alone. `ok` is as it should be, `warn` works with
@@ -69,7 +69,7 @@ def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool) -
     if kernels:
         yield checks.kernels()
     yield from checks.machine()
-    yield from checks.ports(int((config.get("http_options") or {}).get("port", 8000)))
+    yield from checks.ports(http_address(config)[1])
     yield checks.ingress()
     yield checks.ray_environment()
     yield from checks.hub()

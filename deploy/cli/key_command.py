@@ -1,6 +1,7 @@
 """`quartet key new`: makes an API key, shows it once, and gives the line that a file of keys has of it."""
 
 import argparse
+import fcntl
 import os
 from pathlib import Path
 
@@ -53,15 +54,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """Adds a line to a file; who reads it meanwhile has it as it was, or with the line."""
-    before = read(KeySettings(file=str(path.absolute()))) if path.exists() else ""
-    text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
-    parse(text)
+    """Adds a line to a file, of the same owner and mode; who reads it meanwhile has it as it was, or with the line."""
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.touch(mode=path.stat().st_mode & 0o777 if path.exists() else 0o600, exist_ok=False)
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # of two that add at once both lines stay
+        before = read(KeySettings(file=str(path))) if path.exists() else ""
+        text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
+        parse(text)
+        temporary.touch(mode=0o600, exist_ok=False)
         temporary.write_text(text, encoding="utf-8")
+        if path.exists():
+            status = path.stat()
+            os.chown(temporary, status.st_uid, status.st_gid)
+            temporary.chmod(status.st_mode & 0o777)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+        os.close(folder)

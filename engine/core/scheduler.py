@@ -91,7 +91,7 @@ class Scheduler:
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, self.allocator, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
-        self._encoder_waits: list[Sequence] = []
+        self._encoder_waits: set[Sequence] = set()
         self._encodes = self._encoded = 0  # plans that encode, and those of them whose encodes have ended
         self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
 
@@ -112,6 +112,7 @@ class Scheduler:
         draft = PlanDraft(plan, InFlightStep(plan), self.config.encoder_rows)
         self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
+        self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left
         if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
             self._end_encoder_waits()
         self._release(plan)
@@ -289,7 +290,7 @@ class Scheduler:
         if awaited is None:
             return size
         sequence.waits.add("encoder")
-        self._encoder_waits.append(sequence)
+        self._encoder_waits.add(sequence)
         return 0 if beside and sequence.is_near(awaited) else max(0, awaited.first - sequence.high)
 
     def _end_encoder_waits(self) -> None:

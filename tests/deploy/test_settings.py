@@ -291,6 +291,7 @@ def test_the_largest_node_decides() -> None:
         ({"ray_actor_options": {"num_cpus": 64}}, "1 replica(s) of 64 CPUs each need 64; this machine has 8"),
         ({"num_replicas": 2, "ray_actor_options": {"num_gpus": 4}}, "2 replica(s) of 4 GPUs each need 8; this machine has 4"),
         ({"autoscaling_config": {"min_replicas": 2}}, "2 replica(s) of 4 GPUs each need 8; this machine has 4"),
+        ({"num_replicas": 9, "ray_actor_options": {"num_gpus": 0}}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
     ],
 )
 def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) -> None:
@@ -300,6 +301,8 @@ def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) 
     with pytest.raises(ConfigError, match=re.escape(why)):
         check_replicas(config, settings, there)
     check_replicas(config, msgspec.structs.replace(settings, wait_for_nodes=True), there)
+    with pytest.raises(ConfigError, match=re.escape("17 replica(s) of 0.5 CPUs each need 8.5; this machine has 8")):
+        check_replicas({"applications": [{"deployments": [{"num_replicas": 17}]}]}, Settings(model="nano:31b"), there)
     fine = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 8}, "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 4}}
     check_replicas({"applications": [{"deployments": [fine]}, {}]}, settings, there)
 

@@ -125,5 +125,5 @@ class ForwardStage:
         peers = self._inboxes.sequence if self._inboxes is not None and batch.prompts else None
         if peers is not None:  # for what is not captured the host is the bound with fewer rows than so many a rank
             least = peers.rows.start * (peers.size if batch.chunks else 1)
-            peers = peers.begin(batch.rows) if batch.rows >= least else None
+            peers = peers.begin(batch.rows) if least <= batch.rows < peers.rows.stop else None
         return self.model.forward(batch, self._cache, self._attention, peers)

@@ -1,9 +1,12 @@
 """Lines of a file of API keys: what they say, what is wrong with those that say nothing, and the command that makes them."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.cli import key_command
 from deploy.cli.main import main
-from deploy.edge.keys.key_file import MAX_KEYS, RIGHTS, ApiKey, Quota, parse
+from deploy.edge.edge_settings import KeySettings
+from deploy.edge.keys.key_file import MAX_KEYS, RIGHTS, ApiKey, Quota, parse, read
 from engine.errors import ConfigError
 from tests.support.repo_rules import ROOT
 
@@ -105,6 +110,34 @@ def test_the_command_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.Cap
     assert main(["key", "new", "--name", "bob"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert parse(said[3])[0].digest == sha256(said[1].encode()).digest() != bob.digest
+
+
+def test_keys_that_are_added_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads the file while the other would; through a link too, which stays one, as does the file's mode. Planted: without
+    the lock one line is lost."""
+    linked, file = tmp_path / "link", tmp_path / "keys"
+    linked.symlink_to(file)
+
+    def slow_read(settings: KeySettings) -> str:
+        text = read(settings)
+        time.sleep(0.1)
+        return text
+
+    monkeypatch.setattr(key_command, "read", slow_read)
+    pids = count(1)
+    monkeypatch.setattr(key_command.os, "getpid", lambda: next(pids))
+    for locked in (True, False):
+        file.write_text("")
+        file.chmod(0o640)
+        if not locked:
+            monkeypatch.setattr(key_command.fcntl, "flock", lambda *_: None)
+        with ThreadPoolExecutor(2) as pool:
+            lines = [f"{HASH} a", f"{OTHER} b"]
+            list(pool.map(key_command._append, (linked, linked), lines))
+        assert (len(parse(file.read_text())) == 2) == locked
+        assert linked.is_symlink()
+        assert file.stat().st_mode & 0o777 == 0o640
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

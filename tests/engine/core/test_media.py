@@ -16,7 +16,7 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.protocol import FinishReason, MediaItem, Output
+from engine.protocol import AbortReason, FinishReason, MediaItem, Output
 from tests.support.engine.scheduling import one_token_each, request_of
 from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
@@ -275,6 +275,33 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
         scheduler.commit(replace(one_token_each(scheduler, plan), took_us=50_000))
     assert waiting[-1] == 0
     assert sum(waiting) * 0.05 == pytest.approx(waited_s) == scheduler.load().encoder_wait_s
+
+
+def test_who_has_left_waits_for_no_encoder() -> None:
+    """A request that is aborted beside a running one while its picture waits is not counted in the steps behind. Planted: it is."""
+    counted = []
+    leave = Sequence.leave
+
+    def still_waiting(sequence: Sequence) -> int:
+        slot = leave(sequence)
+        sequence.waits.add("encoder")
+        return slot
+
+    for leaves in (leave, still_waiting):
+        scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
+        scheduler.requests.add(request_of(0, [5] * 3, 50))
+        for _ in range(3):
+            scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
+        scheduler.requests.add(request_of(1, [5] * 15, media=(picture(2, 4, 1),)))
+        scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
+        assert scheduler.load().encoder_waiting == 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sequence, "leave", leaves)
+            scheduler.requests.abort(1, AbortReason.client_gone)
+            for _ in range(3):
+                scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
+        counted.append(scheduler.load().encoder_waiting)
+    assert counted == [0, 1]
 
 
 def test_a_span_that_no_chunk_can_hold_is_refused() -> None:

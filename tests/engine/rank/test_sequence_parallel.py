@@ -177,10 +177,10 @@ def test_rows_that_have_not_come_are_seen(fault: type[SequenceParallel], size: i
     assert Group(size, fault).distance() > 0.01
 
 
-@pytest.mark.parametrize(("rows", "by_rows"), [(11, False), (12, True), (23, True), (24, True)])
+@pytest.mark.parametrize(("rows", "by_rows"), [(11, False), (12, True), (23, True), (24, True), (99, False)])
 def test_captured_steps_need_fewer_rows(rows: int, by_rows: bool) -> None:
     """A step with prompts has norms of own rows from 12 rows on in a graph, and from 12 a rank launched kernel by kernel, where the
-    host is the bound below; one without prompts has none."""
+    host is the bound below; one without prompts has none, nor one of more rows than there is memory for."""
     stage = ForwardStage.__new__(ForwardStage)
     stage._inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock(rows=range(12, 99), size=2, begin=lambda rows: rows))
     stage.model, stage._cache, stage._attention = MagicMock(forward=lambda *given: given[-1]), MagicMock(), MagicMock()
@@ -193,7 +193,7 @@ def test_captured_steps_need_fewer_rows(rows: int, by_rows: bool) -> None:
     assert peers(prompts=0) is None
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
 def test_inboxes_are_aligned(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that kernels write 16 bytes at once to. Planted: flags that take no more bytes than they are."""
 
@@ -207,6 +207,12 @@ def test_inboxes_are_aligned(size: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert not misaligned()
     monkeypatch.setattr(kernels.sequence_parallel, "_FLAGS", 24 * (size - 1))
     assert misaligned()
+    monkeypatch.undo()
+    memories = [torch.zeros(SequenceParallel.bytes(size, 16, HIDDEN, torch.float32), dtype=torch.uint8)] * size
+    peers = SequenceParallel(memories, 0, range(17), HIDDEN, torch.float32, torch.zeros(2, dtype=torch.int32))
+    peers._x[0].fill_(0)
+    peers._parts[0].fill_(0)
+    assert bool((peers._flags[0] == -1).all()), "flags share memory with rows"
 
 
 def test_under_the_interpreter() -> None:
