@@ -1,7 +1,8 @@
 """What a client asks for, in the words of no API: every API builds an Ask, and JobBuilder and Service read nothing else."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from deploy.edge.key_types import JsonObject
@@ -104,12 +105,22 @@ class ChatPrompt:
             if message.call_id not in calls:
                 raise invalid(message.call_path, f"no call before it has the id {message.call_id!r}")
             calls.update(call.id for call in message.calls)
+        object.__setattr__(self, "messages", list(_with_results_in_order(self.messages)))
 
     @property
     def media(self) -> list[Media]:
         """The parts that are no text, in order."""
         contents = [message.content for message in self.messages if not isinstance(message.content, str | None)]
         return [part for content in contents for part in content if isinstance(part, Media)]
+
+
+def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yields the messages, results of one turn's calls in the order of these: templates tell them apart by nothing else."""
+    order: dict[str | None, int] = {}
+    for is_result, run in groupby(messages, lambda message: message.role == "tool"):
+        turns = list(run)
+        yield from sorted(turns, key=lambda message: order.get(message.call_id, 0)) if is_result else turns
+        order = {call.id: index for index, call in enumerate(turns[-1].calls)}
 
 
 @dataclass(frozen=True)

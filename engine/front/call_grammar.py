@@ -5,8 +5,9 @@
     tool_0: "get_weather" object_2
     object_2: "{" "city:" string ("," "days:" integer_3)? "}"          keys in the order in which templates render them
 
-Only declared properties can be written, where a schema has `properties`; of a tuple all elements that it names. A schema with a
-keyword that the notation cannot keep is refused by name, or stands for any value that is well-formed.
+Only declared properties can be written, where a schema has `properties` and does not say what others may be; of a tuple all
+elements that it names. A schema with a keyword that the notation cannot keep is refused by name, or stands for any value that is
+well-formed.
 """
 
 import json
@@ -16,11 +17,11 @@ from itertools import chain, combinations
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.front.notation import KEY_CHARACTER, KEY_CHARACTER_OF_GRAMMARS
+from engine.front.notation import KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
-from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred
+from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred, says_nothing
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -33,7 +34,8 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }
-_BARE_KEY = re.compile(f"{KEY_CHARACTER}+(?: {KEY_CHARACTER}+)*")
+_BARE_KEY = re.compile(r"""(?!\s)[^"':=,{}\n]+(?<!\s)""")  # what reads as a key without quotes
+_OF_CONSTANTS = frozenset(("type", *OF_STRINGS, *_KEYWORDS["number"]))  # what enum and const leave nothing to say
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
 # All by which a schema refuses values: a keyword that is none of them is an annotation, JSON Schema's own or anybody's.
 _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS.values(), (
@@ -130,6 +132,8 @@ class CallGrammar:
         if not isinstance(schema, Mapping):
             raise SchemaError(f"{json.dumps(schema)[:100]} as a schema")
         schema = _without_nulls(schema)
+        if depth and schema.get("nullable") is True:  # as OpenAPI 3.0 says what templates show, too
+            return _either(['"null"', self._by_schema({**schema, "nullable": False}, depth)])
         for keyword in (*_REFERRING, "const", "enum"):
             if keyword in schema:
                 return self._special(keyword, schema, depth)
@@ -140,7 +144,7 @@ class CallGrammar:
         return _either([self._typed(str(name).lower(), schema, depth) for name in listed(types)])
 
     def _special(self, keyword: str, schema: Schema, depth: int) -> str:
-        _only(schema, (keyword, "type") if keyword in ("const", "enum") else (keyword,))
+        _only(schema, {keyword} | (_OF_CONSTANTS if keyword in ("const", "enum") else {"type"}))
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
@@ -151,8 +155,8 @@ class CallGrammar:
             case "allOf" if len(schema["allOf"]) != 1:
                 raise SchemaError("the schema keyword 'allOf' with several schemas")
             case "oneOf":
-                self._check_apart([ValueSchema(branch, self._root) for branch in schema["oneOf"]])
-        return _either([self._value(branch, depth + 1) for branch in schema[keyword]])
+                self._check_apart([ValueSchema(branch, self._root) for branch in _branches(schema, keyword)])
+        return _either([self._value(branch, depth + 1) for branch in _branches(schema, keyword)])
 
     def _check_apart(self, branches: Sequence[ValueSchema]) -> None:
         """Check the schemas of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
@@ -221,7 +225,11 @@ class CallGrammar:
         if not properties:
             return self._map(others, depth)
         members = [(self._member(key, properties[key], depth), key in required) for key in sorted(properties, key=str.lower)]
-        return self._rule("object", f'"{{" {self._members(members)} "}}"')
+        more = ""
+        if schema.get("additionalProperties", False) is not False:
+            key = self._rule("KEY", f"KEY & ~({' | '.join(map(json.dumps, properties))})")
+            more = self._rule("member", f'{key} ":" ({self._value(others, depth + 1)})')
+        return self._rule("object", f'"{{" {self._members(members, more)} "}}"')
 
     def _map(self, schema: Any, depth: int) -> str:
         """An object whose keys are free."""
@@ -237,9 +245,10 @@ class CallGrammar:
             raise SchemaError(f"the key {key[:100]!r}")
         return self._rule("member", f"{json.dumps(key + ':')} ({self._value(schema, depth + 1)})")
 
-    def _members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Members in order, those that are not required left out or not, commas between what is there."""
-        first = behind = ""  # what may come when nothing has come yet, and when something has
+    def _members(self, members: Sequence[tuple[str, bool]], more: str) -> str:
+        """Members in order, those that are not required left out or not, commas between what is there; then any of `more`."""
+        behind = f'("," {more})*' if more else ""  # what may come when something has come, and when nothing has
+        first = f"({more} {behind})?" if more else ""
         for name, required in reversed(members):
             begun = f"{name} {behind}"
             first = begun if required else f"({begun} | {first})" if first else f"({begun})?"
@@ -251,6 +260,12 @@ def _only(schema: Schema, known: Collection[str]) -> None:
     for keyword in schema:
         if keyword in _CONSTRAINTS and keyword not in known:
             raise SchemaError(f"the schema keyword {keyword[:100]!r}")
+
+
+def _branches(schema: Schema, keyword: str) -> list[Any]:
+    """The schemas of anyOf, oneOf or allOf, each with the type that stands beside them."""
+    kind = {"type": schema["type"]} if "type" in schema else {}
+    return [{**kind, **branch} if isinstance(branch, Mapping) else branch for branch in schema[keyword]]
 
 
 def _target(root: Any, reference: str) -> Any:
@@ -274,11 +289,11 @@ def _of_object(schema: Schema) -> Schema:
 
 
 def _without_nulls(schema: Schema) -> Schema:
-    """A keyword that is null is as good as absent: programs write so what they leave open. So is `uniqueItems: false`."""
+    """A keyword that is null is as good as absent: programs write so what they leave open. So is one that allows everything."""
     return {
         keyword: value
         for keyword, value in schema.items()
-        if keyword == "const" or (value is not None and (value or keyword != "uniqueItems"))
+        if keyword == "const" or not (value is None or says_nothing(keyword, value))
     }
 
 

@@ -23,7 +23,7 @@ from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS, lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
-from engine.front.value_schema import listed
+from engine.front.value_schema import listed, says_nothing
 
 MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
@@ -34,7 +34,7 @@ _MAX_CHOICES = 1024
 _MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _SPACING = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:))", re.MULTILINE)
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))", re.MULTILINE)
 
 
 # Whether a thought comes before the answer; `begun`: the prompt has begun it.
@@ -62,11 +62,11 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
-    """A format of no standard is an annotation: pydantic writes "password", zod "cuid". `uniqueItems: false` allows everything."""
+    """A format of no standard is an annotation: pydantic writes "password", zod "cuid"."""
     if str(schema.get("format")) not in FORMATS:
         schema.pop("format", None)
-    if schema.get("uniqueItems") is False:
-        del schema["uniqueItems"]
+    for keyword in [keyword for keyword, value in schema.items() if says_nothing(keyword, value)]:
+        del schema[keyword]
 
 
 def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:

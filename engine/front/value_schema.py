@@ -101,6 +101,11 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
+def says_nothing(keyword: str, value: Any) -> bool:
+    """Whether a keyword allows everything: zod writes of a record that its keys are strings."""
+    return (keyword == "uniqueItems" and value is False) or (keyword == "propertyNames" and value in ({}, True, {"type": "string"}))
+
+
 def are_apart(left: ValueSchema, right: ValueSchema) -> bool:
     """Whether no value fits both, as far as types, constants and the constants of required members tell."""
     if left.types is not None and right.types is not None and not _with_numbers(left.types) & _with_numbers(right.types):
@@ -138,7 +143,7 @@ def json_kind(text: str) -> str | None:
 def _types_of(branch: Schema) -> frozenset[str] | None:
     """What one schema says without its alternatives; None where it says nothing."""
     if names := listed(branch.get("type")):
-        return frozenset(str(name).lower() for name in names)
+        return frozenset(str(name).lower() for name in names).union(["null"] if branch.get("nullable") is True else ())
     constants = _constants_of(branch)
     return None if constants is None else frozenset(_PYTHON_TYPES.get(type(value), "string") for value in constants)
 

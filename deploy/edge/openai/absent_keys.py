@@ -29,6 +29,7 @@ CHAT: AbsentKeys = {
     "best_of": (1,),
     "function_call": ("", "none", "auto"),
     "modalities": ([], ["text"]),
+    "moderation": (),
     "web_search_options": (),
 }
 

@@ -112,7 +112,7 @@ def _message(message: Message, where: str) -> ChatMessage:
     if content is None and message.role == "user":
         raise invalid(f"{where}.content", "a user's message needs content, not null")
     return ChatMessage(
-        message.role,
+        "system" if message.role == "developer" else message.role,
         [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)] if isinstance(content, list) else content,
         thought=message.reasoning or message.reasoning_content,
         calls=tuple(map(_call, message.tool_calls or ())),

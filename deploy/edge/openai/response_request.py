@@ -214,7 +214,7 @@ def _full_name(namespace: str | None, name: str) -> str:
 
 def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Join the instructions and the first system messages to one: templates take no other."""
-    later = list(dropwhile(lambda message: message.role in ("system", "developer"), messages))
+    later = list(dropwhile(lambda message: message.role == "system", messages))
     first = messages[: len(messages) - len(later)]
     text = "\n\n".join(filter(None, [instructions, *(str(message.content) for message in first)]))
     return [ChatMessage("system", text), *later] if text else later
@@ -246,7 +246,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
         case "message" if item.role == "user":
             return ChatMessage("user", _content(item.content, f"{where}.content"))
         case "message" if item.role in ("assistant", "system", "developer"):
-            return ChatMessage(item.role, _text(item.content, f"{where}.content"))
+            return ChatMessage("assistant" if item.role == "assistant" else "system", _text(item.content, f"{where}.content"))
         case "message":
             raise invalid(f"{where}.role", "not one of user, assistant, system, developer")
         case "reasoning":
@@ -266,7 +266,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
 
 def _thought(item: InputItem, where: str) -> str:
     """Return its text; what somebody else has encrypted is nothing to us."""
-    if item.content is not None:
+    if item.content:
         return _text(item.content, f"{where}.content")
     given = item.encrypted_content or ""
     if not given.startswith(_OWN):

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from deploy.edge import ask
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.openai.schemas import CHAT_READER
 from engine.front import template
@@ -42,12 +43,27 @@ class Checkpoint:
         return self.text.render_chat(messages, tools=chat.tools or None, enable_thinking=bool(chat.thinks))
 
     def theirs(self, body: dict[str, Any]) -> list[int]:
-        """The same by transformers; arguments have to be mappings there."""
+        """The same by transformers; there arguments have to be mappings, results stand in the order of their calls, and the role is
+        system."""
         variables = {"bos_token": "<bos>", "add_generation_prompt": True, **body.get("chat_template_kwargs", {})}
-        messages = list(map(_with_mappings, body["messages"]))
+        messages = list(map(_with_mappings, _in_order(body["messages"])))
         (text,), _ = render_jinja_template([messages], body.get("tools"), None, self.source, **variables)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+
+def _in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every result behind the result of the call before its own, as long as they follow each other."""
+    ids = [[call["id"] for call in message.get("tool_calls") or ()] for message in messages]
+    ordered = [message | ({"role": "system"} if message["role"] == "developer" else {}) for message in messages]
+    for _ in messages:
+        for index in range(2, len(messages)):
+            before, behind = ordered[index - 1 : index + 1]
+            calls = next((ids[at] for at in reversed(range(index)) if ordered[at]["role"] != "tool"), [])
+            places = [calls.index(each["tool_call_id"]) if each.get("tool_call_id") in calls else 0 for each in (before, behind)]
+            if before["role"] == behind["role"] == "tool" and places[0] > places[1]:
+                ordered[index - 1 : index + 1] = behind, before
+    return ordered
 
 
 def _with_mappings(message: dict[str, Any]) -> dict[str, Any]:
@@ -150,10 +166,13 @@ def _without_ids(message: dict[str, Any], cut: CutCalls) -> dict[str, Any]:
 _prepared = template._prepared
 
 
-@pytest.mark.parametrize("fault", ["results without names", "the guard stays", "arguments as text"])
+@pytest.mark.parametrize("fault", ["results without names", "results as they came", "the guard stays", "arguments as text"])
 def test_another_rendering_is_seen(checkpoints: list[Checkpoint], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """The comparison fails at once where results lose their calls, the guard's character stays, or arguments are not read."""
+    """The comparison fails at once where results lose their calls, or stand in another order, the guard's character stays, or
+    arguments are not read."""
     match fault:
+        case "results as they came":
+            monkeypatch.setattr(ask, "_with_results_in_order", lambda messages: messages)
         case "results without names":
             monkeypatch.setattr(template, "_prepared", _without_ids)
         case "the guard stays":

@@ -120,16 +120,27 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "18C"},
     ]
     body = asked(input=items, instructions="One.", reasoning={"effort": "low"})
-    by_seal = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": encrypted_content_of("Hm")}, *items[3:]]
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": encrypted_content_of("Hm")}
+    by_seal, beside_nothing = ([*items[:2], sealed | content, *items[3:]] for content in ({}, {"content": []}))
     foreign = [*items[:2], {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo"}, *items[3:]]
-    for given in (items, by_seal, foreign):
+    for given in (items, by_seal, beside_nothing, foreign):
         post(edge, body | {"input": given}).raise_for_status()
     function = {key: value for key, value in TOOL.items() if key != "type"}
     chat = {"model": "nano", "messages": messages, "tools": [{"type": "function", "function": function}], "reasoning_effort": "low"}
     edge.post("/v1/chat/completions", chat).raise_for_status()
-    same, sealed_too, without, wanted = [list(request.tokens) for request in edge.core.requests]
-    assert same == sealed_too == wanted
+    same, sealed_too, of_nothing, without, wanted = [list(request.tokens) for request in edge.core.requests]
+    assert same == sealed_too == of_nothing == wanted
     assert without != wanted
+
+
+def test_a_developers_later_message_is_of_the_system(edge: Edge) -> None:
+    """Gemma knows no other role; the prompt is that of a system message, by both APIs."""
+    for role in ("developer", "system"):
+        messages = [user("Go"), {"role": role, "content": "Be short."}, user("On")]
+        post(edge, asked(input=messages)).raise_for_status()
+        edge.post("/v1/chat/completions", {"model": "nano", "messages": messages}).raise_for_status()
+    first, chat, *others = [list(request.tokens) for request in edge.core.requests]
+    assert others == [first, chat]
 
 
 def test_a_tool_loop_with_openais_client(edge: Edge) -> None:

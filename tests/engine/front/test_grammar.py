@@ -125,6 +125,7 @@ def test_any_object_is_an_object(walker: Walker) -> None:
         (regex_answer(r"[a-c]/\d{2}"), r"[a-c]/\d{2}"),
         (choice_answer(["yes", "no", 'may"be']), r"yes|no|may\"be"),
         (lark_answer('start: "x" tail\ntail: "z"+'), r"xz+"),
+        (lark_answer('?start: "x" tail\ntail: "z"+'), r"xz+"),
     ],
 )
 def test_other_forms(walker: Walker, answer: str, pattern: str) -> None:

@@ -163,12 +163,41 @@ def test_a_keyword_that_is_left_out_is_seen(walker: Walker, keyword: str) -> Non
 
 def test_annotations_of_others_say_nothing(walker: Walker) -> None:
     """OpenAPI's and anybody's keywords leave a strict tool's schema as it is. Planted: one that refuses values is a 400."""
-    about = {"nullable": True, "example": 5, "x-order": 1, "xml": {}, "contentMediaType": "text/plain"}
+    about = {"nullable": False, "example": 5, "x-order": 1, "xml": {}, "contentMediaType": "text/plain"}
     schema = {"type": "object", "properties": {"it": {"type": "integer", **about}}, "required": ["it"], **about}
     for seed in range(WALKS):
         assert not invalid(schema, called(walker, schema, seed))
     with pytest.raises(InvalidRequest, match="minProperties"):
         called(walker, schema | {"minProperties": 1}, 1)
+
+
+def test_what_openapi_calls_nullable_may_be_null(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates show it to the model; what is read then is a null, no text. Planted: the keyword says nothing."""
+    schema = {"type": "object", "properties": {"it": {"type": "string", "nullable": True}}, "required": ["it"]}
+
+    def nulls() -> int:
+        return sum(json.loads(called(walker, schema, seed))["it"] is None for seed in range(8))
+
+    assert 0 < nulls() < 8
+    monkeypatch.setattr(call_grammar, "_without_nulls", lambda schema: {key: schema[key] for key in schema if key != "nullable"})
+    assert not nulls()
+
+
+@pytest.mark.parametrize(
+    ("schema", "others"),
+    [
+        ({"type": "integer", "format": "int32", "enum": [0, 1]}, [{"enum": [0, 1]}, {"minimum": 0, "maximum": 1}]),
+        ({"type": "string", "anyOf": [{"enum": ["a"]}, {"pattern": "^b$"}]}, [{"enum": ["a", "b"]}]),
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}}, [{"type": "object"}]),
+    ],
+)
+def test_what_stands_beside_says_nothing(walker: Walker, schema: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """Of a value's schema, which a strict tool may have, and an answer's form: what is sampled fits what it comes to."""
+    wanted = {"type": "object", "properties": {"it": schema}, "required": ["it"], "additionalProperties": False}
+    for seed in range(WALKS):
+        for text in (called(walker, wanted, seed), answered(walker, wanted, seed)):
+            assert not invalid(wanted, text)
+            assert not any(invalid({"properties": {"it": other}}, text) for other in others)
 
 
 def declared(seed: int) -> dict[str, Any]:

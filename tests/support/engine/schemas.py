@@ -55,8 +55,8 @@ def wide_members(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def _wide_object(rng: random.Random, depth: int) -> dict[str, Any]:
-    names = rng.sample(["city", "b", "Z", "ünit", "a-1", "x y", "नाम"], rng.randint(0, 4))
-    others = rng.choice(({}, {"additionalProperties": False}, {"additionalProperties": _wide(rng, 0)}))
+    names = rng.sample(["city", "b", "Z", "ünit", "a-1", "x y", "नाम", "filter[x]", "C#", "price ($)", "<k>|%"], rng.randint(0, 4))
+    others = rng.choice(({}, *({"additionalProperties": others} for others in (False, True, {}, _wide(rng, 0)))))
     required = [name for name in names if rng.random() < 0.5]
     return {"type": "object", "properties": {name: _wide(rng, depth) for name in names}, "required": required, **others}
 
@@ -79,7 +79,7 @@ def _leaf(kind: str, rng: random.Random) -> dict[str, Any]:
         case "number":
             return {"type": "number", "minimum": 0, "maximum": rng.choice((1, 2.5, 100))}
         case "enum":
-            return {"enum": rng.sample(_CONSTANTS, 3)}
+            return {"enum": rng.sample(_CONSTANTS, 3), **rng.choice(({}, {"format": "enum"}))}
         case "const":
             return {"const": rng.choice(_CONSTANTS)}
         case "types":
@@ -98,7 +98,8 @@ def _node(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:
         case "object":
             return _wide_object(rng, depth)
         case "map":
-            return {"type": "object", "additionalProperties": _wide(rng, depth)}
+            named = rng.choice(({}, {"propertyNames": {"type": "string"}}))
+            return {"type": "object", "additionalProperties": _wide(rng, depth), **named}
         case "$ref":
             return {"$ref": f"#/$defs/{rng.choice('pq')}", "description": "either"}
         case "allOf":
