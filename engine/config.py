@@ -107,8 +107,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     graphs: Annotated[
         bool,
         Meta(
-            description="on a GPU, decode steps and those with up to 1024 prompt tokens (8192 on E2B and E4B, and on the 12B and "
-            "31B over several GPUs) are captured as CUDA graphs and replayed"
+            description="on a GPU, decode steps and those with up to 1024 prompt tokens (8192 on E2B and E4B, and where ranks norm "
+            "rows of their own) are captured as CUDA graphs and replayed"
         ),
     ] = True
     debug_pages: Annotated[

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -90,7 +91,7 @@ def referred(root: Any, reference: Any) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     for step in reference.split("/")[1:]:
-        root = _mapping(root).get(step.replace("~1", "/").replace("~0", "~"))
+        root = _mapping(root).get(unquote(step).replace("~1", "/").replace("~0", "~"))
     return root
 
 

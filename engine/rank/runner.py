@@ -114,7 +114,8 @@ class Runner:
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
         large = not all(layer.owns_kv for layer in geometry.layers) or (inboxes is not None and inboxes.sequence is not None)
-        self._prompt_rows = [rows for rows in PROMPT_ROWS + LARGE_PROMPT_ROWS * large if rows <= config.prefill_budget]
+        most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
+        self._prompt_rows = [*(rows for rows in PROMPT_ROWS + LARGE_PROMPT_ROWS if rows < most), most]
         if encoders and not geometry.bidirectional:
             self.forward_stage.allocate_soft_tokens(config.prefill_budget)
         self.draft_stage: DraftStage | None = None

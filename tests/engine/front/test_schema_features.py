@@ -267,11 +267,14 @@ def test_a_tool_without_parameters(walker: Walker, declared: dict[str, Any] | No
 
 def test_a_hundred_properties(walker: Walker) -> None:
     """Half of them required: all calls are valid, and the grammar is compiled in well under its two seconds."""
-    properties = {f"property_{place}": {"type": "integer", "minimum": 0, "maximum": 9} for place in range(100)}
+    properties = {f"property_{place}": {"$ref": "#/$defs/A%20digit"} for place in range(100)}
     required = [f"property_{place}" for place in range(0, 100, 20)]
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    for seed in range(3):
-        jsonschema.validate(json.loads(called(walker, schema, seed)), schema)
+    definitions = {"A digit": {"type": "integer", "minimum": 0, "maximum": 9}}
+    for others in (False, {"type": "boolean"}):
+        schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": others}
+        for seed in range(3):
+            arguments = json.loads(called(walker, schema | {"$defs": definitions}, seed))
+            jsonschema.validate(arguments, schema | {"$defs": definitions})
 
 
 PATTERNS: list[tuple[str, list[str], list[str]]] = [

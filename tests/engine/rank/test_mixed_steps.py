@@ -154,7 +154,7 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
 def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     """Chunks of images, chunks whose prompts' logprobs are wanted, and steps of more rows or chunks than any size has; where layers
     share K and V, or ranks norm own rows, there are larger ones."""
-    made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=4096)), PAGES) for member in ("31b", "e2b"))
+    made, sharing = (build(single(config_of(nano(member), 1, prefill_budget=3500)), PAGES) for member in ("31b", "e2b"))
     inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock())
     by_rows = build(replace(single(config_of(nano("31b"), 1, prefill_budget=4096)), inboxes=inboxes), PAGES)
     made._pads_chunks = sharing._pads_chunks = by_rows._pads_chunks = True
@@ -171,6 +171,8 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 1025, 1025, 0, 0)])))
     assert sharing._padded_sizes(large) == by_rows._padded_sizes(large) == (1280, MOST_PADDED_CHUNKS, 0, 4)
     many = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, 150, 150, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 4)])))
+    full = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 3500, 3500, 0, 0)])))  # of the budget
+    assert sharing._padded_sizes(full) == (3500, 27, 0, 4)
     assert by_rows._padded_sizes(many) == (3072, 24, 0, 4)
     assert padded(*((slot, 0, 1, 1, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 1))) is None
     assert padded((0, 3, 20, 19, 0, 1), spans=[(4, 6)]) is None
