@@ -5,7 +5,6 @@
 Read are MP4, MOV and WebM, animated GIF, WebP and PNG, and vLLM's form of frames: data:video/jpeg;base64,FRAME,FRAME,...
 """
 
-import base64
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -16,6 +15,7 @@ from av import Packet, VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image, ImageSequence
 
+from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.containers import demuxer, opened_stream
 from deploy.edge.media.rasters import check_pixels, opened, prepared, resized, soft_tokens, target_size, upright
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
@@ -54,7 +54,7 @@ def _listed(task: DecodeTask, data: bytes) -> TimedFrames:
     sources = data.split(b",")
     most = DECODED_FRAMES * task.pixels // min(len(sources), FRAMES)
     for index in _sampled(len(sources)):
-        yield upright(opened(base64.b64decode(sources[index]), most)), index / _UNTIMED_FPS
+        yield upright(opened(unbase64(sources[index]), most)), index / _UNTIMED_FPS
 
 
 def _animated(task: DecodeTask, data: bytes) -> TimedFrames:

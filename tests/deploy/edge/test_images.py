@@ -3,6 +3,7 @@
 import base64
 import gc
 import subprocess
+import urllib.parse
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from deploy.edge.edge_settings import MediaSettings
+from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.side_pool import SidePool
 from deploy.edge.media.tasks import DecodeTask
 from engine.errors import InvalidRequest
@@ -110,6 +112,20 @@ def test_every_api_sends_the_same_item(edge: Edge, path: str, body: dict[str, An
     assert item.shape == (480, 288, 3)
 
 
+@pytest.mark.parametrize("length", [99, 100, 101])
+def test_every_base64_is_the_same_bytes(length: int) -> None:
+    """As web pages, mail and URLs write it. Planted: what is of no alphabet is left out, as Python does by itself."""
+    data = b"\xfb\xff" * 9 + BLUE[:length]
+    plain = base64.b64encode(data)
+    url_safe, quoted = base64.urlsafe_b64encode(data), urllib.parse.quote(plain, safe="").encode()
+    lines = base64.encodebytes(data).replace(b"\n", b"\r\n")
+    for text in (plain, plain.rstrip(b"="), lines, url_safe, url_safe.rstrip(b"="), quoted):
+        assert unbase64(text) == data
+    for text in (url_safe, quoted):
+        left = text.translate(None, b"-_%=")
+        assert base64.b64decode(left[: len(left) // 4 * 4]) != data
+
+
 @pytest.mark.parametrize(
     ("more", "keys", "tokens"),
     [({"detail": "low"}, {}, 64), ({"detail": "high"}, {}, 1089), ({"detail": "auto"}, {}, 121), ({}, {}, 121),
@@ -167,6 +183,8 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     ("not base64", [{"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}], "base64"),
     ("detail", [image_url(BLUE, detail="medium")], "detail: Invalid enum value 'medium', not one of auto, high, low, original"),
     ("unknown", [{"type": "hologram_url"}], "not supported"),
+    ("one too many", [{"type": "image_url", "image_url": {"url": data_url(BLUE[:99]) + "A"}}], "its base64 is damaged"),
+    ("odd character", [{"type": "image_url", "image_url": {"url": data_url(BLUE).replace(",", ",!")}}], "its base64 is damaged"),
     ("truncated", [image_url(saved(Image.new("RGB", (99, 99)), "JPEG")[:500])], "image 1: it cannot be decoded"),
     ("second", [image_url(BLUE), image_url(b"<svg/>")], "image 2: it is none of"),
     ("too many", [image_url(BLUE)] * 33, "at most 32"),
