@@ -82,10 +82,18 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
     order = sorted(shown, key=lambda number: _time(packets[number]))
     sampled = _sampled(len(order))
     stream.codec_context.options = {"max_pixels": str(task.pixels)}
-    rate = float(stream.average_rate or _UNTIMED_FPS)
+    rate = _rate(stream, [_time(packets[number]) for number in order])
     for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
         turns = frame.rotation // 90
         yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)), index / rate
+
+
+def _rate(stream: Any, times: Sequence[int]) -> float:
+    """Return frames a second: what the header says or, where that is a guess that their times belie (Matroska), the mean."""
+    rate, tick = float(stream.average_rate or _UNTIMED_FPS), float(stream.time_base)
+    seconds, steps = (times[-1] - times[0]) * tick if times else 0.0, len(times) - 1
+    is_belied = "matroska" in stream.container.format.name and abs(steps / rate - seconds) > 2 * tick  # times are rounded
+    return steps / seconds if seconds and is_belied else rate
 
 
 def _packets(stream: Any) -> list[Packet]:

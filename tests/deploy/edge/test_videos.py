@@ -107,6 +107,18 @@ def test_a_containers_frames_are_transformers(codec: str, form: str, options: di
     assert not any(np.array_equal(np.asarray(frame), decoded[index - 1]) for (frame, _), index in zip(made, indices, strict=True))
 
 
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_recording_of_an_uneven_rate_keeps_its_length(guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A WebM of 60 frames at 30 a second, then 60 a second apart: index / mean rate. Planted: the rate that ffmpeg guesses."""
+    times = [33 * index for index in range(60)] + [2000 + 1000 * index for index in range(60)]
+    data = film(moving(120), "libvpx", "webm", rate=30, times=times, deadline="realtime")
+    if guesses:
+        monkeypatch.setattr(videos, "_rate", lambda stream, times: float(stream.average_rate))
+    made = [time for _, time in videos._filmed(DecodeTask(kind="video"), data)]
+    worst = np.abs(np.array(videos._sampled(120)) * times[-1] / 1000 / 119 - made).max()
+    assert worst > 10 if guesses else worst < 1e-3  # the times of a WebM are of milliseconds
+
+
 def test_a_container_is_its_frames_in_the_prompt() -> None:
     """Each of 70 soft tokens at most, with its time; what a phone filmed upright is upright."""
     wide = film(moving(48), "libx264", "mp4")
