@@ -70,6 +70,7 @@ def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
     for index, frame in enumerate(ImageSequence.Iterator(animation)):
         if index in sampled:
             yield frame, time
+        frame.load()  # it has its own duration then
         time += (frame.info.get("duration") or _DEFAULT_MS) / 1000
 
 

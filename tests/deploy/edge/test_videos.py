@@ -10,7 +10,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, WebPImagePlugin
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from deploy.edge.media import containers, videos
@@ -56,6 +56,20 @@ def test_an_animation_is_its_frames_at_their_times(form: str) -> None:
     assert np.abs(np.array(shades(made)) - [0, 100, 200]).max() <= 8
     run = alone.text.replace("<|image|>", "<|video|>")
     assert made.text == f"00:00 {run} 00:01 {run} 00:03 {run}"
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_frames_that_are_left_out_take_their_time(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other of 64, which stays for a second; the others for a half. Planted: a WebP's frames are not decoded, and do not
+    say how long they stay."""
+    data = saved([frame(3 * shade, 16, 16) for shade in range(64)], form, duration=[500, 1000] * 32, lossless=True)
+
+    def times() -> list[float]:
+        return [time for _, time in videos._animated(DecodeTask(kind="video"), data)]
+
+    assert times() == [1.5 * index for index in range(32)]
+    monkeypatch.setattr(WebPImagePlugin.WebPImageFile, "load", lambda image: None)
+    assert (times()[-1] == 1.5 * 31) is (form != "WEBP")
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 100, 999])
