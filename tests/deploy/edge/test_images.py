@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import re
 import subprocess
 import urllib.parse
 from typing import Any
@@ -89,6 +90,7 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [user([image_url(BLUE)])]}),
     (CHAT, {"messages": [user("Go"), {"role": "assistant", "tool_calls": [CALL]},
                          {"role": "tool", "tool_call_id": "a", "content": [image_url(BLUE)]}]}),
+    (CHAT, {"messages": [user([{"type": "image_url", "image_url": {"url": data_url(BLUE).replace(";", "; ")}}])]}),
     ("/v1/responses", {"input": [user([{"type": "input_image", "image_url": data_url(BLUE)}])]}),
     ("/v1/responses", {"input": [*RESPONSES_CALL, {"type": "function_call_output", "call_id": "a",
                                                    "output": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
@@ -178,8 +180,8 @@ def test_tokens_are_counted_with_images(edge: Edge) -> None:
 
 
 REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
-    ("no url", [{"type": "image_url"}], "needs a URL"),
-    ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "needs a URL"),
+    ("no url", [{"type": "image_url"}], "needs its data, or a URL"),
+    ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "or a URL (data:, http: or https:)"),
     ("not base64", [{"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}], "base64"),
     ("detail", [image_url(BLUE, detail="medium")], "detail: Invalid enum value 'medium', not one of auto, high, low, original"),
     ("unknown", [{"type": "hologram_url"}], "not supported"),
@@ -200,6 +202,20 @@ def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[s
     assert says in error_of(reply, 400)["message"]
     assert reply.json()["error"]["param"] == "messages"
     assert not edge.core.requests
+
+
+@pytest.mark.parametrize(("path", "key", "part"), [
+    ("/v1/messages", "messages", anthropics({"type": "base64", "media_type": "image/png"})),
+    ("/v1/messages", "messages", anthropics({"type": "file", "file_id": "a"})),
+    ("/v1/responses", "input", {"type": "input_image", "file_id": "a"}),
+    (CHAT, "messages", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
+])  # fmt: skip
+def test_what_holds_nothing_is_told_so(edge: Edge, path: str, key: str, part: dict[str, Any]) -> None:
+    """By its place, and that no file is kept here to which it could refer."""
+    limit = {"max_tokens": 9} if path == "/v1/messages" else {}
+    reply = edge.post(path, {"model": "nano", key: [user([part])], **limit})
+    says = rf"{key}\[0\]\.content\[0\]: the (image|audio) needs its data, or a URL .*; no files are kept here"
+    assert re.fullmatch(says, error_of(reply, 400)["message"])
 
 
 def test_a_model_without_a_tower_says_so(edge: Edge) -> None:
