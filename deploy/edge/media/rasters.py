@@ -24,7 +24,7 @@ MAX_SIDE = 1 << 16
 MAX_SCANS = 50  # of a JPEG, each of which goes over all of it; encoders write some ten
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_ORIENTATION = 0x0112  # of EXIF, to what turns it back
+_ORIENTATION = 0x0112  # a tag of EXIF: 2 to 8 where the picture must be turned
 _TURNS = dict(enumerate((
     Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM, Transpose.TRANSPOSE,
     Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90,

@@ -70,7 +70,7 @@ def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
     for index, frame in enumerate(ImageSequence.Iterator(animation)):
         if index in sampled:
             yield frame, time
-        frame.load()  # it has its own duration then
+        frame.load()  # before, a WebP's does not say how long it stays
         time += (frame.info.get("duration") or _DEFAULT_MS) / 1000
 
 
