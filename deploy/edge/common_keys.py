@@ -78,7 +78,7 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
 def media_part(kind: MediaKind, url: str | None, where: str, detail: Detail | None = None) -> Media:
     """Return a content part of another kind. InvalidRequest: it has no URL that can be read."""
     if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
-        raise invalid(where, f"the {kind} needs a URL: data:, http: or https:")
+        raise invalid(where, f"the {kind} needs its data, or a URL (data:, http: or https:); no files are kept here")
     return Media(kind, url, _DETAILS.get(detail))
 
 

@@ -14,8 +14,10 @@ from engine.errors import InvalidRequest
 MEDIA_TYPE = "multipart/form-data"
 _FIELDS = 32
 _TEXT_BYTES = 64 << 10
-_BOUNDARY = re.compile(rb"--[^\r\n]{1,70}(?=\r\n)")
-_NAME = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name="([^"\r\n]{1,64})"', re.IGNORECASE)
+_BOUNDARY = re.compile(rb"^--[^\r\n]{1,70}(?=\r\n)", re.MULTILINE)
+_NAME = re.compile(
+    rb'\r\ncontent-disposition:(?:[^"\r\n]|"[^"\r\n]*"){0,999}?;\s*name=(?:"([^"\r\n]{1,64})"|([^\s";]{1,64}))', re.IGNORECASE
+)
 
 R = TypeVar("R")
 
@@ -35,7 +37,7 @@ def read_form(body: bytes, decoder: msgspec.json.Decoder[R], absent: Collection[
 
 def _fields(body: bytes) -> dict[str, bytes]:
     """Contents by name. InvalidRequest: it is no form, or cut, or has too many fields."""
-    boundary = _BOUNDARY.match(body)
+    boundary = _BOUNDARY.search(body)
     if boundary is None:
         raise InvalidRequest(f"the body is no {MEDIA_TYPE}")
     *parts, end = body[boundary.end() :].split(b"\r\n" + boundary[0], _FIELDS)
@@ -46,7 +48,7 @@ def _fields(body: bytes) -> dict[str, bytes]:
         head, _, content = part.partition(b"\r\n\r\n")
         if (name := _NAME.search(head)) is None:
             raise InvalidRequest("a field of the form has no name")
-        fields[name[1].decode(errors="replace")] = content
+        fields[(name[1] or name[2]).decode(errors="replace")] = content
     return fields
 
 

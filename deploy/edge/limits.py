@@ -177,9 +177,10 @@ class Uploads:
             del self._coming[upload]
 
     def release(self, upload: Upload) -> None:
-        """Nobody here holds it any more. Idempotent."""
+        """Let the body go, and its count. Idempotent."""
         self._bytes -= upload.held
         upload.held = 0
+        upload.body.clear()
 
     def replayed(self, upload: Upload, receive: Receive) -> Receive:
         """A `receive` that gives the body first, and then that the client has gone; more of its body, that nobody wants, is let go.

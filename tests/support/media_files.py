@@ -36,14 +36,17 @@ def sound(samples: Array, codec: str, form: str, rate: int = RATE) -> bytes:
     return stream.getvalue()
 
 
-def film(frames: Sequence[Any], codec: str, form: str, rate: int = 24, **options: str) -> bytes:
-    """Of uint8 [height, width, 3]; both sides are even."""
+def film(frames: Sequence[Any], codec: str, form: str, rate: int = 24, times: Sequence[int] = (), **options: str) -> bytes:
+    """Of uint8 [height, width, 3]; both sides are even. `times`: theirs in ms, none: those of the rate."""
     stream = io.BytesIO()
     with av.open(stream, "w", format=form) as container:
         track: Any = container.add_stream(codec, rate=rate, options={"threads": "1", **options})
         track.height, track.width, track.pix_fmt = *frames[0].shape[:2], "yuv420p"
-        for frame in frames:
-            container.mux(track.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        for at, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if times:
+                frame.pts, frame.time_base = times[at], Fraction(1, 1000)
+            container.mux(track.encode(frame))
         container.mux(track.encode(None))
     return stream.getvalue()
 

@@ -51,7 +51,7 @@ class MediaSource(Struct, frozen=True):
     @property
     def address(self) -> str | None:
         """As a URL."""
-        return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" else self.url
+        return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else self.url
 
 
 class ContentBlock(Struct, frozen=True):

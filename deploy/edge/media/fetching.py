@@ -11,7 +11,8 @@ import ipaddress
 import signal
 import socket
 import ssl
-from urllib.parse import SplitResult, urljoin, urlsplit
+from string import punctuation
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from deploy.edge.edge_settings import MediaSettings
 from engine.errors import InvalidRequest
@@ -61,10 +62,10 @@ def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
         if parts.scheme == "https":
             connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", target, headers=_HEADERS | {"Host": parts.netloc})
+        connection.request("GET", quote(target, punctuation), headers=_HEADERS | {"Host": parts.netloc})
         reply = connection.getresponse()
         if reply.status in (301, 302, 303, 307, 308):
-            return reply.headers.get("Location", "")
+            return quote(reply.headers.get("Location", ""), punctuation, "latin-1")  # its bytes, which http.client reads as that
         if reply.status != http.HTTPStatus.OK:
             raise InvalidRequest(f"it cannot be fetched: its server answers {reply.status}")
         data = reply.read(rules.fetch_bytes + 1)

@@ -46,7 +46,7 @@ async def read_media(chat: ChatPrompt, settings: ServiceSettings, pool: SidePool
 
 async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: SidePool, name: str) -> Prepared:
     begin = 0 if part.is_remote else part.url.find(",") + 1
-    head = part.url[:begin].lower()
+    head = part.url[:begin].lower().replace(" ", "")
     try:
         if not part.is_remote and not head.endswith(";base64,"):
             raise InvalidRequest("of data: URLs only those in base64 are read")

@@ -12,7 +12,8 @@ import re
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
+from PIL.Image import Transpose
 
 from deploy.edge.media.tasks import BUDGETS, DecodeTask, Prepared
 from engine.errors import InvalidRequest
@@ -23,6 +24,11 @@ MAX_SIDE = 1 << 16
 MAX_SCANS = 50  # of a JPEG, each of which goes over all of it; encoders write some ten
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_ORIENTATION = 0x0112  # a tag of EXIF: 2 to 8 where the picture must be turned
+_TURNS = dict(enumerate((
+    Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM, Transpose.TRANSPOSE,
+    Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90,
+), 2))  # fmt: skip
 _STRIP_PIXELS = 1 << 20  # resized at once in width: the whole raster is never held twice
 
 
@@ -101,7 +107,8 @@ def check_pixels(width: int, height: int, most: int) -> None:
 def upright(image: Image.Image) -> Image.Image:
     """Decoded, and turned as its EXIF says."""
     image.load()
-    return ImageOps.exif_transpose(image)
+    turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def resized(image: Image.Image, size: tuple[int, int]) -> "np.ndarray[Any, Any]":

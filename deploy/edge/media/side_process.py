@@ -6,7 +6,6 @@ What decodes was written by others, and reads what anybody sends. A process of i
 MEMORY_BYTES, and whatever it did ends with it. Libraries are loaded once, before any fork. It ends when the edge closes its end.
 """
 
-import base64
 import gc
 import importlib
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
@@ -89,7 +89,7 @@ def _answer(task: DecodeTask, source: bytes) -> Prepared | str:
 def _data(task: DecodeTask, source: bytes) -> bytes:
     if task.is_remote:
         return fetched(source.decode(), task)
-    return source if task.media_type == FRAMES_TYPE else base64.b64decode(source)
+    return source if task.media_type == FRAMES_TYPE else unbase64(source)
 
 
 def _data_bytes() -> int:

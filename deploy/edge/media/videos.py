@@ -5,7 +5,6 @@
 Read are MP4, MOV and WebM, animated GIF, WebP and PNG, and vLLM's form of frames: data:video/jpeg;base64,FRAME,FRAME,...
 """
 
-import base64
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -16,6 +15,7 @@ from av import Packet, VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image, ImageSequence
 
+from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.containers import demuxer, opened_stream
 from deploy.edge.media.rasters import check_pixels, opened, prepared, resized, soft_tokens, target_size, upright
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
@@ -54,7 +54,7 @@ def _listed(task: DecodeTask, data: bytes) -> TimedFrames:
     sources = data.split(b",")
     most = DECODED_FRAMES * task.pixels // min(len(sources), FRAMES)
     for index in _sampled(len(sources)):
-        yield upright(opened(base64.b64decode(sources[index]), most)), index / _UNTIMED_FPS
+        yield upright(opened(unbase64(sources[index]), most)), index / _UNTIMED_FPS
 
 
 def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
@@ -70,6 +70,7 @@ def _animated(task: DecodeTask, data: bytes) -> TimedFrames:
     for index, frame in enumerate(ImageSequence.Iterator(animation)):
         if index in sampled:
             yield frame, time
+        frame.load()  # before, a WebP's does not say how long it stays
         time += (frame.info.get("duration") or _DEFAULT_MS) / 1000
 
 
@@ -82,10 +83,18 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
     order = sorted(shown, key=lambda number: _time(packets[number]))
     sampled = _sampled(len(order))
     stream.codec_context.options = {"max_pixels": str(task.pixels)}
-    rate = float(stream.average_rate or _UNTIMED_FPS)
+    rate = _rate(stream, [_time(packets[number]) for number in order])
     for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
         turns = frame.rotation // 90
         yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)), index / rate
+
+
+def _rate(stream: Any, times: Sequence[int]) -> float:
+    """Return frames a second: what the header says or, where that is a guess that their times belie (Matroska), the mean."""
+    rate, tick = float(stream.average_rate or _UNTIMED_FPS), float(stream.time_base)
+    seconds, steps = (times[-1] - times[0]) * tick if times else 0.0, len(times) - 1
+    is_belied = "matroska" in stream.container.format.name and abs(steps / rate - seconds) > 2 * tick  # times are rounded
+    return steps / seconds if seconds and is_belied else rate
 
 
 def _packets(stream: Any) -> list[Packet]:

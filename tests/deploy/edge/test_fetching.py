@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -50,6 +51,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(200, PNG + bytes(5000))
             case "to":
                 self._answer(302, b"", self.path.removeprefix("/to/"))
+            case "raw":  # a header's bytes may be UTF-8
+                self._answer(302, b"", unquote(self.path.removeprefix("/raw/"), "latin-1"))
             case "slow":
                 self.send_response(200)
                 self.end_headers()
@@ -90,6 +93,17 @@ def test_a_named_host_is_asked(site: Site) -> None:
     assert fetching.fetched(f"{site.url}/png?a=1", rules(INSIDE)) == PNG
     assert fetching.fetched(f"{site.url}/to//png", rules(INSIDE)) == PNG
     assert site.asked[0] == ("/png?a=1", f"{INSIDE}:{site.server_port}")
+
+
+def test_a_url_need_not_be_encoded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A space and what is not ASCII are encoded, also where a site redirects to them; what is encoded stays. Planted: nothing."""
+    assert fetching.fetched(f"{site.url}/png/\u00fc a%2F?b=\u00e9&c=%26", rules(INSIDE)) == PNG
+    assert fetching.fetched(f"{site.url}/raw//png/\u00fc a", rules(INSIDE)) == PNG
+    assert [path for path, _ in site.asked if path.startswith("/png")] == ["/png/%C3%BC%20a%2F?b=%C3%A9&c=%26", "/png/%C3%BC%20a"]
+    monkeypatch.setattr(fetching, "quote", lambda text, *_: text)
+    for path, error in (("\u00fc", UnicodeEncodeError), ("a b", InvalidRequest)):
+        with pytest.raises(error):
+            fetching.fetched(f"{site.url}/png/{path}", rules(INSIDE))
 
 
 @pytest.mark.parametrize("hosts", [(), ("*",), ("example.com",)])

@@ -2,7 +2,9 @@
 
 import base64
 import gc
+import re
 import subprocess
+import urllib.parse
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from PIL import Image
 
 from deploy.edge.edge_settings import MediaSettings
+from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.side_pool import SidePool
 from deploy.edge.media.tasks import DecodeTask
 from engine.errors import InvalidRequest
@@ -87,6 +90,7 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [user([image_url(BLUE)])]}),
     (CHAT, {"messages": [user("Go"), {"role": "assistant", "tool_calls": [CALL]},
                          {"role": "tool", "tool_call_id": "a", "content": [image_url(BLUE)]}]}),
+    (CHAT, {"messages": [user([{"type": "image_url", "image_url": {"url": data_url(BLUE).replace(";", "; ")}}])]}),
     ("/v1/responses", {"input": [user([{"type": "input_image", "image_url": data_url(BLUE)}])]}),
     ("/v1/responses", {"input": [*RESPONSES_CALL, {"type": "function_call_output", "call_id": "a",
                                                    "output": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
@@ -108,6 +112,20 @@ def test_every_api_sends_the_same_item(edge: Edge, path: str, body: dict[str, An
     [item] = edge.core.requests[-1].media
     assert np.unique(np.frombuffer(item.data, np.uint8).reshape(-1, 3), axis=0).tolist() == [[0, 0, 255]]
     assert item.shape == (480, 288, 3)
+
+
+@pytest.mark.parametrize("length", [99, 100, 101])
+def test_every_base64_is_the_same_bytes(length: int) -> None:
+    """As web pages, mail and URLs write it. Planted: what is of no alphabet is left out, as Python does by itself."""
+    data = b"\xfb\xff" * 9 + BLUE[:length]
+    plain = base64.b64encode(data)
+    url_safe, quoted = base64.urlsafe_b64encode(data), urllib.parse.quote(plain, safe="").encode()
+    lines = base64.encodebytes(data).replace(b"\n", b"\r\n")
+    for text in (plain, plain.rstrip(b"="), lines, url_safe, url_safe.rstrip(b"="), quoted):
+        assert unbase64(text) == data
+    for text in (url_safe, quoted):
+        left = text.translate(None, b"-_%=")
+        assert base64.b64decode(left[: len(left) // 4 * 4]) != data
 
 
 @pytest.mark.parametrize(
@@ -162,11 +180,13 @@ def test_tokens_are_counted_with_images(edge: Edge) -> None:
 
 
 REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
-    ("no url", [{"type": "image_url"}], "needs a URL"),
-    ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "needs a URL"),
+    ("no url", [{"type": "image_url"}], "needs its data, or a URL"),
+    ("file", [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "or a URL (data:, http: or https:)"),
     ("not base64", [{"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}], "base64"),
     ("detail", [image_url(BLUE, detail="medium")], "detail: Invalid enum value 'medium', not one of auto, high, low, original"),
     ("unknown", [{"type": "hologram_url"}], "not supported"),
+    ("one too many", [{"type": "image_url", "image_url": {"url": data_url(BLUE[:99]) + "A"}}], "its base64 is damaged"),
+    ("odd character", [{"type": "image_url", "image_url": {"url": data_url(BLUE).replace(",", ",!")}}], "its base64 is damaged"),
     ("truncated", [image_url(saved(Image.new("RGB", (99, 99)), "JPEG")[:500])], "image 1: it cannot be decoded"),
     ("second", [image_url(BLUE), image_url(b"<svg/>")], "image 2: it is none of"),
     ("too many", [image_url(BLUE)] * 33, "at most 32"),
@@ -182,6 +202,20 @@ def test_what_cannot_be_read_is_the_clients_error(edge: Edge, parts: list[dict[s
     assert says in error_of(reply, 400)["message"]
     assert reply.json()["error"]["param"] == "messages"
     assert not edge.core.requests
+
+
+@pytest.mark.parametrize(("path", "key", "part"), [
+    ("/v1/messages", "messages", anthropics({"type": "base64", "media_type": "image/png"})),
+    ("/v1/messages", "messages", anthropics({"type": "file", "file_id": "a"})),
+    ("/v1/responses", "input", {"type": "input_image", "file_id": "a"}),
+    (CHAT, "messages", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
+])  # fmt: skip
+def test_what_holds_nothing_is_told_so(edge: Edge, path: str, key: str, part: dict[str, Any]) -> None:
+    """By its place, and that no file is kept here to which it could refer."""
+    limit = {"max_tokens": 9} if path == "/v1/messages" else {}
+    reply = edge.post(path, {"model": "nano", key: [user([part])], **limit})
+    says = rf"{key}\[0\]\.content\[0\]: the (image|audio) needs its data, or a URL .*; no files are kept here"
+    assert re.fullmatch(says, error_of(reply, 400)["message"])
 
 
 def test_a_model_without_a_tower_says_so(edge: Edge) -> None:

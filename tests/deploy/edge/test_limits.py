@@ -197,8 +197,10 @@ def test_a_body_counts_until_it_is_parsed(parsed: bool) -> None:
             assert parsed
         except Overloaded:
             assert not parsed
+        assert len(second.body) == 600_000
         for upload in (first, second):
             uploads.release(upload)
+            assert not upload.body, "a refused one would lie there while its rest is waited for"
         assert uploads._bytes == 0
 
     asyncio.run(main())

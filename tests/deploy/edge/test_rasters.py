@@ -1,12 +1,14 @@
 """Images as transformers' Gemma 4 processor makes them: sizes, counts, values, positions of a prompt's ids."""
 
+import io
+import struct
 import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from deploy.edge.media import rasters
 from deploy.edge.media.tasks import BUDGETS, DecodeTask, Prepared
@@ -131,6 +133,25 @@ def test_exif_turns_a_photo() -> None:
     made = prepare(saved(Image.fromarray(raster), "PNG", exif=exif), 70)
     assert np.array_equal(pixels(made), torchvisions(np.ascontiguousarray(np.rot90(raster, -1)), made.shape[:2]))
     assert made.shape[0] > made.shape[1]
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_every_orientation_is_pillows(orientation: int) -> None:
+    """And nothing else of EXIF is looked at: Pillow's own refuses a photo of which another tag is odd. Another turn would show."""
+    exif, odd = Image.Exif(), b"MM\0*\0\0\0\x08\0\x02" + struct.pack(">HHI4s", 0x0100, 2, 3, b"ab\0\0")
+    exif[0x0112] = orientation
+    image = Image.fromarray(picture(48, 96))
+    good, bad = (
+        Image.open(io.BytesIO(saved(image, "PNG", exif=tags)))
+        for tags in (exif.tobytes(), odd + struct.pack(">HHIHHI", 0x0112, 3, 1, orientation, 0, 0))
+    )
+    expected = np.asarray(ImageOps.exif_transpose(good))
+    for photo in (good, bad):
+        assert np.array_equal(np.asarray(rasters.upright(photo)), expected)
+    assert not np.array_equal(np.asarray(rasters.upright(bad).transpose(Image.Transpose.ROTATE_180)), expected)
+    if orientation in range(2, 9):
+        with pytest.raises(struct.error):
+            ImageOps.exif_transpose(bad)
 
 
 def test_of_an_animation_the_first_frame_is_read() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from deploy.edge.media.clips import read_audio
+from deploy.edge.media.containers import demuxer
 from engine.errors import InvalidRequest
 from engine.front.audio_features import RATE
 from tests.support.media_files import sound
@@ -63,6 +64,16 @@ def test_what_is_coded_sounds_alike(codec: str, form: str, rate: int) -> None:
     spectrum = np.abs(np.fft.rfft(read[RATE // 2 : 3 * RATE // 2]))
     assert np.argmax(spectrum) == 440
     assert spectrum[440] == pytest.approx(0.25 * RATE, rel=0.05)
+
+
+@pytest.mark.parametrize(("codec", "form"), [("libmp3lame", "mp3"), ("aac", "adts"), ("flac", "flac")])
+def test_a_tag_in_front_changes_nothing(codec: str, form: str) -> None:
+    """An ID3 tag of 276 bytes, whose size has 7 bits a byte, before a file of any kind. Planted: a size of 8 bits a byte."""
+    samples = np.random.default_rng(0).integers(-999, 999, RATE).astype(np.float32) / 2**15
+    file, tag = sound(samples, codec, form), b"ID3\x04\0\0\0\0\x02\x14" + bytes(276)
+    assert demuxer(tag + file) == demuxer(file)
+    assert demuxer(tag + bytes(256) + file) != demuxer(file) or form == "mp3"
+    assert np.array_equal(read_audio(tag + file, MOST), read_audio(file, MOST))
 
 
 def test_a_cut_file_gives_what_is_there() -> None:

@@ -113,6 +113,17 @@ def test_what_is_no_form_is_refused(edge: Edge, body: bytes) -> None:
     assert edge.post(PATH, content=GOOD, headers=headers).json()["text"] == TEXT
 
 
+@pytest.mark.parametrize(
+    "body", [b"\r\n" + GOOD, b"It has several parts.\r\n" + GOOD, re.sub(rb'name="(\w+)"', rb"name=\1", GOOD),
+             GOOD.replace(b'filename="f"', b'filename="f; name=g"')]
+)  # fmt: skip
+def test_forms_are_read_as_others_write_them(edge: Edge, body: bytes) -> None:
+    """With something before the first boundary, names without quotes as .NET's, and a file's name that looks like one."""
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    reply = edge.post(PATH, content=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+
+
 def test_a_file_may_hold_what_looks_like_a_form(edge: Edge) -> None:
     """Line ends, dashes and quotes are its own; only its boundary ends it."""
     sound = FILE[: FILE.index(b"data") + 8] + (b'\r\n--y\r\ncontent-disposition: form-data; name="model"\r\n\r\n' * 200)

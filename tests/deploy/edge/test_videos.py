@@ -10,7 +10,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, WebPImagePlugin
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from deploy.edge.media import containers, videos
@@ -56,6 +56,20 @@ def test_an_animation_is_its_frames_at_their_times(form: str) -> None:
     assert np.abs(np.array(shades(made)) - [0, 100, 200]).max() <= 8
     run = alone.text.replace("<|image|>", "<|video|>")
     assert made.text == f"00:00 {run} 00:01 {run} 00:03 {run}"
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_frames_that_are_left_out_take_their_time(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other of 64, which stays for a second; the others for a half. Planted: a WebP's frames are not decoded, and do not
+    say how long they stay."""
+    data = saved([frame(3 * shade, 16, 16) for shade in range(64)], form, duration=[500, 1000] * 32, lossless=True)
+
+    def times() -> list[float]:
+        return [time for _, time in videos._animated(DecodeTask(kind="video"), data)]
+
+    assert times() == [1.5 * index for index in range(32)]
+    monkeypatch.setattr(WebPImagePlugin.WebPImageFile, "load", lambda image: None)
+    assert (times()[-1] == 1.5 * 31) is (form != "WEBP")
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 100, 999])
@@ -105,6 +119,18 @@ def test_a_containers_frames_are_transformers(codec: str, form: str, options: di
     assert [time for _, time in made] == [index / 24 for index in indices]
     assert all(np.array_equal(np.asarray(frame), decoded[index]) for (frame, _), index in zip(made, indices, strict=True))
     assert not any(np.array_equal(np.asarray(frame), decoded[index - 1]) for (frame, _), index in zip(made, indices, strict=True))
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_recording_of_an_uneven_rate_keeps_its_length(guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A WebM of 60 frames at 30 a second, then 60 a second apart: index / mean rate. Planted: the rate that ffmpeg guesses."""
+    times = [33 * index for index in range(60)] + [2000 + 1000 * index for index in range(60)]
+    data = film(moving(120), "libvpx", "webm", rate=30, times=times, deadline="realtime")
+    if guesses:
+        monkeypatch.setattr(videos, "_rate", lambda stream, times: float(stream.average_rate))
+    made = [time for _, time in videos._filmed(DecodeTask(kind="video"), data)]
+    worst = np.abs(np.array(videos._sampled(120)) * times[-1] / 1000 / 119 - made).max()
+    assert worst > 10 if guesses else worst < 1e-3  # the times of a WebM are of milliseconds
 
 
 def test_a_container_is_its_frames_in_the_prompt() -> None:

@@ -1,0 +1,19 @@
+"""Base64 in the forms in which clients send it."""
+
+import base64
+import binascii
+from urllib.parse import unquote_to_bytes
+
+from engine.errors import InvalidRequest
+
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+
+
+def unbase64(source: bytes) -> bytes:
+    """Decode either alphabet, padded or not, in lines or percent-encoded. InvalidRequest: it is damaged."""
+    text = unquote_to_bytes(source) if b"%" in source else source
+    text = text.translate(_URL_SAFE, b" \t\n\f\r").rstrip(b"=")
+    try:
+        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+    except binascii.Error:
+        raise InvalidRequest("its base64 is damaged") from None
