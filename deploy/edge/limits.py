@@ -27,7 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.edge.apis import error_shape_of
+from deploy.edge.apis import PROBES, error_shape_of
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
 from deploy.edge.error_response import Refusal
@@ -42,6 +42,7 @@ from engine.errors import InvalidRequest, Overloaded, QuartetError
 STRIPPED_HEADERS = frozenset(
     {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id", b"x-session-id"}
 )
+_PROBES = (*PROBES, "/-/healthz")  # of HAProxy, which takes out a replica that refuses two
 _HOST = re.compile(rb"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 
@@ -128,7 +129,7 @@ class Limits:
 
     async def _take_in(self, scope: Scope, receive: Receive, upload: Upload) -> bool:
         """Whether nothing of the body is left to be sent."""
-        if self._open > self.limits.requests:
+        if self._open > self.limits.requests and scope["path"] not in _PROBES:
             raise Overloaded("Too many requests at once; please try again shortly.")
         check_head(scope, self.limits)
         known = self.check_key is None or await self.check_key(scope)

@@ -68,7 +68,7 @@ LOOKED_UP = f"quartet_prefix_cache_queried_tokens_total{{{ON}}}"
 FOUND = f"quartet_prefix_cache_hit_tokens_total{{{ON}}}"
 DRAFTED, ACCEPTED = f"quartet_draft_tokens_total{{{ON}}}", f"quartet_accepted_draft_tokens_total{{{ON}}}"
 DEAD = f'quartet_retired_requests_total{{{PLACE},outcome="dead"}}'
-ANSWERED, REFUSED = (f'quartet_requests_total{{{ON},outcome="{outcome}"}}' for outcome in ("stop", "refused"))
+ANSWERED, REFUSED, LATE = (f'quartet_requests_total{{{ON},outcome="{outcome}"}}' for outcome in ("stop", "refused", "deadline"))
 POOL = f'quartet_kv_usage_ratio{{{ON},group="%s"}}'
 TARGET, GROUPS = f"ray_serve_autoscaling_target_replicas{{{PLACE}}}", f"quartet_groups{{{PLACE}}}"
 DISCOVERY = 'prometheus_sd_http_failures_total{job="prometheus"}'
@@ -84,6 +84,7 @@ CASES = (
     Case("QuartetTargetUnreachable", {f"up{{{ON}}}": "1x4 0x10"}, "8m", 1),
     Case("QuartetTargetUnreachable", {f"up{{{ON}}}": "1x20", 'up{job="other"}': "0x20"}, "8m", 0),
     Case("QuartetGroupsMissing", {TARGET: "2x30", GROUPS: "1x30"}, "15m", 1),
+    Case("QuartetGroupsMissing", {'ray_serve_autoscaling_target_replicas{application="a",deployment="Quartet"}': "1x30"}, "15m", 1),
     Case("QuartetGroupsMissing", {TARGET: "2x30", GROUPS: "1x5 2x25"}, "15m", 0),      # it only took a while to boot
     Case("QuartetRankStalled", {BOUND: "30x10", STALL % 0: "0x10", STALL % 1: "0x4 20x6"}, "6m", 1),
     Case("QuartetRankStalled", {BOUND: "30x10", STALL % 0: "0x10", STALL % 1: "0x4 10x6"}, "6m", 0),
@@ -93,7 +94,8 @@ CASES = (
     Case("QuartetRequestsLost", {DEAD: "7x20"}, "8m", 0),
     Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", DEAD: "0+2x65"}, "65m", 1),  # groups die, and nobody else can tell
     Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", DEAD: "0+1x65"}, "65m", 0),
-    Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", REFUSED: "0+2x65"}, "65m", 1),   # no death yet: no series of one
+    Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", LATE: "0+2x65"}, "65m", 1),   # no death yet: no series of one
+    Case("QuartetBudgetBurnsFast", {ANSWERED: "0+100x65", REFUSED: "0+9x65"}, "65m", 0),   # what clients asked wrongly is theirs
     Case("QuartetRequestsUnaccounted", request_counts(100, 90, 9), "10m", 1),
     Case("QuartetRequestsUnaccounted", request_counts(100, 90, 10), "10m", 0),
     Case("QuartetQueueGrows", {WAITING: "5x30", QUEUE: "100+50x30"}, "20m", 1),

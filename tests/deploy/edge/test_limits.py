@@ -85,6 +85,34 @@ def test_a_client_that_looks_when_it_has_sent_all_reads_why(
                 asyncio.run(ask(port))
 
 
+@pytest.mark.parametrize("path", ["/-/healthz", "/health/live"])
+def test_a_probe_is_answered_by_a_full_server(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HAProxy takes out a replica that refuses its probe. Planted: it is a request as any."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.1)
+        await JsonResponse({}, 200)(scope, receive, send)
+
+    async def statuses() -> list[int]:
+        guard, given = Limits(app, LimitSettings(requests=16)), list[int]()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given.append(message["status"])
+
+        scope = {"type": "http", "method": "GET", "headers": [(b"host", b"a")], "http_version": "1.1"}
+        await asyncio.gather(*(guard(scope | {"path": at}, never, send) for at in [*["/v1/models"] * 17, path]))
+        return sorted(given)
+
+    assert asyncio.run(statuses()) == [200] * 17 + [429]
+    monkeypatch.setattr("deploy.edge.limits._PROBES", ())
+    assert asyncio.run(statuses()) == [200] * 16 + [429] * 2
+
+
+async def never() -> Message:
+    return await asyncio.Future()
+
+
 def test_a_body_that_never_ends_is_408(small: Edge) -> None:
     """A slow sender holds nothing for longer than body_timeout_s."""
     before = time.monotonic()

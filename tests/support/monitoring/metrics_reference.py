@@ -32,7 +32,8 @@ _ALIASES = f"""
 On unless `metrics.aliases: false`. Read off the same samples at each scrape, with vLLM's labels `model_name` and `engine="0"`.
 Histograms have our buckets, which contain every bound of vLLM's. `{PREFIX}{SUCCESS}` sums our outcomes by `finished_reason`:
 client_gone, deadline, slow_reader and queue_timeout are `abort`; error, sibling_failed and dead are `error`; refused requests are
-not in it. vLLM counts prompt tokens as they are prefilled, we at submission; its iteration is our step.
+not in it. vLLM counts prompt tokens as they are prefilled, we at submission; its iteration is our step. Its inter-token latency is
+the gap between two outputs, with drafts too; ours is divided by the tokens of the later one.
 
 | alias | shows |
 |---|---|
