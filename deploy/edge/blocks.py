@@ -40,7 +40,7 @@ class BlockFormat(OneChoice, abc.ABC):
                 yield from map(self.closed, blocks[count - 1 : count])
                 yield self.opened(block)
             if not isinstance(part, ToolCallStart):
-                yield self.grown(block, part.text)
+                yield self.grown(block, block.pieces[-1])
         if delta.finish is not None:
             self.choice.finish = delta.finish
             self.choice.stop = delta.stop
@@ -50,7 +50,7 @@ class BlockFormat(OneChoice, abc.ABC):
 def is_json(text: str) -> bool:
     """Whether a call's arguments are whole: what is cut off an object's text is never JSON."""
     try:
-        msgspec.json.decode(text)
+        msgspec.json.decode(text, type=msgspec.Raw)  # numbers as they are, however large
     except (msgspec.DecodeError, RecursionError):
         return False
     return True

@@ -146,22 +146,24 @@ class Choice:
         if isinstance(part, ToolCallStart):
             blocks.append(ReplyBlock(len(blocks), "call", part.id, part.name))
             return blocks[-1]
-        kind = _BLOCK_KINDS[type(part)]
+        kind, text = _BLOCK_KINDS[type(part)], part.text
         if not blocks or blocks[-1].kind != kind:
+            if kind == "reasoning" and self._texts_of(kind):
+                text = text.removeprefix("\n")  # which joins thoughts where they are one text
             blocks.append(ReplyBlock(len(blocks), kind))
-        blocks[-1].pieces.append(part.text)
+        blocks[-1].pieces.append(text)
         return blocks[-1]
 
     @property
     def content(self) -> str:
-        return self._text_of("text")
+        return "".join(self._texts_of("text"))
 
     @property
     def reasoning(self) -> str:
-        return self._text_of("reasoning")
+        return "\n".join(self._texts_of("reasoning"))
 
-    def _text_of(self, kind: BlockKind) -> str:
-        return "".join(block.text for block in self.blocks if block.kind == kind)
+    def _texts_of(self, kind: BlockKind) -> list[str]:
+        return [block.text for block in self.blocks if block.kind == kind]
 
     @property
     def calls(self) -> list[ReplyBlock]:

@@ -133,6 +133,23 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
     assert without != wanted
 
 
+def test_thoughts_between_calls_are_as_they_were_thought(edge: Edge) -> None:
+    """Each is an item, or a block of a message, without the newline that joins them in a chat's one text; whole and streamed. A call
+    is whole however large its number."""
+    call = "<|tool_call>call:get_weather{days:1e999}<tool_call|>"
+    edge.script(f"{THOUGHT}{call}{THOUGHT}{call}<|tool_response>")
+    body = asked(input="Go")
+    for response in (post(edge, body).json(), streamed(edge, body)[-1]["response"]):
+        thoughts = [item["content"][0]["text"] for item in response["output"] if item["type"] == "reasoning"]
+        assert thoughts == ["Two calls."] * 2
+    message = {"model": "nano", "max_tokens": 99, "messages": [user("Go")], "tools": [{"name": "get_weather", "input_schema": {}}]}
+    content = edge.post("/v1/messages", message).json()["content"]
+    assert [block["type"] for block in content] == ["thinking", "tool_use"] * 2
+    assert content[2]["thinking"] == "Two calls."
+    chat = edge.post("/v1/chat/completions", {"model": "nano", "messages": [user("Go")]}).json()["choices"][0]["message"]
+    assert chat["reasoning_content"] == "Two calls.\nTwo calls."
+
+
 def test_a_developers_later_message_is_of_the_system(edge: Edge) -> None:
     """Gemma knows no other role; the prompt is that of a system message, by both APIs."""
     for role in ("developer", "system"):
