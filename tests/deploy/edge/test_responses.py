@@ -134,8 +134,8 @@ def test_a_conversation_is_rendered_as_a_chat_is(edge: Edge) -> None:
 
 
 def test_thoughts_between_calls_are_as_they_were_thought(edge: Edge) -> None:
-    """Each is an item, or a block of a message, without the newline that joins them in a chat's one text; whole and streamed. A call
-    is whole however large its number."""
+    """Each is an item, or a block of a message, without the newline that joins them in a chat's one text; whole and streamed. A
+    call is whole however large its number."""
     call = "<|tool_call>call:get_weather{days:1e999}<tool_call|>"
     edge.script(f"{THOUGHT}{call}{THOUGHT}{call}<|tool_response>")
     body = asked(input="Go")
