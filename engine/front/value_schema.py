@@ -143,10 +143,9 @@ def json_kind(text: str) -> str | None:
 
 def _types_of(branch: Schema) -> frozenset[str] | None:
     """What one schema says without its alternatives; None where it says nothing."""
-    if names := listed(branch.get("type")):
-        return frozenset(str(name).lower() for name in names).union(["null"] if branch.get("nullable") is True else ())
-    constants = _constants_of(branch)
-    return None if constants is None else frozenset(_PYTHON_TYPES.get(type(value), "string") for value in constants)
+    types = [str(name).lower() for name in listed(branch.get("type"))]
+    types = types or [_PYTHON_TYPES.get(type(value), "string") for value in _constants_of(branch) or ()]
+    return frozenset([*types, *["null"] * (branch.get("nullable") is True)]) if types else None
 
 
 def _constants_of(branch: Schema) -> list[Any] | None:
