@@ -40,7 +40,7 @@ ENDS_OF_TWO = {6144: 11 / 16, 3072: 5 / 8, 0: 1 / 2}
 ENDS = (3 / 16, 9 / 16)
 BLOCK = 128  # rows of a product's tile
 _NUMBERS = 1 << 10  # sums of a forward, at most
-_FLAGS = 1024  # bytes for them, of up to 43 ranks: kernels write 16 bytes at once to what lies behind, the other inboxes too
+_FLAG_BYTES = 1024  # for up to 43 ranks: kernels write 16 bytes at once to what lies behind, the other inboxes too
 _PARTS, _X = 0, 1
 Pieces = Iterator[Tensor]  # of rows, each computed when it is taken
 
@@ -99,9 +99,9 @@ class SequenceParallel:
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: range, width: int, dtype: torch.dtype, errors: Tensor) -> None:
         self.rank, self.size, self.rows, self._errors = rank, len(memories), rows, errors
-        x = _FLAGS + rows[-1] * width * dtype.itemsize
+        x = _FLAG_BYTES + rows[-1] * width * dtype.itemsize
         self._flags = [memory[: 24 * (self.size - 1)].view(torch.int32).view(2, 3, self.size - 1) for memory in memories]
-        self._x = [memory[_FLAGS:x].view(dtype).view(-1, width) for memory in memories]
+        self._x = [memory[_FLAG_BYTES:x].view(dtype).view(-1, width) for memory in memories]
         self._parts = [memory[x:].view(dtype).view(-1, width) for memory in memories]
         self.width, self.device = width, memories[rank].device
         self._flags[rank].fill_(-1)
@@ -114,7 +114,7 @@ class SequenceParallel:
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
         """Bytes of one rank's memory, for up to so many rows: flags, x, their parts of every other rank."""
-        return _FLAGS + (rows + (size - 1) * (rows // size + 3)) * width * dtype.itemsize
+        return _FLAG_BYTES + (rows + (size - 1) * (rows // size + 3)) * width * dtype.itemsize
 
     def begin(self, rows: int) -> "SequenceParallel":
         """A forward of so many rows begins."""

@@ -35,7 +35,7 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 _BARE_KEY = re.compile(r"""(?!\s)[^"':=,{}\n]+(?<!\s)""")  # what reads as a key without quotes
-_OF_CONSTANTS = frozenset(("type", *OF_STRINGS, *_KEYWORDS["number"]))  # what enum and const leave nothing to say
+_BESIDE_CONSTANTS = frozenset(("type", *OF_STRINGS, *_KEYWORDS["number"]))  # enum and const leave them nothing to say
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
 # All by which a schema refuses values: a keyword that is none of them is an annotation, JSON Schema's own or anybody's.
 _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS.values(), (
@@ -144,7 +144,7 @@ class CallGrammar:
         return _either([self._typed(str(name).lower(), schema, depth) for name in listed(types)])
 
     def _special(self, keyword: str, schema: Schema, depth: int) -> str:
-        _only(schema, {keyword} | (_OF_CONSTANTS if keyword in ("const", "enum") else {"type"}))
+        _only(schema, {keyword} | (_BESIDE_CONSTANTS if keyword in ("const", "enum") else {"type"}))
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)

@@ -205,7 +205,7 @@ def test_inboxes_are_aligned(size: int, monkeypatch: pytest.MonkeyPatch) -> None
         return sum((memory.data_ptr() - tensor.data_ptr()) % 16 for tensor in (made.allreduce.inbox, made.argmax.inbox, *shared))
 
     assert not misaligned()
-    monkeypatch.setattr(kernels.sequence_parallel, "_FLAGS", 24 * (size - 1))
+    monkeypatch.setattr(kernels.sequence_parallel, "_FLAG_BYTES", 24 * (size - 1))
     assert misaligned()
     monkeypatch.undo()
     memories = [torch.zeros(SequenceParallel.bytes(size, 16, HIDDEN, torch.float32), dtype=torch.uint8)] * size
