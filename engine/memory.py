@@ -16,7 +16,7 @@ from engine.vision_geometry import CELL, SIDE
 PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
-INBOX_BYTES = 128 << 20  # that a rank's inboxes may take so that drafts find room too; sums of more rows are collectives
+INBOX_BYTES = 512 << 20  # that a rank's inboxes for all-reduces may take; sums of more rows are collectives
 SEQUENCE_WORK = 1536 * 5376**2  # rows times hidden^2: with less all-reduces are as fast as norms of own rows
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
 ENCODER_ROWS = 4096  # soft tokens that encoders make at once; one picture may give more
@@ -48,6 +48,27 @@ def sequence_rows(config: EngineConfig, geometry: Geometry) -> range:
         return range(0)
     most = config.prefill_budget + buckets(config.max_seqs)[-1] * config.widest
     return range(-(-SEQUENCE_WORK // geometry.hidden**2), most + 1)
+
+
+def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
+    """Returns up to how many rows of a step are summed over inboxes (`kernels.fused_allreduce_norm`): all decode rows, and prompts'
+    too where no rank needs all rows of the residual."""
+    own = sequence_rows(config, geometry)
+    most = min(own.start, own.stop) - 1 if own.stop else buckets(config.max_seqs)[-1] * config.widest
+    return min(most, INBOX_BYTES // _inbox_row_bytes(config, geometry))
+
+
+def _inbox_row_bytes(config: EngineConfig, geometry: Geometry) -> int:
+    return 5 * (config.tp + 1) * geometry.hidden * (2 if geometry.moe else 1) * ITEMSIZE[config.dtype]
+
+
+def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:
+    """Returns the bytes of what ranks write into each other's memory, as `AllReduceInbox.bytes` and `SequenceParallel.bytes` do."""
+    if config.tp == 1:
+        return 0
+    rows = sequence_rows(config, geometry)
+    own = (2 * config.tp - 1) * rows[-1] // config.tp * geometry.hidden * ITEMSIZE[config.dtype] if rows else 0
+    return inbox_rows(config, geometry) * _inbox_row_bytes(config, geometry) + own
 
 
 def encoder_row_bytes(encoder: MediaGeometry, itemsize: int) -> int:

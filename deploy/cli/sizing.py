@@ -19,8 +19,8 @@ from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.geometry import ITEMSIZE, KVGroup, read_geometry
-from engine.memory import INBOX_BYTES, kv_budget, longest_sequence, pages_of, sequence_rows
+from engine.geometry import KVGroup, read_geometry
+from engine.memory import exchange_bytes, kv_budget, longest_sequence, pages_of
 
 if TYPE_CHECKING:
     from engine.rank.builder import Rank
@@ -87,11 +87,7 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
     ConfigError when it does not fit, with the numbers.
     """
-    inboxes = INBOX_BYTES if engine.tp > 1 and engine.widest > 1 else 0  # those of one row a sequence are in the reserve
-    geometry = read_geometry(Path(engine.model))
-    if rows := sequence_rows(engine, geometry):
-        inboxes += (2 * engine.tp - 1) * rows[-1] // engine.tp * geometry.hidden * ITEMSIZE[engine.dtype]
-    budget = kv_budget(engine, memory, weights + reserve + inboxes)
+    budget = kv_budget(engine, memory, weights + reserve + exchange_bytes(engine, read_geometry(Path(engine.model))))
     if budget <= 0:
         raise ConfigError(
             f"weights do not fit: a rank of tp {engine.tp} holds {weights / 2**30:.2f} GiB, {reserve / 2**30:.2f} GiB are reserved "

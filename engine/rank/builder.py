@@ -11,7 +11,7 @@ from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry, read_media
-from engine.memory import INBOX_BYTES, buckets, kv_budget, sequence_rows
+from engine.memory import inbox_rows, kv_budget, sequence_rows
 from engine.protocol import MediaKind
 from engine.rank.attention import FailedChecks
 from engine.rank.kv import GroupCache, KVCache
@@ -35,7 +35,6 @@ from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import PLAIN, WeightFormat, weight_format
-from kernels.fused_allreduce_norm import AllReduceInbox
 
 _ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], TensorTable]] = {
     VisionGeometry: (encoder_of, VISION_TENSORS),
@@ -100,10 +99,7 @@ def load_rank(
     drafter = _drafter(config, geometry, parallel, dtype, device, source)
     encoders = _encoders(config, source, dtype, device, progress=first)
     width = geometry.hidden * (2 if geometry.moe else 1)
-    sequences = buckets(config.max_seqs)[-1]
-    most = max(sequences, INBOX_BYTES // AllReduceInbox.bytes(parallel.size, 1, width, dtype))  # drafts as far as bytes go
-    rows = min(sequences * config.widest, most)
-    inboxes = parallel.inboxes(rows, width, dtype, sequence_rows(config, geometry))
+    inboxes = parallel.inboxes(inbox_rows(config, geometry), width, dtype, sequence_rows(config, geometry))
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         with torch.inference_mode():

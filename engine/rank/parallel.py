@@ -50,9 +50,9 @@ class Parallel(Protocol):
         ...
 
     def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> "Inboxes | None":
-        """Memory that the ranks write into each other's, for decode steps of up to `rows` rows and fused norms of up to `width`
-        elements a row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is none (one
-        rank, or ranks on a CPU). Every rank calls it once, at boot."""
+        """Memory that the ranks write into each other's, for steps of up to `rows` rows and fused norms of up to `width` elements a
+        row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is none (one rank, or ranks
+        on a CPU). Every rank calls it once, at boot."""
         ...
 
 

@@ -77,7 +77,7 @@ class Forwarded:
 class Runner:
     """Runs plans on one rank, and decides nothing.
 
-    inboxes        the group's memory for all-reduces of decode rows; None: they are collectives
+    inboxes        the group's memory for sums over ranks; None: they are collectives
     failed_checks  parts of attention that failed their check, and run on our own ops
     drafter        of the model, if steps are to draft;   encoders  of media, by kind
     """

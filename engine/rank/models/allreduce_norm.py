@@ -6,7 +6,7 @@ from engine.rank.parallel import Parallel
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, Norms, fused_allreduce_norm
 from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
-Peers = AllReduceInbox | SequenceParallel | None  # for decode rows; for many rows of prompts; sums over ranks are collectives
+Peers = AllReduceInbox | SequenceParallel | None  # for up to some thousand rows; for more; sums over ranks are collectives
 Part = Tensor | InboxPart | Pieces
 Rows = Tensor | GatheredRows
 

@@ -40,8 +40,7 @@ class Model(Shard, ABC):
         """[R, hidden] each, of `batch.logit_rows`: the residual stream behind the last layer, and its final-normed form. Writes the
         batch's K and V into `cache`.
 
-        peers: the ranks' inboxes, for a step of decode rows; or their sequence-parallel norms, for one with many prompt tokens;
-        None: sums over ranks are collectives.
+        peers: the ranks' inboxes, or for many rows their sequence-parallel norms; None: sums over ranks are collectives.
         """
 
     def forward(

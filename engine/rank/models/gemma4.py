@@ -28,7 +28,6 @@ from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.models.layers import Experts, Mlp, NormWeights, Router, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
-from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.ple import per_layer_inputs
 from kernels.qkv import inverse_frequencies
 
@@ -200,7 +199,6 @@ class Gemma4(Model):
     def states(
         self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers = None
     ) -> tuple[Tensor, Tensor]:
-        assert not (isinstance(peers, AllReduceInbox) and batch.prompts), "an inbox is for decode rows"
         allreduce_norm = AllReduceNorm(
             self.parallel, peers, self.geometry.eps, keep_full_residual=self.geometry.residual_is_read
         )

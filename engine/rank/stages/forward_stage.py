@@ -14,6 +14,7 @@ from engine.plan import PlanView
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, SoftTokens
 from engine.rank.kv import KVCache
+from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, inboxes_of
@@ -46,7 +47,7 @@ class FinalRows:
 
 
 class ForwardStage:
-    """Runs the model over a step's rows. `inboxes`: the group's, for decode rows; None: collectives."""
+    """Runs the model over a step's rows. `inboxes`: the group's; None: sums over ranks are collectives."""
 
     def __init__(
         self,
@@ -80,8 +81,7 @@ class ForwardStage:
         batch = self._inputs.decodes(plan, bucket, width=width)
         if self._pages is not None:
             self._pages.check(batch)
-        peers, _ = inboxes_of(self._inboxes, batch.rows)
-        return batch, self.model.forward(batch, self._cache, self._attention, peers)
+        return batch, self.run(batch)
 
     def mixed(self, sizes: MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
         """Returns inputs and final hidden rows of a plan's result rows, chunks and all padded to `sizes`. Capturable."""
@@ -122,8 +122,8 @@ class ForwardStage:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Returns the final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
-        peers = self._inboxes.sequence if self._inboxes is not None and batch.prompts else None
-        if peers is not None:  # for what is not captured the host is the bound with fewer rows than so many a rank
-            least = peers.rows.start * (peers.size if batch.chunks else 1)
-            peers = peers.begin(batch.rows) if least <= batch.rows < peers.rows.stop else None
+        peers: Peers = inboxes_of(self._inboxes, batch.rows)[0]
+        if peers is None and self._inboxes is not None and (sequence := self._inboxes.sequence) is not None:
+            least = sequence.rows.start * (sequence.size if batch.chunks else 1)  # not captured: with fewer the host is the bound
+            peers = sequence.begin(batch.rows) if least <= batch.rows < sequence.rows.stop else None
         return self.model.forward(batch, self._cache, self._attention, peers)

@@ -12,12 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 import kernels.sequence_parallel
+from engine.config import EngineConfig, Mtp
 from engine.geometry import kv_groups, read_geometry
+from engine.memory import INBOX_BYTES, exchange_bytes, inbox_rows, sequence_rows
 from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -28,11 +31,13 @@ from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Inboxes, Parallel, allocated_inboxes, check_own_rows
 from engine.rank.stages.forward_stage import ForwardStage
 from kernels.allreduce import MappedCollectives, shared_bytes
+from kernels.fused_allreduce_norm import AllReduceInbox
 from kernels.sequence_parallel import SequenceParallel
 from tests.bench.sequence_parallel import Mlps
 from tests.conftest import Nano
 from tests.support import interpreter
 from tests.support.engine.shared_memory import mapped
+from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
 
@@ -177,20 +182,47 @@ def test_rows_that_have_not_come_are_seen(fault: type[SequenceParallel], size: i
     assert Group(size, fault).distance() > 0.01
 
 
-@pytest.mark.parametrize(("rows", "by_rows"), [(11, False), (12, True), (23, True), (24, True), (99, False)])
-def test_captured_steps_need_fewer_rows(rows: int, by_rows: bool) -> None:
-    """A step with prompts has norms of own rows from 12 rows on in a graph, and from 12 a rank launched kernel by kernel, where the
-    host is the bound below; one without prompts has none, nor one of more rows than there is memory for."""
+@pytest.mark.parametrize(
+    ("rows", "captured", "launched"),
+    [(8, "inbox", "inbox"), (9, None, None), (12, 12, None), (23, 23, None), (24, 24, 24), (99, None, None)],
+)
+def test_captured_steps_need_fewer_rows(rows: int, captured: object, launched: object) -> None:
+    """A step goes over inboxes that hold its rows; with more it norms own rows from 12 on in a graph, and from 12 a rank
+    launched kernel by kernel, where the host is the bound below; with more than there is memory for it has collectives."""
     stage = ForwardStage.__new__(ForwardStage)
-    stage._inboxes = Inboxes(MagicMock(), MagicMock(), MagicMock(rows=range(12, 99), size=2, begin=lambda rows: rows))
+    inbox, sequence = MagicMock(rows=8), MagicMock(rows=range(12, 99), size=2, begin=lambda rows: rows)
+    stage._inboxes = Inboxes(inbox, MagicMock(), sequence)
     stage.model, stage._cache, stage._attention = MagicMock(forward=lambda *given: given[-1]), MagicMock(), MagicMock()
 
-    def peers(**changes: object) -> object:
-        return stage.run(MagicMock(**{"rows": rows, "prompts": 8, "chunks": ()} | changes))
+    def peers(*chunks: Chunk) -> object:
+        return stage.run(MagicMock(rows=rows, chunks=chunks))
 
-    assert peers() == (rows if by_rows else None)
-    assert peers(chunks=(Chunk(0, 0, 8, 0),)) == (rows if rows == 24 else None)
-    assert peers(prompts=0) is None
+    named = {"inbox": inbox}
+    assert peers() == named.get(captured, captured)
+    assert peers(Chunk(0, 0, 8, 0)) == named.get(launched, launched)
+
+
+@pytest.mark.parametrize(
+    ("member", "tp", "budget", "drafts", "rows"),
+    [
+        ("31b", 2, 8192, 0, 1535), ("31b", 4, 8192, 5, 1535), ("31b", 4, 512, 0, 616), ("31b", 4, 512, 5, 1136),
+        ("31b", 8, 8192, 0, 1109), ("12b", 2, 8192, 0, 3010), ("26b-a4b", 2, 8192, 0, 104), ("26b-a4b", 2, 8192, 4, 520),
+    ],
+)  # fmt: skip
+def test_inboxes_hold_steps_that_do_not_norm_own_rows(member: str, tp: int, budget: int, drafts: int, rows: int) -> None:
+    """Of a dense model all of them, prompts' too; of one whose ranks read the residual, decode rows; and none beyond INBOX_BYTES.
+    `exchange_bytes` is what the kernels say that all takes, but for flags."""
+    geometry = read_geometry(ROOT / "deploy" / "models" / "public" / member)
+    mtp = Mtp(model="drafter", drafts=drafts) if drafts else Mtp()
+    config = EngineConfig(model="", tp=tp, device="cuda", dtype="bfloat16", max_seqs=100, prefill_budget=budget, mtp=mtp)
+    assert inbox_rows(config, geometry) == rows
+    width, by_rows = geometry.hidden * (2 if geometry.moe else 1), sequence_rows(config, geometry)
+    taken = AllReduceInbox.bytes(tp, rows, width, torch.bfloat16)
+    assert taken <= INBOX_BYTES
+    if by_rows:
+        taken += SequenceParallel.bytes(tp, by_rows[-1], width, torch.bfloat16)
+    assert 0 <= taken - exchange_bytes(config, geometry) < 1 << 20
+    assert not exchange_bytes(msgspec.structs.replace(config, tp=1), geometry)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
