@@ -23,7 +23,7 @@ from kernels.activation import geglu, gelu
 from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
-from kernels.tiles import GemmShape, Tile, choose, split
+from kernels.tiles import GemmShape, Tile, choose
 
 
 def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -48,8 +48,8 @@ def linear_send(x: Tensor, weight: Tensor, peers: AllReduceInbox) -> InboxPart |
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n], weight [m, n] -> [T, m] in x's dtype; or, where so few outputs would leave processors idle, fp32 [parts, T, m],
     each part summed over its share of the inner dimension, for `kernels.fused_allreduce_norm` to add."""
-    tile = _tile(x, weight)
-    if tile is None or (tile := split(tile, GemmShape(*weight.shape))).splits == 1:
+    tile = _tile(x, weight, parts=True)
+    if tile is None or tile.splits == 1:
         return linear(x, weight)
     return _run(tile, x, weight, x.new_empty(tile.splits, len(x), len(weight), dtype=torch.float32))
 
@@ -81,8 +81,8 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
 
 
-def _tile(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile | None:
-    """The product's tile; None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the kernels
+def _tile(x: Tensor, weight: Tensor, *, gated: bool = False, parts: bool = False) -> Tile | None:
+    """The product's tile (`choose`); None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the kernels
     take them for granted."""
     (rows, n), (m, _) = x.shape, weight.shape
     assert n == weight.shape[1], (x.shape, weight.shape)
@@ -90,7 +90,7 @@ def _tile(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile | None:
     check_contiguous(x, weight)
     if rows == 0 or not enabled(x) or not (x.dtype == torch.bfloat16 or INTERPRET):
         return None
-    return choose(rows, GemmShape(m // (1 + gated), n, gated), shared_memory(x))
+    return choose(rows, GemmShape(m // (1 + gated), n, gated), shared_memory(x), parts=parts)
 
 
 def _run(

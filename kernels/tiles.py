@@ -15,7 +15,7 @@ from kernels.launch import cdiv
 
 Kind = Literal["gemv", "gemm"]
 MOST_ROWS = 64  # of a tile of ours
-_MOST_CTAS, _LEAST_TURNS = 200, 4  # of a product whose inner dimension is shared out; turns of a CTA
+_PROCESSORS, _LEAST_TURNS = 132, 4  # of an H200: CTAs of a product that is cut finer; turns of one with a part of the inner dimension
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
 _logger = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ class GemmShape(NamedTuple):
 # Tiles by the most rows that they take; above, cuBLAS. The fastest of those tried on an H200 for 31B at TP=4. Of 16 to 64 rows
 # measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit. Two rows by `gemv` took
 # longer than four by the tile of 16, which does no less for two.
-_SHALLOW = Tile("gemm", 16, 64, 128, 1, stages=4, swap=True)
+_SHALLOW = Tile("gemm", 16, 64, 128, 4, stages=4, swap=True)
 TABLE: dict[GemmShape, dict[int, Tile]] = {
     **{
         GemmShape(m, n): {
             1: Tile("gemv", 1, 4, 1024, early),
-            16: Tile("gemm", 16, 64, 128, 1, stages=8, swap=True),
+            16: Tile("gemm", 16, 64, 128, 4, stages=8, swap=True),
             32: Tile("gemm", 32, 64, 128, 1, stages=6, swap=True),
             64: Tile("gemm", 64, 64, 128, 1, stages=6),
         }
@@ -93,20 +93,24 @@ TABLE: dict[GemmShape, dict[int, Tile]] = {
 
 
 @cache
-def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED) -> Tile | None:
-    """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS."""
+def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False) -> Tile | None:
+    """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS.
+
+    Where a product's outputs leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile that
+    was measured for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
+    """
     if rows > MOST_ROWS:
         return None
     tiles = TABLE[_nearest(shape)]
-    return fit(tiles[min(most for most in tiles if rows <= most)], shape.gated, shared)
-
-
-def split(tile: Tile, shape: GemmShape) -> Tile:
-    """`tile` with the inner dimension shared out, where its outputs leave many of an H200's 132 processors idle."""
-    ctas, splits = cdiv(shape.m, tile.bn), 1
-    while tile.kind == "gemm" and 2 * splits * ctas <= _MOST_CTAS and shape.n % (2 * splits * tile.bk * _LEAST_TURNS) == 0:
-        splits *= 2
-    return replace(tile, splits=splits)
+    tile = fit(tiles[min(most for most in tiles if rows <= most)], shape.gated, shared)
+    if tile.kind == "gemm":
+        if parts:
+            while 2 * tile.splits * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (2 * tile.splits * tile.bk * _LEAST_TURNS) == 0:
+                tile = replace(tile, splits=2 * tile.splits)
+        elif shape not in TABLE and not tile.swap:
+            while 2 * cdiv(shape.m, tile.bn) <= _PROCESSORS and tile.bn > 16:
+                tile = replace(tile, bn=tile.bn // 2)
+    return tile
 
 
 def fit(tile: Tile, gated: bool, shared: int) -> Tile:
