@@ -57,7 +57,8 @@ class GenerationApi(HttpEndpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenApi(HttpEndpoint):
-    """A route that answers from the tokenizer alone. `read` takes a body, and `answer` what it gave, for what goes out as JSON.
+    """A route that answers from the tokenizer alone. `read` takes a body to a request that has a `model`, and `answer` that request
+    to what goes out as JSON.
 
     Both raise InvalidRequest.
     """

@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deploy.edge.http_errors import NO_RETRY, code_of, status_of
+from deploy.edge.http_errors import code_of, status_of
 from deploy.edge.key_types import JsonObject
 from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
@@ -24,34 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ErrorFields:
-    """What an API's error may say."""
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-
-
-@dataclass(frozen=True)
 class ErrorShape:
-    """How an API writes an error. `name`: of its schema in the API's document; `fields`: what stands under `error`; `id_headers`:
-    by which its clients find a request's id on any reply."""
+    """How an API writes an error. `name`: of its schema in the API's document; `fields`: what stands under `error`; `write`: from
+    status, message, param and code; `id_headers`: by which its clients find a request's id on any reply."""
 
     name: str
     fields: tuple[str, ...]
-    write: Callable[[ErrorFields], JsonObject]
+    write: Callable[[int, str, str | None, str | None], JsonObject]
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
     def body(self, error: QuartetError) -> JsonObject:
         """The error, as a reply's body or as a stream's last event."""
         param = error.param if isinstance(error, InvalidRequest) else None
-        return self.write(ErrorFields(status_of(error).status, message_of(error), param, code_of(error)))
+        return self.write(status_of(error).status, message_of(error), param, code_of(error))
 
 
-def _openai_body(error: ErrorFields) -> JsonObject:
-    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+def _openai_body(status: int, message: str, param: str | None, code: str | None) -> JsonObject:
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 OPENAI_ERROR = ErrorShape("Error", ("message", "type", "param", "code"), _openai_body)
@@ -95,8 +85,7 @@ def plain_error(
     shape: ErrorShape, status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error that no exception of ours stands for: unknown path, wrong method, a bug."""
-    headers = {**(headers or {}), **(NO_RETRY if status >= 500 else {})}
-    return JsonResponse(shape.write(ErrorFields(status, _cut(message), code=code)), status, headers)
+    return JsonResponse(shape.write(status, _cut(message), None, code), status, headers)
 
 
 def message_of(error: QuartetError) -> str:

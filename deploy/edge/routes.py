@@ -24,7 +24,7 @@ from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, Refusal, plain_error
-from deploy.edge.http_errors import DeadlineExceeded, ForeignHost, WrongMediaType
+from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.key_types import JsonObject
 from deploy.edge.limits import Limits, with_cors
@@ -119,6 +119,7 @@ def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
             parsed = await service.pool.read(api.read, await _body_of(request))
+            service.jobs.check_model(parsed.model)
             answer = await api.answer(service, parsed)
             return JsonResponse(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
 
@@ -211,7 +212,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
     record_of(request.scope).error = error
-    return plain_error(error_shape_of(request.scope["path"]), 500, "Internal error", "internal_error")
+    return plain_error(error_shape_of(request.scope["path"]), 500, "Internal error", "internal_error", NO_RETRY)
 
 
 @cache

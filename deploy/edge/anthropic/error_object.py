@@ -3,8 +3,7 @@
     {"type": "error", "error": {"type": ..., "message": ...}}
 """
 
-
-from deploy.edge.error_response import ErrorFields, ErrorShape
+from deploy.edge.error_response import ErrorShape
 from deploy.edge.key_types import JsonObject
 
 # status -> the type that Anthropic gives it; other 4xx are invalid requests, other 5xx faults of the server
@@ -20,9 +19,9 @@ _TYPES = {
 }
 
 
-def _body(error: ErrorFields) -> JsonObject:
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+def _body(status: int, message: str, *_: str | None) -> JsonObject:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 ANTHROPIC_ERROR = ErrorShape("AnthropicError", ("message", "type"), _body, (b"x-request-id", b"request-id"))

@@ -21,29 +21,32 @@ _UNLIMITED = 1 << 60  # a minute: as good as no limit
 
 
 class Bucket:
-    """Fills evenly, up to a minute's worth. Taking may leave a debt, which fills up first. Times in seconds."""
+    """Fills evenly, up to a minute's worth; begins unlimited. Taking may leave a debt, which fills up first. `clock`: seconds,
+    monotonic."""
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at = now
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.per_minute = _UNLIMITED
+        self._clock = clock
+        self._level = float(_UNLIMITED)
+        self._at = clock()
 
-    def level(self, now: float) -> float:
+    def level(self) -> float:
         """What may be taken."""
-        self._level = min(self.per_minute, self._level + max(0.0, now - self._at) * self.per_minute / MINUTE)
-        self._at = max(self._at, now)
+        now = self._clock()
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE)
+        self._at = now
         return self._level
 
-    def take(self, amount: float, now: float) -> None:
-        self._level = self.level(now) - amount
+    def take(self, amount: float) -> None:
+        self._level = self.level() - amount
 
-    def wait_s(self, now: float) -> float:
+    def wait_s(self) -> float:
         """Seconds until one may be taken."""
-        return max(0.0, 1 - self.level(now)) * MINUTE / self.per_minute
+        return max(0.0, 1 - self.level()) * MINUTE / self.per_minute
 
-    def resize(self, per_minute: int, now: float) -> None:
+    def resize(self, per_minute: int) -> None:
         """Change the quota from now on; a debt stays one, unless nothing is limited any more."""
-        self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level(now)
+        self._level = _UNLIMITED if per_minute == _UNLIMITED else self.level()
         self.per_minute = per_minute
 
 
@@ -51,9 +54,8 @@ class Allowance:
     """What one holder may use. `clock`: seconds, monotonic."""
 
     def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._requests = Bucket(_UNLIMITED, clock())
-        self._tokens = Bucket(_UNLIMITED, clock())
+        self._requests = Bucket(clock)
+        self._tokens = Bucket(clock)
         self._open = 0
         self._held = 0  # tokens that open requests may yet use
         self.change(quota)
@@ -61,34 +63,34 @@ class Allowance:
     def change(self, quota: Quota) -> None:
         """Other limits hold for what begins from now on; what has been used stays used."""
         self._quota = quota
-        self._requests.resize(quota.requests or _UNLIMITED, self._clock())
-        self._tokens.resize(quota.tokens or _UNLIMITED, self._clock())
+        self._requests.resize(quota.requests or _UNLIMITED)
+        self._tokens.resize(quota.tokens or _UNLIMITED)
 
     def open(self) -> "QuotaGrant":
         """Begin a request. QuotaExceeded says which limit is reached, and when to come back."""
         self._check(begins=True)
-        self._requests.take(1, self._clock())
+        self._requests.take(1)
         self._open += 1
         return QuotaGrant(self)
 
     def _check(self, *, begins: bool) -> None:
-        if reached := list(self._reached(self._clock(), begins=begins)):
+        if reached := list(self._reached(begins=begins)):
             wait_s, limit = max(reached)
             raise QuotaExceeded(f"This API key has reached its limit of {limit}.", retry_after_s=max(1, math.ceil(wait_s)))
 
-    def _reached(self, now: float, *, begins: bool) -> Iterator[tuple[float, str]]:
+    def _reached(self, *, begins: bool) -> Iterator[tuple[float, str]]:
         """Each limit that is, and in how many seconds it will not be; 0: when an open request ends, which may be any moment."""
-        if self._tokens.level(now) - self._held < 1 - _ROUNDING:
-            yield self._tokens.wait_s(now), f"{self._quota.tokens} tokens a minute"
-        if begins and self._requests.level(now) < 1 - _ROUNDING:
-            yield self._requests.wait_s(now), f"{self._quota.requests} requests a minute"
+        if self._tokens.level() - self._held < 1 - _ROUNDING:
+            yield self._tokens.wait_s(), f"{self._quota.tokens} tokens a minute"
+        if begins and self._requests.level() < 1 - _ROUNDING:
+            yield self._requests.wait_s(), f"{self._quota.requests} requests a minute"
         if begins and self._open >= (self._quota.concurrent or _UNLIMITED):
             yield 0.0, f"{self._quota.concurrent} requests at once"
 
     def _close(self, held: int, used: int) -> None:
         self._open -= 1
         self._held -= held
-        self._tokens.take(used, self._clock())
+        self._tokens.take(used)
 
 
 @dataclass
@@ -97,7 +99,6 @@ class QuotaGrant:
 
     allowance: Allowance
     _held: int = 0
-    _closed: bool = False
 
     def reserve(self, tokens: int) -> None:
         """What it may come to, prompt and answers, once. QuotaExceeded: nothing is left, and nothing is held."""
@@ -107,8 +108,6 @@ class QuotaGrant:
         self._held = tokens
 
     def close(self, used: int) -> None:
-        """End the request, which has used so many tokens. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self.allowance._close(self._held, used)
+        """End the request, once; it has used so many tokens."""
+        self.allowance._close(self._held, used)
 

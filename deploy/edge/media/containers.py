@@ -38,8 +38,8 @@ def demuxer(data: bytes) -> str | None:
     """Return the name of the demuxer for `data`, by what stands behind an ID3 tag; None: it is no such file."""
     tag = re.match(rb"ID3...(....)", data, re.DOTALL)
     behind = tag.end() + sum((byte & 127) << shift for byte, shift in zip(tag[1], (21, 14, 7, 0), strict=True)) if tag else 0
-    magics = {name: re.compile(magic, re.DOTALL) for name, magic in _DEMUXERS.items()}
-    return next((name for start in (behind, 0) for name, magic in magics.items() if magic.match(data, start)), None)
+    heads = [data[start : start + 16] for start in (behind, 0)]
+    return next((name for head in heads for name, magic in _DEMUXERS.items() if re.match(magic, head, re.DOTALL)), None)
 
 
 def opened_stream(data: bytes, kind: Literal["audio", "video"], most_seconds: float, pixels: int = 1) -> Any:

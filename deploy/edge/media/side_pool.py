@@ -38,7 +38,7 @@ class SidePool:
                 parent_end.sendall(LENGTH.pack(len(message)) + message)
                 parent_end.sendall(source)
                 parent_end.shutdown(socket.SHUT_WR)
-                answer = _read(parent_end)
+                answer = b"".join(iter(lambda: parent_end.recv(_CHUNK), b""))
             except ConnectionError:
                 answer = b""
         if not answer.startswith(BEGUN):
@@ -90,10 +90,3 @@ class SidePool:
         self._process.kill()
         self._process.wait()
         self._control = self._process = None
-
-
-def _read(connection: socket.socket) -> bytes:
-    parts = []
-    while part := connection.recv(_CHUNK):
-        parts.append(part)
-    return b"".join(parts)

@@ -53,7 +53,6 @@ class DetokenizeRequest(Struct, frozen=True):
 
 
 async def _tokenized(service: Service, request: TokenizeRequest) -> JsonObject:
-    service.jobs.check_model(request.model)
     if (chat := await service.pool.run(request.chat)) is not None:
         tokens = await service.jobs.prompt(chat)
     else:
@@ -66,7 +65,6 @@ async def _tokenized(service: Service, request: TokenizeRequest) -> JsonObject:
 
 
 async def _text_of(service: Service, request: DetokenizeRequest) -> dict[str, str]:
-    service.jobs.check_model(request.model)
     return {"prompt": await service.pool.run(lambda: service.jobs.decode(token_ids(request.tokens, "tokens", PROMPT_IDS)))}
 
 

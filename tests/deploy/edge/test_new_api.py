@@ -12,7 +12,7 @@ from deploy.edge import apis, routes
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Sampling
 from deploy.edge.body_reader import BodyReader
-from deploy.edge.error_response import ErrorFields, ErrorShape
+from deploy.edge.error_response import ErrorShape
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import Choice, Delta
@@ -56,8 +56,8 @@ def read(body: bytes) -> ParsedRequest:
     return ParsedRequest(Ask(prompt=chat, sampling=limit, prompt_key="about"), Haiku)
 
 
-def _oops(error: ErrorFields) -> dict[str, Any]:
-    return {"oops": error.message, "where": error.param}
+def _oops(_status: int, message: str, param: str | None, _code: str | None) -> dict[str, Any]:
+    return {"oops": message, "where": param}
 
 
 HAIKU = GenerationApi(path="/haiku", operation="chat", error=ErrorShape("Oops", ("oops",), _oops), body=HaikuRequest, read=read)

