@@ -23,11 +23,14 @@ class Gpu:
     memory: int
 
 
+Gpus = tuple[Gpu, ...]
+
+
 @dataclass(frozen=True)
 class Capability:
     """The visible GPUs, and what of FlashInfer is installed beside them."""
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: Gpus = ()
     flashinfer: FlashInferFiles = field(default_factory=FlashInferFiles)
 
     @property
@@ -58,7 +61,7 @@ def check_group(capability: Capability, tp: int) -> None:
             raise ConfigError(f"the GPUs of a group must agree: GPU {first.index} is {first.name}, GPU {gpu.index} is {gpu.name}")
 
 
-def visible_gpus(gpus: tuple[Gpu, ...], named: str | None) -> tuple[Gpu, ...]:
+def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
     """Returns the devices that `named` (CUDA_VISIBLE_DEVICES) shows, in its order; as in CUDA, an unknown one ends the list."""
     if named is None:
         return gpus
@@ -71,7 +74,7 @@ def visible_gpus(gpus: tuple[Gpu, ...], named: str | None) -> tuple[Gpu, ...]:
     return tuple(shown)
 
 
-def node_gpus() -> tuple[Gpu, ...]:
+def node_gpus() -> Gpus:
     """Returns every GPU of the node, in NVML's (PCI) order; none where there is no driver."""
     import pynvml
 
@@ -84,10 +87,10 @@ def node_gpus() -> tuple[Gpu, ...]:
         return tuple(
             Gpu(
                 index=index,
-                name=str(pynvml.nvmlDeviceGetName(handle)),
-                uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+                name=pynvml.nvmlDeviceGetName(handle),
+                uuid=pynvml.nvmlDeviceGetUUID(handle),
                 capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-                memory=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
             )
             for index, handle in enumerate(handles)
         )

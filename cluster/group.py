@@ -99,11 +99,10 @@ class Group:
                 )
                 inherited = [args.lifeline, *shared.values(), *([args.front] if is_core else [])]
                 try:
-                    child = children.spawn(args, parent_end, inherited, self.config.device, command)
+                    self.children.append(children.spawn(args, parent_end, inherited, self.config.device, command))
                 except BaseException:
                     parent_end.close()
                     raise
-            self.children.append(child)
 
     def _handshake(self) -> None:
         ranks = self.children[: self.config.tp]
@@ -127,8 +126,7 @@ class Group:
 
     def _note_longest(self) -> None:
         """Log how long a request may be where that is less than the settings say."""
-        groups = self.config.kv_groups(read_geometry(Path(self.config.model)))
-        longest = longest_sequence(groups, self.pages)
+        longest = longest_sequence(self.config.kv_groups(read_geometry(Path(self.config.model))), self.pages)
         if longest < self.config.max_len:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
 

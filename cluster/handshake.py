@@ -48,8 +48,7 @@ class Handshake:
 
     def _readable(self, missing: list[str], awaited: str) -> list[Child]:
         """Wait for children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
-        remaining_s = self._deadline - time.monotonic()
-        ready = [key for key, _ in self._selector.select(max(0.0, remaining_s))]
+        ready = [key for key, _ in self._selector.select(max(0.0, self._deadline - time.monotonic()))]
         if not ready:
             raise EngineDead(f"boot took longer than {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
         for key in ready:

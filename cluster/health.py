@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,8 +93,8 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
     """Counts from the rank's progress if it has begun a step that is due, else from the rank's or the core's."""
     if rank.finished >= due:
         return 0.0
-    started = [rank.progress_ns] if rank.launched > rank.finished else [rank.progress_ns, core.progress_ns]
-    return moment.age_s(*started)
+    due_since = 0 if rank.launched > rank.finished else core.progress_ns
+    return moment.age_s(rank.progress_ns, due_since)
 
 
 def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observation) -> float:
@@ -158,7 +159,7 @@ class Watcher:
 
     def __post_init__(self) -> None:
         self._readers: list[int] = []
-        self._raylet_fd = -1
+        self._opened = ExitStack()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -178,11 +179,12 @@ class Watcher:
 
     def _watch_raylet(self, pid: int) -> None:
         try:
-            self._raylet_fd = os.pidfd_open(pid)
+            raylet = os.pidfd_open(pid)
         except ProcessLookupError:
             self._loop.call_soon(self._die, Death("raylet", "the raylet is gone"))
         else:
-            self._read(self._raylet_fd, lambda: self._die(Death("raylet", "the raylet ended")))
+            self._opened.callback(os.close, raylet)
+            self._read(raylet, lambda: self._die(Death("raylet", "the raylet ended")))
 
     def _ended(self) -> None:
         """React to the end of a child. Unless by a signal, it may only have lost a peer: wait for the others to report."""
@@ -225,9 +227,7 @@ class Watcher:
         """Stop watching: nothing is called after this. Idempotent; call it before an orderly end."""
         self._closed = True
         self._stop_reading()
-        if self._raylet_fd >= 0:
-            os.close(self._raylet_fd)
-            self._raylet_fd = -1
+        self._opened.close()
 
     def _stop_reading(self) -> None:
         for fd in self._readers:
@@ -235,7 +235,6 @@ class Watcher:
         self._readers.clear()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
 
 def _death_of(exit_status: ExitStatus | None) -> Death:

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import ray
@@ -41,7 +40,7 @@ from deploy.nodes import check_nodes, gpus_of, replica_resources
 from deploy.placement import place
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.scaling import Demand
-from deploy.settings import DEPLOYMENT, Settings
+from deploy.settings import DEPLOYMENT, ServeConfig, Settings
 from engine.config import EngineConfig
 from engine.events import to_each
 from engine.front.client import EngineClient
@@ -61,7 +60,7 @@ _COSTLY_DEFAULTS = {
 logger = logging.getLogger("ray.serve")
 
 
-def build(args: dict[str, Any]) -> Application:
+def build(args: ServeConfig) -> Application:
     """Makes the application for the YAML's `args`. ConfigError of one line: which key, or what the cluster lacks."""
     settings = Settings.read(args)
     environment.refuse_kernels_distribution()
@@ -70,7 +69,7 @@ def build(args: dict[str, Any]) -> Application:
     return Quartet.options(**options).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
 
 
-def deployment_options(settings: Settings) -> dict[str, Any]:
+def deployment_options(settings: Settings) -> ServeConfig:
     """Returns Serve's options where the YAML's `deployments:` says nothing else."""
     logging_config = logs.serve_config(settings.logs)
     return {
@@ -100,10 +99,9 @@ def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, Gramm
 class Quartet:
     """One replica."""
 
-    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, args: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         started = time.monotonic()
         self._closing = False
-        self._group: Group | None = None
         self._settings = Settings.read(args)
         logs.install(self._settings.logs)
         _warn_about_ray_settings()
@@ -114,18 +112,16 @@ class Quartet:
         booting = loop.run_in_executor(self._spawner, Group.boot, config)
         # meanwhile: this process only waits for the ranks
         reading = loop.run_in_executor(None, read_text, Path(config.model), self._settings.template)
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(reading.cancel)
             self._group = await booting
+            failed.callback(self._group.kill)
             await self._open(self._group, config, *await reading)
-        except BaseException:
-            reading.cancel()
-            if self._group is not None:
-                self._group.kill()
-            raise
+            failed.pop_all()
         logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
 
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
-        settings = self._settings
+        settings, metrics = self._settings, self._settings.metrics
         folder = Path(config.model)
         replica = serve.get_replica_context()
         chosen = group.attention.name
@@ -137,13 +133,13 @@ class Quartet:
             slots=config.max_seqs,
             page_tokens=config.page,
             step_bound_s=config.step_timeout_s,
-            ttft_objective_s=settings.metrics.ttft_objective_s,
-            tpot_objective_s=settings.metrics.tpot_objective_s,
-            aliases=settings.metrics.aliases,
+            ttft_objective_s=metrics.ttft_objective_s,
+            tpot_objective_s=metrics.tpot_objective_s,
+            aliases=metrics.aliases,
         )
         self._exporter = Exporter(facts)
-        metrics = self._exporter.serve(settings.metrics.host, settings.metrics.port)
-        self._demand = Demand(config.max_seqs, settings.metrics.ttft_objective_s)
+        exporter_url = self._exporter.serve(metrics.host, metrics.port)
+        self._demand = Demand(config.max_seqs, metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
         self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
@@ -172,7 +168,7 @@ class Quartet:
             sink=self._exporter,
             tracer=tracer(settings.tracing, {"service.namespace": replica.app_name, "service.instance.id": replica.replica_tag}),
             grammars=grammars,
-            about={"metrics": metrics, "attention": str(group.attention)},
+            about={"metrics": exporter_url, "attention": str(group.attention)},
         )
         if served.media_kinds:
             self._service.jobs.side_pool.start()
@@ -181,14 +177,14 @@ class Quartet:
         self._client.report()
         gc.collect()
         gc.freeze()  # what lives as long as the process: a full collection then takes a millisecond, not a hundred
-        self._heartbeats = self._start_heartbeats(metrics)
+        self._heartbeats = self._start_heartbeats(exporter_url)
 
-    def _start_heartbeats(self, metrics: str) -> HeartbeatSender | None:
-        """Have Prometheus find the exporter at `metrics`."""
+    def _start_heartbeats(self, exporter_url: str) -> HeartbeatSender | None:
+        """Have Prometheus find the exporter at `exporter_url`."""
         discovery = self._settings.metrics.discovery
         if not discovery.enabled:
             return None
-        target = target_here(self._settings.name, metrics)
+        target = target_here(self._settings.name, exporter_url)
         registry = RayRegistryClient(discovery)
         return HeartbeatSender(registry, target, self._exporter.counts, lambda url: self._service.about.update(discovery=url))
 
@@ -215,7 +211,6 @@ class Quartet:
     async def _exit_replica(self, death: Death) -> None:
         """Kill the children (they may hold GPUs), flushing meanwhile; then exit, which is the fastest way to a new replica."""
         try:
-            assert self._group is not None
             ending = asyncio.gather(asyncio.to_thread(self._group.kill), self._deregister(death.cause))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
@@ -234,7 +229,7 @@ class Quartet:
 
     async def __del__(self) -> None:
         """End in order, when Serve asks: open answers are done, or their time is up."""
-        if self._closing or self._group is None or not hasattr(self, "_service"):
+        if self._closing or not hasattr(self, "_service"):
             return
         self._closing = True
         self._service.draining = True

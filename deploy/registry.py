@@ -92,7 +92,6 @@ class HeartbeatSender:
     target: ScrapeTarget
     counts: Callable[[], Counts]
     on_url: Callable[[str], None]
-    period_s: float = PERIOD_S
 
     def __post_init__(self) -> None:
         self._over = threading.Event()
@@ -114,7 +113,7 @@ class HeartbeatSender:
                 if not complained and not self._over.is_set():
                     logger.warning("discovery does not answer (%s); Prometheus may not see this replica", type(error).__name__)
                 complained = True
-            if self._over.wait(self.period_s):
+            if self._over.wait(PERIOD_S):
                 return
 
     def deregister(self, cause: str | None) -> None:
@@ -131,10 +130,9 @@ class HeartbeatSender:
 def ray_exporters() -> HttpSdList:
     """Makes the http_sd list of Ray's own exporters: each living node's, with or without Ray's dashboard. ConfigError: no reply."""
     try:
-        nodes = ray.nodes()
+        return listed_nodes(ray.nodes())
     except RayError as error:
         raise ConfigError(f"Ray does not say which nodes there are: {error}") from error
-    return listed_nodes(nodes)
 
 
 def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> HttpSdList:

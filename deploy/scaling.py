@@ -9,10 +9,10 @@ delays (upscale_delay_s, downscale_delay_s, downscale_to_zero_delay_s). At zero 
 
 import logging
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from engine.events import EngineLoad, Event, FirstToken, RequestFinished, RequestStarted
@@ -40,7 +40,6 @@ class Demand:
 
     slots: int
     objective_s: float
-    clock: Callable[[], float] = time.monotonic
     _open: int = 0
     _tokenless: dict[int, float] = field(default_factory=dict)  # in the order of their coming
     _ttfts: deque[tuple[float, float]] = field(default_factory=deque)
@@ -51,10 +50,10 @@ class Demand:
         match event:
             case RequestStarted():
                 self._open += 1
-                self._tokenless[event.request] = self.clock()
+                self._tokenless[event.request] = monotonic()
             case FirstToken():
                 self._tokenless.pop(event.request, None)
-                self._ttfts.append((self.clock(), event.ttft_s))
+                self._ttfts.append((monotonic(), event.ttft_s))
                 self._drop_old()  # here, too: without autoscaling nobody asks for figures
             case RequestFinished():
                 self._open -= 1
@@ -75,8 +74,7 @@ class Demand:
         }
 
     def _drop_old(self) -> None:
-        since = self.clock() - TTFT_WINDOW_S
-        while self._ttfts and self._ttfts[0][0] < since:
+        while self._ttfts and self._ttfts[0][0] < monotonic() - TTFT_WINDOW_S:
             self._ttfts.popleft()
 
     def _slow_ttft(self) -> float:
@@ -86,7 +84,7 @@ class Demand:
 
     def _longest_wait(self) -> float:
         oldest = next(iter(self._tokenless.values()), None)
-        return 0.0 if oldest is None else self.clock() - oldest
+        return 0.0 if oldest is None else monotonic() - oldest
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from ray.serve.exceptions import RayServeException
 
 from deploy.edge import limits
 
-_PROXY = "SERVE_PROXY_ACTOR"
 _LOST = ("UNHEALTHY", "DEPLOY_FAILED")
 
 
 def outermost() -> list[Any]:
     """Returns the guards; RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function."""
-    is_proxy = (ray.get_runtime_context().get_actor_name() or "").startswith(_PROXY)
+    is_proxy = (ray.get_runtime_context().get_actor_name() or "").startswith("SERVE_PROXY_ACTOR")
     return limits.outermost(routes if is_proxy else None)
 
 

@@ -2,13 +2,12 @@
 
 import argparse
 import re
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from cluster.capability import ComputeCapability, probe
 from cluster.children import ROOT
-from deploy.cli.finding import Finding
+from deploy.cli.finding import Findings
 from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
 from deploy.settings import Settings, http_address, read_config, read_settings
 
@@ -53,7 +52,7 @@ def architecture(text: str) -> ComputeCapability:
     return int(match[1] or match[2]), int(match[3])
 
 
-def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool) -> Iterator[Finding]:
+def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool) -> Findings:
     """Runs every check, in the order in which one would set a machine up; `kernels` run if they are asked for.
 
     path: the config that this machine is to serve;   other: another GPU's compute capability, for attention

@@ -1,5 +1,6 @@
 """A line of what `doctor` looks at."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,9 @@ class Finding:
     state: State
     found: str
     advice: str = ""
+
+
+Findings = Iterator[Finding]
 
 
 def checked(name: str, good: bool, detail: str, advice: str, bad: State = "warn") -> Finding:

@@ -10,7 +10,6 @@ import resource
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cluster.attention_choice import choose_attention
 from cluster.capability import Capability, ComputeCapability
 from cluster.children import ROOT
 from deploy import environment
-from deploy.cli.finding import Finding, State, checked
+from deploy.cli.finding import Finding, Findings, State, checked
 from deploy.models.google_template import CORRECTED, edition
 from deploy.models.resolve import folder_here
 from deploy.nodes import check_nodes
@@ -39,12 +38,12 @@ _MEMORY = 4 << 30
 _DISK = 10 << 30
 
 
-def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
+def software() -> Findings:
     """Holds Python and the dependencies against the ranges of pyproject.toml."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
-    described = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     python = platform.python_version()
     supported = described["requires-python"]
     good = SpecifierSet(supported).contains(python)
@@ -66,7 +65,7 @@ def software(project: Path = ROOT / "pyproject.toml") -> Iterator[Finding]:
         yield Finding("kernels", "fail", "a foreign distribution of that name", str(error))
 
 
-def devices(node: Capability) -> Iterator[Finding]:
+def devices(node: Capability) -> Findings:
     """Lists GPUs, whether torch can use them, and how they reach each other."""
     yield Finding("capability", "ok", str(node))
     if not node.gpus:
@@ -83,7 +82,7 @@ def devices(node: Capability) -> Iterator[Finding]:
     yield links([gpu.index for gpu in node.gpus])
 
 
-def attention(node: Capability, settings: Settings, other: ComputeCapability | None) -> Iterator[Finding]:
+def attention(node: Capability, settings: Settings, other: ComputeCapability | None) -> Findings:
     """Says which attention backend runs here with `settings`, or on another GPU, of compute capability `other`, and why."""
     architecture = other or node.architecture
     chosen_for = architecture if settings.needs_gpus or other else None
@@ -140,7 +139,7 @@ def links(indices: list[int]) -> Finding:
     return checked("nvlink", not unlinked, detail, "sums go over PCIe: correct, and slow")
 
 
-def machine() -> Iterator[Finding]:
+def machine() -> Findings:
     """Looks at cores, priority, memory and limits."""
     cores = len(os.sched_getaffinity(0))
     yield checked("cores", cores > 1, str(cores), "ranks, core and HTTP share one")
@@ -166,7 +165,7 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def ports(api: int = 8000) -> Iterator[Finding]:
+def ports(api: int = 8000) -> Findings:
     """Tries the ports that the launcher listens on."""
     for port in (api, *HAPROXY_PORTS.values()):
         remedy = "quartet serve --port chooses another" if port == api else "quartet serve takes a free one by itself"
@@ -194,7 +193,7 @@ def ray_environment() -> Finding:
     return checked("ray settings", not own, verdict, "set by you, and kept: deploy/environment.py says what Quartet sets, and why")
 
 
-def hub() -> Iterator[Finding]:
+def hub() -> Findings:
     """Says where checkpoints come from and go to. The token itself is not shown."""
     from huggingface_hub import constants, get_token
 
@@ -210,7 +209,7 @@ def hub() -> Iterator[Finding]:
     yield checked("hub cache", free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
 
 
-def templates(settings: Settings) -> Iterator[Finding]:
+def templates(settings: Settings) -> Findings:
     """Says which chat template an application would use, where it is on this machine, and whether Google has corrected it."""
     name = f"template of {settings.name}"
     if (template := settings.template) is not None and not template.is_file():

@@ -10,23 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deploy.cli import (
-    check_config_command,
-    doctor_command,
-    key_command,
-    plan_command,
-    serve_command,
-)
+from deploy.cli import check_config_command, doctor_command, key_command, plan_command, serve_command
 from deploy.cli.output import CANNOT
 from engine.errors import CheckpointError, ConfigError
 
-COMMANDS = (
-    serve_command,
-    check_config_command,
-    doctor_command,
-    plan_command,
-    key_command,
-)
+COMMANDS = (serve_command, check_config_command, doctor_command, plan_command, key_command)
 INTERRUPTED = 130  # as a shell counts a SIGINT
 
 HELP = """\

@@ -80,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """Reads the settings of the plan: a config's, or defaults; options win. ConfigError names a bad one."""
-    names = ("model", "device", *sizes())
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    given = {name: value for name in ("model", "device", *sizes()) if (value := getattr(args, name)) is not None}
     if args.config is None:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")

@@ -100,7 +100,7 @@ class AdmissionControl:
         return FULL if self.taken + choices > self.choices else None
 
     def _claim(self, choices: int, answers: int) -> None:
-        if self.taken + choices > self.choices or self._open_answers + answers > self.answers:
+        if self._open_answers + answers > self.answers:
             raise Overloaded(FULL)
         self._reserved += choices
         self._open_answers += answers

@@ -131,10 +131,9 @@ class CompletionResponse(Response):
                     await asyncio.sleep(0)  # others' turn: there may be many
         if not self._is_complete:
             return
-        body = self._format.full(self._usage())
-        headers = [(b"content-type", str(self.media_type).encode()), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        reply = Response(self._format.full(self._usage()), media_type=self.media_type)
+        await send({"type": "http.response.start", "status": 200, "headers": reply.raw_headers})
+        await send({"type": "http.response.body", "body": reply.body})
 
     async def _stream(self, send: Send) -> None:
         """Event by event; without an end when some choice has none."""

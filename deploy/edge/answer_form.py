@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from deploy.edge.ask import AnswerForm, LazyForm
-from deploy.edge.key_types import JsonObject
+from deploy.edge.key_types import FrozenStruct, JsonObject
 from deploy.edge.raw_json import ANYTHING, Json, not_null, read_small
 from engine.errors import InvalidRequest
 from engine.front.grammar import MAX_SCHEMA_BYTES, Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
@@ -26,13 +26,13 @@ _MAX_TAGS = 64
 RulesReader = Callable[[Any, str], str | None]  # from what a key holds, and the key
 
 
-class _Structure(Struct, frozen=True):
+class _Structure(FrozenStruct):
     begin: str
     end: str = ""
     schema: JsonObject | bool = True
 
 
-class _StructuralTag(Struct, frozen=True):
+class _StructuralTag(FrozenStruct):
     """vLLM's and SGLang's, of the kind that has triggers."""
 
     structures: list[_Structure]

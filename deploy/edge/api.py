@@ -4,13 +4,13 @@ What every API wants of the engine is an Ask. So all are validated, admitted, li
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from deploy.edge.ask import Ask
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
+from deploy.edge.key_types import FrozenStruct
 from deploy.edge.response_format import ResponseFormat, ServedModel
 from deploy.edge.service import Service
 
@@ -19,8 +19,7 @@ JSON = "application/json"
 Right = Literal["open", "generate", "tokenize", "models", "docs", "all"]  # "open": no key is needed; "all": all rights are
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpEndpoint:
+class HttpEndpoint(FrozenStruct, kw_only=True):
     """A path, the right that an API key needs for it, and the shape of its errors.
 
     `operation`: OpenTelemetry's gen_ai.operation.name, of those that generate.
@@ -32,8 +31,7 @@ class HttpEndpoint:
     operation: str | None = None
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
+class ParsedRequest(FrozenStruct):
     """A request that has been read: what is asked of the engine, the format of the answer, and the media type of a whole one."""
 
     ask: Ask
@@ -41,8 +39,7 @@ class ParsedRequest:
     media_type: str = JSON
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationApi(HttpEndpoint):
+class GenerationApi(HttpEndpoint, kw_only=True):
     """A route that generates. `read` takes a body, and raises InvalidRequest.
 
     `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to. `media_type`: the body's.
@@ -55,8 +52,7 @@ class GenerationApi(HttpEndpoint):
     parts: tuple[type[Struct], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenApi(HttpEndpoint):
+class TokenApi(HttpEndpoint, kw_only=True):
     """A route that answers from the tokenizer alone. `read` takes a body to a request that has a `model`, and `answer` that request
     to what goes out as JSON.
 

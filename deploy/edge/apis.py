@@ -7,8 +7,7 @@ from deploy.edge.api import HttpEndpoint, Right
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
 from deploy.edge.native.generate_api import GENERATE
 from deploy.edge.native.tokenization import DETOKENIZE, TOKENIZE
-from deploy.edge.openai.completions import CHAT, COMPLETIONS
-from deploy.edge.openai.responses_api import RESPONSES
+from deploy.edge.openai.openai_apis import CHAT, COMPLETIONS, RESPONSES
 from deploy.edge.openai.transcriptions import TRANSCRIPTIONS
 
 GENERATION_APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES_API, GENERATE, TRANSCRIPTIONS)
@@ -33,5 +32,4 @@ def endpoint_of(path: str) -> HttpEndpoint:
 
 def error_shape_of(path: str) -> ErrorShape:
     """Return the shape of the API that `path` is of or lies below, whatever stands before it; OpenAI's for any other path."""
-    apis = (api for api in GENERATION_APIS if f"{api.path}/" in f"{path}/")
-    return next((api.error for api in apis), OPENAI_ERROR)
+    return next((api.error for api in GENERATION_APIS if f"{api.path}/" in f"{path}/"), OPENAI_ERROR)

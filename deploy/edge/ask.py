@@ -5,23 +5,21 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from deploy.edge.key_types import JsonObject
+from msgspec.structs import force_setattr
+
+from deploy.edge.key_types import FrozenStruct, JsonObject
 from deploy.edge.raw_json import invalid
 from engine.front.constraints import ToolChoice
 from engine.protocol import MediaKind
 
-_ANY_TOOL = ToolChoice()
 
-
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(FrozenStruct):
     """A content part that is text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Media:
+class Media(FrozenStruct):
     """A content part of another kind. `url`: data: or http(s). `budget`: soft tokens of an image at most; None: as few as do not
     shrink it."""
 
@@ -38,8 +36,7 @@ class Media:
 Part = Text | Media  # what a content may consist of; each API has one function from a part's JSON to it
 
 
-@dataclass(frozen=True, slots=True)
-class PastCall:
+class PastCall(FrozenStruct):
     """A call in the history. `arguments`: a JSON value, or JSON as text, whose numbers are rendered as they are written."""
 
     name: str
@@ -79,8 +76,7 @@ class ChatMessage:
         return {key: value for key, value in fields.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class ChatPrompt:
+class ChatPrompt(FrozenStruct):
     """A conversation; InvalidRequest: a tool's result is of no call before it.
 
     `tools` are declared as chat templates take them; `thinks` None: as the server's default.
@@ -91,11 +87,11 @@ class ChatPrompt:
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()
-    choice: ToolChoice = _ANY_TOOL
+    choice: ToolChoice = ToolChoice()
     thinks: bool | None = None
     thought_tokens: int | None = None
     add_generation_prompt: bool = True
-    switches: Mapping[str, bool] = field(default_factory=dict)
+    switches: Mapping[str, bool] = {}
     max_soft_tokens: int | None = None
     tool_paths: Sequence[tuple[str, str]] = ()
 
@@ -105,7 +101,7 @@ class ChatPrompt:
             if message.call_id not in calls:
                 raise invalid(message.call_path, f"no call before it has the id {message.call_id!r}")
             calls.update(call.id for call in message.calls)
-        object.__setattr__(self, "messages", list(_with_results_in_order(self.messages)))
+        force_setattr(self, "messages", list(_with_results_in_order(self.messages)))
 
     @property
     def media(self) -> list[Media]:
@@ -123,16 +119,14 @@ def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMess
         order = {call.id: index for index, call in enumerate(turns[-1].calls)}
 
 
-@dataclass(frozen=True)
-class RawPrompts:
+class RawPrompts(FrozenStruct):
     """Texts, or lists of token ids. `echo`: each answer begins with its prompt, and is nothing else where max_tokens is 0."""
 
     sources: Sequence[str | list[int]]
     echo: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(FrozenStruct, kw_only=True):
     """How tokens are chosen, and when they end. None: as the checkpoint or the server has it; of `allowed_ids`: all are.
 
     `speculative`: drafts may be used, if there is a drafter; they change no token.
@@ -154,13 +148,12 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    biases: Mapping[int, float] = field(default_factory=dict)
+    biases: Mapping[int, float] = {}
     allowed_ids: Sequence[int] | None = None
     bad_words: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class AnswerForm:
+class AnswerForm(FrozenStruct):
     """`rules`: as engine.front.grammar makes them; `key`: the client's name for what demands them."""
 
     rules: str
@@ -170,8 +163,7 @@ class AnswerForm:
 LazyForm = Callable[[], AnswerForm | None]  # takes a while; InvalidRequest names the key that is wrong
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ask:
+class Ask(FrozenStruct, kw_only=True):
     """One request. `model`: None: whichever is served; `form`: what its answer must look like.
 
     `logprobs` and `prompt_logprobs`: alternatives of each token, None: no logprobs. Only asks of one `salt` share cached prefixes.

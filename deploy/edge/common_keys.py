@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
@@ -19,42 +19,48 @@ StopTexts = Annotated[list[StopText], Meta(max_length=16)]
 RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 Detail = Literal["low", "high", "original", "auto"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # the model knows two: none, and all others
 # To an image's soft tokens.
 _DETAILS: Mapping[Detail | None, int] = {"low": 70, "high": 1120, "original": 1120}
 
 
-class InputAudio(Struct, frozen=True):
+class InputAudio(kt.FrozenStruct):
     """All of a clip, in base64."""
 
     data: str | None = None
     format: str | None = None
 
 
-class TextForm(Struct, frozen=True):
+class TextForm(kt.FrozenStruct):
     """`format`: of the text."""
 
     format: kt.RawObject = UNSET
 
 
-class CommonSamplingKeys(Struct, frozen=True):
+class CommonSamplingKeys(kt.FrozenStruct):
     """How tokens are chosen, and when they end."""
 
     temperature: kt.Temperature | None = None
-    top_p: kt.Fraction | None = None
-    top_k: kt.TopK | None = None
-    min_p: kt.Share | None = None
-    presence_penalty: kt.AddedPenalty | None = None
-    frequency_penalty: kt.AddedPenalty | None = None
-    repetition_penalty: kt.RepetitionPenalty | None = None
-    seed: kt.Seed | None = None
+    top_p: kt.Fraction = None
+    top_k: kt.TopK = None
+    min_p: kt.Share = None
+    presence_penalty: kt.AddedPenalty = None
+    frequency_penalty: kt.AddedPenalty = None
+    repetition_penalty: kt.RepetitionPenalty = None
+    seed: kt.Seed = None
     stop: StopText | StopTexts | None = None
 
     def sampling(self, **changes: Any) -> Sampling:
         """What is said by the names that Sampling has, but for raw JSON, with `changes`."""
-        names = self.__struct_fields__ & Sampling.__dataclass_fields__.keys()
+        names = set(self.__struct_fields__).intersection(Sampling.__struct_fields__)
         given = {name: value for name in names if not isinstance(value := getattr(self, name), Raw | UnsetType | None)}
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Sampling(**{**given, "stops": stops, **changes})
+
+
+def thinks_by_effort(effort: Effort | None) -> bool | None:
+    """Whether the model is to think; None: nothing is said."""
+    return None if effort is None else effort != "none"
 
 
 def check_bounds(values: Iterable[Json | bytes], key: str, what: str) -> None:

@@ -6,7 +6,6 @@ the request) brings its own request id and log line.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.edge.http_errors import code_of, status_of
-from deploy.edge.key_types import JsonObject
+from deploy.edge.key_types import FrozenStruct, JsonObject
 from deploy.edge.scope import RECORD, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
 
@@ -23,8 +22,7 @@ MAX_MESSAGE = 1000
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ErrorShape:
+class ErrorShape(FrozenStruct):
     """How an API writes an error. `name`: of its schema in the API's document; `fields`: what stands under `error`; `write`: from
     status, message, param and code; `id_headers`: by which its clients find a request's id on any reply."""
 

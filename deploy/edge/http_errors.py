@@ -19,8 +19,8 @@ How an error looks is for error_response.py and anthropic/error_object.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from deploy.edge.key_types import FrozenStruct
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, ModelNotFound, Overloaded, QuartetError, SlowReader
 
 RESTART_S = 5
@@ -62,13 +62,12 @@ class DeadlineExceeded(GenerationFailed):
     """The request took longer than this server allows."""
 
 
-@dataclass(frozen=True)
-class HttpStatus:
+class HttpStatus(FrozenStruct):
     """How one class of the tree looks from outside."""
 
     status: int
     code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
 
 NO_RETRY = {"x-should-retry": "false"}

@@ -83,8 +83,7 @@ class JobBuilder:
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
         media = await self._media(chat, ask.prompt_key)
         job, tools, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
-        rules = form.rules if form else None
-        wants = Constraints(tools, chat.choice, rules, self.settings.tool_grammar, chat.thought_tokens)
+        wants = Constraints(tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
         return _with(job, grammar=kept, thought=wants.thought_budget(self.text, prompt))
@@ -211,9 +210,10 @@ class JobBuilder:
         if (least := ask.sampling.min_tokens) > limit:
             raise invalid(ask.min_tokens_key, f"{least} exceeds the {limit} tokens to generate")
         params = self._params(ask, limit)
-        alternatives = [ask.prompt_logprobs if choice < scored else None for choice in range(ask.sampling.n)]
-        choices = zip(_seeds(ask.sampling.seed, ask.sampling.n), alternatives, strict=True)
-        return [msgspec.structs.replace(params, seed=seed, prompt_logprobs=scores) for seed, scores in choices]
+        return [
+            msgspec.structs.replace(params, seed=seed, prompt_logprobs=ask.prompt_logprobs if choice < scored else None)
+            for choice, seed in enumerate(_seeds(ask.sampling.seed, ask.sampling.n))
+        ]
 
     def _params(self, ask: Ask, limit: int) -> SamplingParams:
         sampling = ask.sampling

@@ -1,13 +1,18 @@
 """Types of what JSON holds: an object, a request's short texts and bounded numbers, and raw JSON with what the API's document says
 of it."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, dataclass_transform
 
-from msgspec import Meta, Raw, UnsetType
+from msgspec import Meta, Raw, Struct, UnsetType
 
 from engine.protocol import MAX_ALTERNATIVES
 
 JsonObject = dict[str, Any]  # as it is decoded, or as it will be encoded
+
+
+@dataclass_transform(frozen_default=True)
+class FrozenStruct(Struct, frozen=True):
+    """What is decoded and never changed; all that derive from it are frozen, too."""
 
 
 def array(items: JsonObject, **bounds: int) -> JsonObject:
@@ -33,14 +38,15 @@ Name = Annotated[str, Meta(max_length=256)]
 ModelName = Annotated[str, Meta(max_length=1024)]
 Natural = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Count = Annotated[int, Meta(ge=1, le=INT32_MAX)]
-TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
-Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Priority = Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)]
-Fraction = Annotated[float, Meta(gt=0, le=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-AddedPenalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+# Of these null says as much as nothing.
+TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
+Priority = Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None
+Fraction = Annotated[float, Meta(gt=0, le=1)] | None
+Share = Annotated[float, Meta(ge=0, le=1)] | None
+AddedPenalty = Annotated[float, Meta(ge=-2, le=2)] | None
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)] | None
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 
 

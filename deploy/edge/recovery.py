@@ -18,18 +18,18 @@ from engine.errors import EngineDead
 
 logger = logging.getLogger("ray.serve")
 
+Routes = dict[str, bool]  # of each application its prefix, and whether it has lost its replicas, as far as is known
 PERIOD_S = 0.5  # between two looks at a request that waits, and at what Serve says of the deployments
 
 
 @dataclass
 class Recovery:
-    """Wraps Serve's proxy. `routes`: of each application its prefix, and whether it has lost its replicas, as far as is known; it
-    may block."""
+    """Wraps Serve's proxy. `routes` may block."""
 
     app: ASGIApp
-    routes: Callable[[], dict[str, bool]]
+    routes: Callable[[], Routes]
     _looked: float = 0.0
-    _look: asyncio.Future[dict[str, bool]] | None = None
+    _look: asyncio.Future[Routes] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is answered, or waits for a replica that is to come."""
@@ -83,7 +83,7 @@ class Recovery:
         prefixes = [route for route in routes if f"{path}/".startswith(route.rstrip("/") + "/")]
         return routes.get(max(prefixes, key=len, default=""), False)
 
-    async def _read_routes(self) -> dict[str, bool]:
+    async def _read_routes(self) -> Routes:
         """Ask Serve; what fails then is logged, and says nothing of any application."""
         try:
             return await asyncio.to_thread(self.routes)

@@ -78,8 +78,8 @@ def create_app(service: Service) -> ASGIApp:
     _document_components(app, keys=service.keys is not None)
     limits = service.settings.limits
     check_key = KeyGate(service.keys).check if service.keys is not None else None
-    guarded = with_cors(Limits(app, limits, check_key), limits)  # here, too: Ray may have been started without our settings
-    return AccessLog(guarded, service)
+    # limits here, too: Ray may have been started without our settings
+    return AccessLog(with_cors(Limits(app, limits, check_key), limits), service)
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
@@ -218,16 +218,15 @@ async def _bug(request: Request, error: Exception) -> Response:
 @cache
 def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
     """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
-    apis = (*GENERATION_APIS, *TOKEN_APIS)
-    kinds = [*(api.body for api in apis), *(part for api in GENERATION_APIS for part in api.parts)]
+    bodies = [api.body for api in (*GENERATION_APIS, *TOKEN_APIS)]
+    kinds = [*bodies, *(part for api in GENERATION_APIS for part in api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, schemas, strict=True)), components
 
 
 def _body(kind: type[Struct], media_type: str = JSON) -> JsonObject:
     """What /docs shows of a body that FastAPI itself does not read."""
-    schema = _documentation()[0][kind]
-    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": _documentation()[0][kind]}}}}
 
 
 def _document_components(app: FastAPI, *, keys: bool) -> None:

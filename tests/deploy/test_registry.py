@@ -8,6 +8,7 @@ from ray.exceptions import GetTimeoutError
 
 from dashboards.discovery import HeartbeatReply, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
+from deploy import registry
 from deploy.registry import Discovery, HeartbeatSender, address_of, listed_nodes
 from tests.support.edge.http_edge import until
 
@@ -46,8 +47,13 @@ class FakeRegistryClient:
         self.registry.deregister(target, cause, counts)
 
 
+@pytest.fixture(autouse=True)
+def _period(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PERIOD_S", PERIOD_S)
+
+
 def heartbeats(client: FakeRegistryClient, urls: list[str]) -> HeartbeatSender:
-    return HeartbeatSender(client, TARGET, lambda: COUNTS, urls.append, PERIOD_S)
+    return HeartbeatSender(client, TARGET, lambda: COUNTS, urls.append)
 
 
 def test_heartbeats_go_on_until_deregistration() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig
 
+from deploy import scaling
 from deploy.scaling import SUMMED_FIGURES, TTFT_WINDOW_S, Demand, Scaling
 from engine.events import EngineLoad, FirstToken, RequestFinished, RequestStarted, to_each
 from tests.support.engine.load_figures import load, pool
@@ -237,10 +238,17 @@ def test_bad_targets_are_refused() -> None:
             Scaling(**{name: value})
 
 
-def test_where_nobody_asks_nothing_piles_up() -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that a replica's clock shows."""
+    shown = [0.0]
+    monkeypatch.setattr(scaling, "monotonic", lambda: shown[0])
+    return shown
+
+
+def test_where_nobody_asks_nothing_piles_up(now: list[float]) -> None:
     """Without autoscaling no figures are collected: a long life leaves the recent TTFTs, and no more."""
-    now = [0.0]
-    demand = Demand(slots=4, objective_s=0.5, clock=lambda: now[0])
+    demand = Demand(slots=4, objective_s=0.5)
     for request in range(1000):
         now[0] += 1.0
         demand(RequestStarted(request, 1))
@@ -250,11 +258,10 @@ def test_where_nobody_asks_nothing_piles_up() -> None:
     assert demand.figures()["slots"] == 0.0
 
 
-def test_a_replica_tells_what_it_has() -> None:
+def test_a_replica_tells_what_it_has(now: list[float]) -> None:
     """Slots, fullest pool, waiting tokens, and the worst of recent TTFTs and lasting waits over the objective."""
-    now = [0.0]
-    demand = Demand(slots=4, objective_s=0.5, clock=lambda: now[0])
-    twin = Demand(slots=4, objective_s=0.5, clock=lambda: now[0])
+    demand = Demand(slots=4, objective_s=0.5)
+    twin = Demand(slots=4, objective_s=0.5)
     sink = to_each(twin, demand)
     assert demand.figures() == {"slots": 0.0, "kv": 0.0, "waiting_tokens": 0.0, "late": 0.0}
     for request in (1, 2):

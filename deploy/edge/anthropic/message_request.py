@@ -11,9 +11,8 @@ display, is_error and the like; a thinking block's signature is not looked at. W
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
-from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text
 from deploy.edge.body_reader import AbsentKeys, BodyReader
@@ -29,6 +28,22 @@ from deploy.edge.common_keys import (
     media_part,
     text_part,
 )
+from deploy.edge.key_types import (
+    Count,
+    Fraction,
+    FrozenStruct,
+    JsonObject,
+    Kind,
+    ModelName,
+    Name,
+    RawObject,
+    Share,
+    TopK,
+    array,
+    component,
+    one_of,
+    shown_as,
+)
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null
 from engine.front.constraints import ToolChoice
 
@@ -40,11 +55,11 @@ _BILLING = "x-anthropic-billing-header:"
 P = TypeVar("P", bound=Part)
 
 
-class MediaSource(Struct, frozen=True):
+class MediaSource(FrozenStruct):
     """All of an image, in base64, or where it is."""
 
-    type: Annotated[str, kt.one_of("base64", "url")]
-    media_type: kt.Kind | None = None
+    type: Annotated[str, one_of("base64", "url")]
+    media_type: Kind | None = None
     data: str | None = None
     url: str | None = None
 
@@ -54,16 +69,16 @@ class MediaSource(Struct, frozen=True):
         return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else self.url
 
 
-class ContentBlock(Struct, frozen=True):
+class ContentBlock(FrozenStruct):
     """A block of any type; which fields it has follows from that."""
 
-    type: kt.Kind
+    type: Kind
     text: str | None = None
     thinking: str | None = None
-    id: kt.Name | None = None
-    name: kt.Name | None = None
-    input: kt.RawObject = UNSET
-    tool_use_id: kt.Name | None = None
+    id: Name | None = None
+    name: Name | None = None
+    input: RawObject = UNSET
+    tool_use_id: Name | None = None
     content: "_Content | None" = None
     source: MediaSource | None = None
 
@@ -71,49 +86,49 @@ class ContentBlock(Struct, frozen=True):
 _Content = str | Annotated[list[ContentBlock], Meta(max_length=PARTS)]
 
 
-class Turn(Struct, frozen=True):
+class Turn(FrozenStruct):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
     content: _Content
 
 
-class ClientTool(Struct, frozen=True):
+class ClientTool(FrozenStruct):
     """A tool that the client runs."""
 
-    name: kt.Name
-    input_schema: kt.RawObject = UNSET
+    name: Name
+    input_schema: RawObject = UNSET
     description: str | None = None
-    type: kt.Kind | None = None
+    type: Kind | None = None
     strict: bool | None = None
 
 
-class ToolUseChoice(Struct, frozen=True):
+class ToolUseChoice(FrozenStruct):
     """Whether, and which, tools are to be used."""
 
     type: Literal["auto", "any", "none", "tool"]
-    name: kt.Name | None = None
+    name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(Struct, frozen=True):
+class ThinkingConfig(FrozenStruct):
     """Whether the model thinks first, and of how many tokens its thoughts may be together."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: kt.Count | None = None
+    budget_tokens: Count | None = None
 
 
-class CountRequest(Struct, frozen=True):
+class CountRequest(FrozenStruct):
     """POST /v1/messages/count_tokens"""
 
-    model: kt.ModelName
-    messages: Annotated[Raw, Meta(extra_json_schema=kt.array(kt.component("Turn"), minItems=1, maxItems=MESSAGES))]
+    model: ModelName
+    messages: Annotated[Raw, Meta(extra_json_schema=array(component("Turn"), minItems=1, maxItems=MESSAGES))]
     system: _Content | None = None
-    tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("ClientTool"), maxItems=TOOLS))] | UnsetType = UNSET
+    tools: Annotated[Raw, shown_as(array(component("ClientTool"), maxItems=TOOLS))] | UnsetType = UNSET
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: TextForm | None = None
-    output_format: kt.RawObject = UNSET
+    output_format: RawObject = UNSET
 
     def chat(self) -> ChatPrompt:
         """InvalidRequest names what cannot be done."""
@@ -141,15 +156,15 @@ class CountRequest(Struct, frozen=True):
         return [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
 
 
-class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+class MessagesRequest(CountRequest, kw_only=True):
     """POST /v1/messages"""
 
-    max_tokens: kt.Count
+    max_tokens: Count
     stream: bool | None = None
     stop_sequences: StopTexts | None = None
-    temperature: kt.Share | None = None
-    top_p: kt.Fraction | None = None
-    top_k: kt.TopK | None = None
+    temperature: Share = None
+    top_p: Fraction = None
+    top_k: TopK = None
 
     def ask(self) -> Ask:
         """InvalidRequest names what cannot be done."""
@@ -180,7 +195,7 @@ _TURNS = ListReader(Turn, MESSAGES)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)
 
 
-def _tools(raw: Json) -> list[kt.JsonObject]:
+def _tools(raw: Json) -> list[JsonObject]:
     check_bounds([raw], "tools", "they")
     tools = _TOOL_LIST.read(raw, "tools")
     for index, tool in enumerate(tools):

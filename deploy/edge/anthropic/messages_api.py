@@ -12,8 +12,7 @@ def _read(body: bytes) -> ParsedRequest:
 
 
 async def _count(service: Service, request: CountRequest) -> dict[str, int]:
-    tokens = await service.jobs.prompt(await service.pool.run(request.chat))
-    return {"input_tokens": len(tokens)}
+    return {"input_tokens": len(await service.jobs.prompt(await service.pool.run(request.chat)))}
 
 
 MESSAGES_API = GenerationApi(

@@ -37,11 +37,9 @@ class KeyRing:
         """Who is still there keeps what has been used."""
         self._keys = keys
         before = self._allowances
-        self._allowances = {}
+        self._allowances = {key.name: before.get(key.name) or Allowance(key.quota) for key in keys}
         for key in keys:
-            allowance = before.get(key.name) or self._allowances.get(key.name) or Allowance(key.quota, time.monotonic)
-            allowance.change(key.quota)
-            self._allowances[key.name] = allowance
+            self._allowances[key.name].change(key.quota)
         logger.info("%d API keys of %d holders are in force", len(keys), len(self._allowances))
 
     async def refresh(self) -> None:

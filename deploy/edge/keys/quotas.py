@@ -9,8 +9,9 @@ request may come to. Each replica counts for itself.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from time import monotonic
 
 from deploy.edge.http_errors import QuotaExceeded
 from deploy.edge.keys.key_file import Quota
@@ -21,18 +22,16 @@ _UNLIMITED = 1 << 60  # a minute: as good as no limit
 
 
 class Bucket:
-    """Fills evenly, up to a minute's worth; begins unlimited. Taking may leave a debt, which fills up first. `clock`: seconds,
-    monotonic."""
+    """Fills evenly, up to a minute's worth; begins unlimited. Taking may leave a debt, which fills up first."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         self.per_minute = _UNLIMITED
-        self._clock = clock
         self._level = float(_UNLIMITED)
-        self._at = clock()
+        self._at = monotonic()
 
     def level(self) -> float:
         """What may be taken."""
-        now = self._clock()
+        now = monotonic()
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE)
         self._at = now
         return self._level
@@ -51,11 +50,11 @@ class Bucket:
 
 
 class Allowance:
-    """What one holder may use. `clock`: seconds, monotonic."""
+    """What one holder may use."""
 
-    def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
-        self._requests = Bucket(clock)
-        self._tokens = Bucket(clock)
+    def __init__(self, quota: Quota) -> None:
+        self._requests = Bucket()
+        self._tokens = Bucket()
         self._open = 0
         self._held = 0  # tokens that open requests may yet use
         self.change(quota)

@@ -85,8 +85,7 @@ def _filmed(task: DecodeTask, data: bytes) -> TimedFrames:
     stream.codec_context.options = {"max_pixels": str(task.pixels)}
     rate = _rate(stream, [_time(packets[number]) for number in order])
     for index, frame in zip(sampled, _decoded(stream, packets, [order[index] for index in sampled]), strict=True):
-        turns = frame.rotation // 90
-        yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)), index / rate
+        yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)), index / rate
 
 
 def _rate(stream: Any, times: Sequence[int]) -> float:

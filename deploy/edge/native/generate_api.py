@@ -8,12 +8,12 @@ What sampling_params says is a text completion's by the same names, or by SGLang
 import secrets
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Raw
 
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.key_types import Count, JsonObject, Name, Natural, Priority, RawIds, RawObject, Seed
+from deploy.edge.key_types import Count, FrozenStruct, JsonObject, Name, Natural, Priority, RawIds, RawObject, Seed
 from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
@@ -32,15 +32,15 @@ _ABSENT = {name: neutral for name, neutral in COMMON.items() if name != "input_i
 _KEYS = msgspec.json.Decoder(dict[str, Raw])
 
 
-class GenerateParams(SamplingKeys, frozen=True):
+class GenerateParams(SamplingKeys):
     """How tokens are chosen."""
 
     max_new_tokens: Count | None = None
     min_new_tokens: Natural | None = None
-    sampling_seed: Seed | None = None
+    sampling_seed: Seed = None
 
 
-class GenerateTextRequest(Struct, frozen=True):
+class GenerateTextRequest(FrozenStruct):
     """POST /generate: of `text`, or of `input_ids`."""
 
     text: str | None = None
@@ -48,7 +48,7 @@ class GenerateTextRequest(Struct, frozen=True):
     sampling_params: RawObject = UNSET
     stream: bool | None = None
     rid: Name | None = None
-    priority: Priority | None = None
+    priority: Priority = None
 
     def ask(self) -> Ask:
         """InvalidRequest names the key that is wrong."""
@@ -66,8 +66,7 @@ class GenerateTextRequest(Struct, frozen=True):
 
     def _prompt(self) -> str | list[int]:
         text = self.text
-        ids = not_null(self.input_ids)
-        if (text is None) == (ids is None):
+        if (text is None) == (not_null(self.input_ids) is None):
             raise invalid("text", "either a text or input_ids")
         return token_ids(self.input_ids, "input_ids", PROMPT_IDS) if text is None else text
 
@@ -123,6 +122,4 @@ def _read(body: bytes) -> ParsedRequest:
     return ParsedRequest(request.ask(), lambda _: GenerateFormat(request.rid))  # it does not say what model it is
 
 
-GENERATE = GenerationApi(
-    path="/generate", operation="text_completion", body=GenerateTextRequest, read=_read
-)
+GENERATE = GenerationApi(path="/generate", operation="text_completion", body=GenerateTextRequest, read=_read)

@@ -5,15 +5,14 @@ A conversation has exactly the ids that a chat completion of it would begin with
 
 from typing import Annotated
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.common_keys import RawTools
-from deploy.edge.key_types import ID, JsonObject, ModelName, array, shown_as
+from deploy.edge.common_keys import Effort, RawTools
+from deploy.edge.key_types import ID, FrozenStruct, JsonObject, ModelName, array, shown_as
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
-from deploy.edge.openai.effort import Effort
 from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import invalid, not_null, token_ids
 from deploy.edge.service import Service
@@ -21,7 +20,7 @@ from deploy.edge.service import Service
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}
 
 
-class TokenizeRequest(Struct, frozen=True):
+class TokenizeRequest(FrozenStruct):
     """POST /tokenize: of `prompt`, or of `messages`."""
 
     model: ModelName | None = None
@@ -45,7 +44,7 @@ class TokenizeRequest(Struct, frozen=True):
         return read_chat(self) if has_messages else None
 
 
-class DetokenizeRequest(Struct, frozen=True):
+class DetokenizeRequest(FrozenStruct):
     """POST /detokenize"""
 
     tokens: Annotated[Raw, Meta(extra_json_schema=array(ID, maxItems=PROMPT_IDS))]

@@ -16,7 +16,6 @@ from deploy.edge.scope import REQUEST_ID
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PACKAGES = ("cluster", "dashboards", "deploy", "engine", "opentelemetry")
-_SERVE = "ray.serve"
 
 
 def serve_config(settings: LogSettings) -> dict[str, Any] | None:
@@ -38,7 +37,7 @@ def install(settings: LogSettings) -> None:
         logger.setLevel(settings.level.upper())
         logger.propagate = False  # the root's handler would say it twice
         if not any(isinstance(handler, ForwardHandler) for handler in logger.handlers):
-            logger.addHandler(ForwardHandler(logging.getLogger(_SERVE)))
+            logger.addHandler(ForwardHandler(logging.getLogger("ray.serve")))
 
 
 class ForwardHandler(logging.Handler):

@@ -3,13 +3,23 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, to_builtins
+from msgspec import UNSET, Meta, Raw, to_builtins
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
-from deploy.edge.common_keys import MESSAGES, PARTS, TOOLS, Detail, InputAudio, audio_part, check_bounds, media_part, text_part
+from deploy.edge.common_keys import (
+    MESSAGES,
+    PARTS,
+    TOOLS,
+    Detail,
+    InputAudio,
+    audio_part,
+    check_bounds,
+    media_part,
+    text_part,
+    thinks_by_effort,
+)
 from deploy.edge.edge_settings import SoftTokens
-from deploy.edge.key_types import JsonObject, Kind, Name, RawTextOrObject, array, component, one_of
-from deploy.edge.openai.effort import thinks_by_effort
+from deploy.edge.key_types import FrozenStruct, JsonObject, Kind, Name, RawTextOrObject, array, component, one_of
 from deploy.edge.raw_json import ANYTHING, ListReader, decode, invalid, not_null
 from engine.protocol import MediaKind
 
@@ -17,32 +27,35 @@ MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
 _URL_PARTS: Mapping[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 
 
-class MediaUrl(Struct, frozen=True):
+class MediaUrl(FrozenStruct):
     """Where a medium is, or all of it; `detail`: of an image."""
 
     url: str | None = None
     detail: Detail | None = None
 
 
-class ContentPart(Struct, frozen=True):
+_Url = MediaUrl | str | None  # a text: Mistral's clients
+
+
+class ContentPart(FrozenStruct):
     """A text, an image, a video or a clip."""
 
     type: Annotated[str, one_of("text", *_URL_PARTS, "input_audio")]
     text: str | None = None
-    image_url: MediaUrl | str | None = None
-    video_url: MediaUrl | str | None = None
-    audio_url: MediaUrl | str | None = None
+    image_url: _Url = None
+    video_url: _Url = None
+    audio_url: _Url = None
     input_audio: InputAudio | None = None
 
 
-class FunctionCall(Struct, frozen=True):
+class FunctionCall(FrozenStruct):
     """Of an assistant's turn in the history; `arguments` is JSON in a string, or an object."""
 
     name: Name
     arguments: RawTextOrObject = UNSET
 
 
-class ToolCall(Struct, frozen=True):
+class ToolCall(FrozenStruct):
     """A call in the history."""
 
     function: FunctionCall
@@ -50,7 +63,7 @@ class ToolCall(Struct, frozen=True):
     type: Kind | None = None
 
 
-class Message(Struct, frozen=True):
+class Message(FrozenStruct):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -66,13 +79,13 @@ class Message(Struct, frozen=True):
     refusal: None = None
 
 
-class ProcessorKeys(Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessorKeys(FrozenStruct, forbid_unknown_fields=True):
     """`max_soft_tokens`: of each image, instead of its `detail` (vLLM's)."""
 
     max_soft_tokens: SoftTokens | None = None
 
 
-class TemplateSwitches(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class TemplateSwitches(FrozenStruct, forbid_unknown_fields=True, omit_defaults=True):
     """What chat templates may be told: whether the model thinks, and whether earlier turns keep their thoughts."""
 
     enable_thinking: bool | None = None
@@ -126,8 +139,8 @@ def _part(part: ContentPart, where: str) -> Part:
     if part.type == "input_audio":
         return audio_part(part.input_audio, where)
     if (kind := _URL_PARTS.get(part.type)) is not None:
-        value: MediaUrl | str | None = getattr(part, part.type)
-        media = value if isinstance(value, MediaUrl) else MediaUrl(value)  # a text: Mistral's clients
+        value: _Url = getattr(part, part.type)
+        media = value if isinstance(value, MediaUrl) else MediaUrl(value)
         return media_part(kind, media.url, where, media.detail if kind == "image" else None)
     return text_part(part.type, part.text, where)
 

@@ -15,13 +15,11 @@ name.
 import base64
 import binascii
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Annotated, TypeVar
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
-from deploy.edge import key_types as kt
 from deploy.edge.answer_form import response_form
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.body_reader import AbsentKeys, BodyReader
@@ -31,6 +29,7 @@ from deploy.edge.common_keys import (
     TOOLS,
     CommonSamplingKeys,
     Detail,
+    Effort,
     InputAudio,
     RawTools,
     TextForm,
@@ -40,8 +39,22 @@ from deploy.edge.common_keys import (
     declared_function,
     media_part,
     text_part,
+    thinks_by_effort,
 )
-from deploy.edge.openai.effort import Effort, thinks_by_effort
+from deploy.edge.key_types import (
+    STRING,
+    Count,
+    FrozenStruct,
+    Kind,
+    ModelName,
+    Name,
+    RawObject,
+    RawToolChoice,
+    array,
+    component,
+    one_of,
+    shown_as,
+)
 from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import Json, ListReader, invalid, read_text
@@ -50,7 +63,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else
 # What may be included of an answer beside: of tools that are not offered, and the client's own images.
 _NEVER_THERE = ("code_interpreter_call.", "computer_call_output.", "file_search_call.", "message.input_image.", "web_search_call.")
-_ITEMS_SCHEMA = kt.array(kt.component("InputItem"), minItems=1, maxItems=MESSAGES)
+_ITEMS_SCHEMA = array(component("InputItem"), minItems=1, maxItems=MESSAGES)
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
@@ -68,10 +81,10 @@ _ABSENT: AbsentKeys = {
 V = TypeVar("V")
 
 
-class InputPart(Struct, frozen=True):
+class InputPart(FrozenStruct):
     """Of a message's content, of a thought, or of what a call gave."""
 
-    type: Annotated[str, kt.one_of(*_TEXTS, "input_image", "input_audio")]
+    type: Annotated[str, one_of(*_TEXTS, "input_image", "input_audio")]
     text: str | None = None
     image_url: str | None = None
     detail: Detail | None = None
@@ -81,33 +94,32 @@ class InputPart(Struct, frozen=True):
 _Content = str | Annotated[list[InputPart], Meta(max_length=PARTS)] | None
 
 
-class InputItem(Struct, frozen=True):
+class InputItem(FrozenStruct):
     """A message, a thought, a call, or what it gave; which fields it has follows from that."""
 
-    type: kt.Kind | None = None
+    type: Kind | None = None
     role: Annotated[str, Meta(max_length=32)] | None = None
     content: _Content = None
-    call_id: kt.Name | None = None
-    name: kt.Name | None = None
-    namespace: kt.Name | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    namespace: Name | None = None
     arguments: str | None = None
     output: _Content = None
     encrypted_content: str | None = None
 
 
-class DeclaredTool(Struct, frozen=True):
+class DeclaredTool(FrozenStruct):
     """A function that the client runs, a namespace of such functions, or a tool of another kind."""
 
-    type: kt.Kind
-    name: kt.Name | None = None
+    type: Kind
+    name: Name | None = None
     description: str | None = None
-    parameters: kt.RawObject = UNSET
+    parameters: RawObject = UNSET
     strict: bool | None = None
     tools: RawTools = UNSET
 
 
-@dataclass(frozen=True)
-class OfferedFunction:
+class OfferedFunction(FrozenStruct):
     """A function that the model is offered; `path`: where it stands, `namespace`: that it was declared in."""
 
     tool: DeclaredTool
@@ -120,22 +132,22 @@ class OfferedFunction:
         return self.tool.name if self.namespace is None else _full_name(self.namespace.name, self.tool.name or "")
 
 
-class ReasoningConfig(Struct, frozen=True):
+class ReasoningConfig(FrozenStruct):
     """Whether the model thinks first."""
 
     effort: Effort | None = None
 
 
-class ResponsesRequest(CommonSamplingKeys, frozen=True, kw_only=True):
+class ResponsesRequest(CommonSamplingKeys, kw_only=True):
     """POST /v1/responses"""
 
-    model: kt.ModelName
-    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [kt.STRING, _ITEMS_SCHEMA]})]
+    model: ModelName
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [STRING, _ITEMS_SCHEMA]})]
     instructions: str | None = None
     stream: bool | None = None
-    max_output_tokens: kt.Count | None = None
-    tools: Annotated[Raw, kt.shown_as(kt.array(kt.component("DeclaredTool"), maxItems=TOOLS))] | UnsetType = UNSET
-    tool_choice: kt.RawToolChoice = UNSET
+    max_output_tokens: Count | None = None
+    tools: Annotated[Raw, shown_as(array(component("DeclaredTool"), maxItems=TOOLS))] | UnsetType = UNSET
+    tool_choice: RawToolChoice = UNSET
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextForm | None = None

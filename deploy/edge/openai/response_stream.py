@@ -161,7 +161,6 @@ class ResponseObject(BlockFormat):
 
 def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -> JsonObject:
     """What of the request the response repeats."""
-    form = copied(request.text.format) if request.text else None
     return {
         "metadata": request.metadata or {},
         "instructions": request.instructions,
@@ -172,7 +171,7 @@ def _repeated(request: ResponsesRequest, functions: Iterable[OfferedFunction]) -
         "tools": [tool for group in groupby(functions, lambda function: function.namespace) for tool in _declared(*group)],
         "tool_choice": copied(request.tool_choice) or "auto",
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
-        "text": {"format": form or {"type": "text"}},
+        "text": {"format": (request.text and copied(request.text.format)) or {"type": "text"}},
     }
 
 

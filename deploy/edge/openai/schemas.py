@@ -9,30 +9,39 @@ safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, re
 absent_keys.py lists what is refused.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Raw, Struct
+from msgspec.structs import replace
 
-from deploy.edge import key_types as kt
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
 from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
-from deploy.edge.common_keys import CommonSamplingKeys, RawTools
+from deploy.edge.common_keys import CommonSamplingKeys, Effort, RawTools
+from deploy.edge.key_types import (
+    IDS,
+    STRING,
+    STRINGS,
+    Alternatives,
+    Count,
+    FrozenStruct,
+    ModelName,
+    Natural,
+    Priority,
+    RawIds,
+    RawObject,
+    RawText,
+    RawTextOrObject,
+    RawTexts,
+    RawToolChoice,
+    array,
+    shown_as,
+)
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
-from deploy.edge.openai.effort import Effort
 from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
-from deploy.edge.raw_json import (
-    ListReader,
-    check_commas,
-    first_characters,
-    invalid,
-    not_null,
-    read_text,
-    token_ids,
-)
+from deploy.edge.raw_json import ListReader, check_commas, first_characters, invalid, not_null, read_text, token_ids
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 
 PROMPTS = 32
@@ -43,35 +52,35 @@ WORD_CHARACTERS = 256
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Word = Annotated[str, Meta(max_length=WORD_CHARACTERS)]
 _TEXTS = ListReader(str, PROMPTS)
-_ID_LISTS = ListReader(Annotated[list[kt.Natural], Meta(min_length=1)], PROMPTS)
+_ID_LISTS = ListReader(Annotated[list[Natural], Meta(min_length=1)], PROMPTS)
 
 
-class SamplingKeys(CommonSamplingKeys, frozen=True):
+class SamplingKeys(CommonSamplingKeys):
     """What is said of how tokens are chosen, and of the answer's form."""
 
-    n: kt.Count | None = None
-    max_tokens: kt.Count | None = None
-    min_tokens: kt.Natural | None = None
-    logit_bias: Annotated[dict[kt.Natural, _Bias], Meta(max_length=MAX_BIAS_IDS)] | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: Natural | None = None
+    logit_bias: Annotated[dict[Natural, _Bias], Meta(max_length=MAX_BIAS_IDS)] | None = None
     bad_words: Annotated[list[_Word], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None  # two spellings each
-    allowed_token_ids: kt.RawIds = UNSET
-    stop_token_ids: kt.RawIds = UNSET
+    allowed_token_ids: RawIds = UNSET
+    stop_token_ids: RawIds = UNSET
     ignore_eos: bool | None = None
     speculative: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: kt.Priority | None = None
-    prompt_logprobs: kt.Alternatives | None = None
-    response_format: kt.RawObject = UNSET
-    structured_outputs: kt.RawObject = UNSET
-    guided_json: kt.RawTextOrObject = UNSET
-    guided_regex: kt.RawText = UNSET
-    guided_choice: kt.RawTexts = UNSET
-    guided_grammar: kt.RawText = UNSET
-    json_schema: kt.RawTextOrObject = UNSET
-    regex: kt.RawText = UNSET
-    ebnf: kt.RawText = UNSET
-    structural_tag: kt.RawTextOrObject = UNSET
+    priority: Priority = None
+    prompt_logprobs: Alternatives = None
+    response_format: RawObject = UNSET
+    structured_outputs: RawObject = UNSET
+    guided_json: RawTextOrObject = UNSET
+    guided_regex: RawText = UNSET
+    guided_choice: RawTexts = UNSET
+    guided_grammar: RawText = UNSET
+    json_schema: RawTextOrObject = UNSET
+    regex: RawText = UNSET
+    ebnf: RawText = UNSET
+    structural_tag: RawTextOrObject = UNSET
 
     def asking(self, prompt: ChatPrompt | RawPrompts, max_tokens: int | None, *, stream: bool | None, **about: Any) -> Ask:
         """`about`: what the APIs write differently. InvalidRequest: a list in it is none, or too long."""
@@ -95,17 +104,17 @@ class SamplingKeys(CommonSamplingKeys, frozen=True):
         )
 
 
-class StreamOptions(Struct, frozen=True):
+class StreamOptions(FrozenStruct):
     """Of a stream: its usage at the end, and with `continuous_usage_stats` in each chunk, too."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class CompletionKeys(SamplingKeys, frozen=True, kw_only=True):
+class CompletionKeys(SamplingKeys, kw_only=True):
     """What both kinds of completion have in common."""
 
-    model: kt.ModelName
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -121,19 +130,19 @@ class CompletionKeys(SamplingKeys, frozen=True, kw_only=True):
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
 
 
-class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
+class ChatRequest(CompletionKeys, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[Raw, Meta(extra_json_schema=MESSAGES_SCHEMA)]
-    max_completion_tokens: kt.Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: kt.Alternatives | None = None
+    top_logprobs: Alternatives = None
     tools: RawTools = UNSET
-    tool_choice: kt.RawToolChoice = UNSET
+    tool_choice: RawToolChoice = UNSET
     chat_template_kwargs: TemplateSwitches | None = None
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
-    thinking_token_budget: kt.Natural | None = None
+    thinking_token_budget: Natural | None = None
     reasoning_effort: Effort | None = None
     mm_processor_kwargs: ProcessorKeys | None = None
 
@@ -155,14 +164,14 @@ class ChatRequest(CompletionKeys, frozen=True, kw_only=True):
         )
 
 
-class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
+class CompletionRequest(CompletionKeys, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: Annotated[Raw, kt.shown_as(kt.STRING, kt.STRINGS, kt.IDS, kt.array(kt.IDS))]
-    max_tokens: kt.Natural | None = None
-    logprobs: kt.Alternatives | None = None
+    prompt: Annotated[Raw, shown_as(STRING, STRINGS, IDS, array(IDS))]
+    max_tokens: Natural | None = None
+    logprobs: Alternatives = None
     echo: bool | None = None
-    best_of: kt.Count | None = None
+    best_of: Count | None = None
 
     @property
     def echoed_logprobs(self) -> int | None:
@@ -175,10 +184,9 @@ class CompletionRequest(CompletionKeys, frozen=True, kw_only=True):
             raise invalid("max_tokens", "0 only with echo: true")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "the value of n")
-        prompts = RawPrompts(_prompts(self.prompt), echo=bool(self.echo))
         scored = [count for count in (self.prompt_logprobs, self.echoed_logprobs) if count is not None]
         return self.asking(
-            prompts,
+            RawPrompts(_prompts(self.prompt), echo=bool(self.echo)),
             self.max_tokens,
             stream=self.stream,
             model=self.model,

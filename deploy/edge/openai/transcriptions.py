@@ -8,7 +8,7 @@ import secrets
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from deploy.edge import key_types as kt
 from deploy.edge.api import GenerationApi, ParsedRequest
@@ -27,7 +27,7 @@ Follow these specific instructions for formatting the output:
 * When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
 
 
-class TranscriptionRequest(Struct, frozen=True):
+class TranscriptionRequest(kt.FrozenStruct):
     """POST /v1/audio/transcriptions, as a form."""
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from msgspec.structs import replace
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 

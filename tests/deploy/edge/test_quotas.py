@@ -15,6 +15,13 @@ from deploy.edge.keys.quotas import Allowance, Bucket, QuotaGrant
 pytestmark = pytest.mark.pure
 
 SEED = random.SystemRandom().randrange(1 << 30)
+NOW = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    NOW[0] = 0.0
+    monkeypatch.setattr(quotas, "monotonic", lambda: NOW[0])
 
 
 class Holder:
@@ -22,9 +29,9 @@ class Holder:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.now = 0.0
+        NOW[0] = 0.0
         self.quota = Quota(self.rng.randint(1, 20), self.rng.randint(1, 500), self.rng.randint(1, 6))
-        self.allowance = Allowance(self.quota, lambda: self.now)
+        self.allowance = Allowance(self.quota)
         self.open: list[tuple[QuotaGrant, int]] = []
         self.begun: list[float] = []
         self.used, self.largest = 0, 0
@@ -34,7 +41,7 @@ class Holder:
         """Time passes, a request begins, or one ends."""
         what = self.rng.choice(["wait", "begin", "begin", "end"])
         if what == "wait":
-            self.now += self.rng.choice([0.01, 1.0, 7.0, 40.0])
+            NOW[0] += self.rng.choice([0.01, 1.0, 7.0, 40.0])
         elif what == "begin":
             self._begin(self.rng.randint(1, 300))
         elif self.open:
@@ -47,7 +54,7 @@ class Holder:
             grant = self.allowance.open()
         except QuotaExceeded:
             return
-        self.begun.append(self.now)
+        self.begun.append(NOW[0])
         try:
             grant.reserve(most)
         except QuotaExceeded:
@@ -64,8 +71,8 @@ class Holder:
         assert self.quota.tokens is not None
         if len(self.open) > (self.quota.concurrent or 0):
             self.wrong.append(f"{len(self.open)} at once")
-        if self.used > self.quota.tokens * (1 + Fraction(self.now) / 60) + self.largest:
-            self.wrong.append(f"{self.used} tokens in {self.now} s")
+        if self.used > self.quota.tokens * (1 + Fraction(NOW[0]) / 60) + self.largest:
+            self.wrong.append(f"{self.used} tokens in {NOW[0]} s")
 
     def finish(self) -> list[str]:
         """What did not hold, of any stretch of time, and that after a long rest a request of any size begins at once."""
@@ -75,7 +82,7 @@ class Holder:
                 self.wrong.append(f"{last - first + 1} requests in {until - since} s")
         for grant, _ in self.open:
             self._end(grant, 0)
-        self.now += 60 * (1 + self.largest)
+        NOW[0] += 60 * (1 + self.largest)
         try:
             self.allowance.open().reserve(10**6)
         except QuotaExceeded as error:
@@ -126,8 +133,7 @@ def test_a_quota_that_does_not_hold_is_noticed(monkeypatch: pytest.MonkeyPatch, 
 
 def test_tokens_are_settled_as_used() -> None:
     """What a request may come to is held while it is open, and then what it did come to is taken: the rest is there at once."""
-    now = [0.0]
-    allowance = Allowance(Quota(tokens=100), lambda: now[0])
+    allowance = Allowance(Quota(tokens=100))
     first, second = allowance.open(), allowance.open()
     first.reserve(5000)
     with pytest.raises(QuotaExceeded) as caught:
@@ -140,38 +146,37 @@ def test_tokens_are_settled_as_used() -> None:
     with pytest.raises(QuotaExceeded) as caught:
         allowance.open()
     assert caught.value.retry_after_s == 7, "11 tokens at 100 a minute"
-    now[0] += 7
+    NOW[0] += 7
     allowance.open()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whoever_comes_back_when_told_is_let_in(seed: int) -> None:
     """Retry-After is kept where nothing of the holder is open, and it is not longer than a second too long."""
-    rng, now = random.Random(SEED + seed), [0.0]
-    allowance = Allowance(Quota(requests=rng.randint(1, 50), tokens=rng.randint(1, 1000)), lambda: now[0])
+    rng = random.Random(SEED + seed)
+    allowance = Allowance(Quota(requests=rng.randint(1, 50), tokens=rng.randint(1, 1000)))
     refused = 0
     for _ in range(200):
         try:
             allowance.open().close(rng.randint(0, 200))
         except QuotaExceeded as error:
             refused += 1
-            now[0] += error.retry_after_s - 1.001
+            NOW[0] += error.retry_after_s - 1.001
             with pytest.raises(QuotaExceeded):
                 allowance.open()
-            now[0] += 1.001
+            NOW[0] += 1.001
             allowance.open().close(0)
     assert refused > 5
 
 
 def test_other_limits_hold_at_once_and_forget_nothing() -> None:
     """A file that is read again with other limits: what has been used stays used, what is open stays counted."""
-    now = [0.0]
-    allowance = Allowance(Quota(requests=2), lambda: now[0])
+    allowance = Allowance(Quota(requests=2))
     held = [allowance.open(), allowance.open()]
     allowance.change(Quota(requests=60, concurrent=2))
     with pytest.raises(QuotaExceeded, match="60 requests a minute"):
         allowance.open()
-    now[0] += 1
+    NOW[0] += 1
     with pytest.raises(QuotaExceeded, match="2 requests at once"):
         allowance.open()
     held.pop().close(0)
