@@ -13,11 +13,11 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic, sleep
 
 import msgspec
 
@@ -25,13 +25,13 @@ from cluster.attention_choice import attention_here
 from cluster.capability import probe
 from cluster.children import python_path
 from deploy import environment
-from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, WILDCARDS, guard_limits
+from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, WILDCARDS, guard_limits, url_host
 from deploy.edge.keys.key_file import parse, read
 from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes, check_replicas
 from deploy.placement import place
 from deploy.ports import Ports, check_port
-from deploy.processes import adopt_orphans, command_line, descendants, is_ray_server, lives, reap
+from deploy.processes import adopt_orphans, descendants, is_ray_server, lives, reap
 from deploy.settings import ServeConfig, Settings, http_address
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
@@ -76,7 +76,7 @@ class Launch:
     settings: Settings
     say: Callable[[str], None]
     folder: Path = field(default_factory=private_folder)
-    _started: float = field(default_factory=time.monotonic)
+    _started: float = field(default_factory=monotonic)
     _ports: Ports = field(default_factory=Ports)
     drains: bool = False
     _servers: list[int] = field(default_factory=list)  # GCS and raylet: without them Ray's calls only wait
@@ -85,6 +85,12 @@ class Launch:
     def address(self) -> tuple[str, int]:
         """As `http_address`."""
         return http_address(self.config)
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        host, port = self.address
+        return f"http://{'127.0.0.1' if host in WILDCARDS else url_host(host)}:{port}"
 
     def check(self) -> EngineConfig:
         """Check, before Ray is up, the ports, the folder of the logs, the keys, and that this machine, all that Ray can count, has
@@ -142,7 +148,7 @@ class Launch:
             logging_level="warning",
             _temp_dir=str(self.folder / "ray"),
         )
-        self._servers = [pid for pid in descendants(os.getpid()) if is_ray_server(command_line(pid))]
+        self._servers = [pid for pid in descendants() if is_ray_server(pid)]
         self._mark("Ray")
 
     def _deploy(self) -> None:
@@ -176,22 +182,21 @@ class Launch:
                     raise EngineDead(f"{name} could not start: {last_error(said)}")
             if applications and all(status.status == "RUNNING" for status in applications.values()):
                 break
-            time.sleep(_POLL_S)
+            sleep(_POLL_S)
         self._mark("engine")
 
     def _wait_answering(self) -> None:
         """Wait until the ingress routes to the replicas. EngineDead: it does not in time."""
-        deadline = time.monotonic() + ROUTED_S
-        host, port = self.address
-        url = f"http://{'127.0.0.1' if host in WILDCARDS else host}:{port}/health/ready"
+        deadline = monotonic() + ROUTED_S
+        url = f"{self.url}/health/ready"
         while not (_answers(url) and _all_routed()):
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
-            time.sleep(_POLL_S)
+            sleep(_POLL_S)
         self._mark("HTTP")
 
     def _mark(self, phase: str) -> None:
-        self.say(f"{phase} up after {time.monotonic() - self._started:.1f} s")
+        self.say(f"{phase} up after {monotonic() - self._started:.1f} s")
 
     def drain(self, bound_s: float) -> None:
         """Stop accepting and wait for the open answers, at most `bound_s`; what is open then ends with an error event.
@@ -205,29 +210,28 @@ class Launch:
         """Run `work` on a thread of its own and give up on it when Ray's servers end, or at the bound; True when it is done."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        deadline = time.monotonic() + bound_s
-        while thread.is_alive() and time.monotonic() < deadline and all(map(lives, self._servers)):
+        deadline = monotonic() + bound_s
+        while thread.is_alive() and monotonic() < deadline and all(map(lives, self._servers)):
             thread.join(_POLL_S)
         return not thread.is_alive()
 
     def _drain(self, bound_s: float) -> None:
         from ray import serve
 
-        deadline = time.monotonic() + bound_s
+        deadline = monotonic() + bound_s
         for name in list(serve.status().applications):
             serve.delete(name, _blocking=False)
         while serve.status().applications:
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 self.cut()
                 return
-            time.sleep(_POLL_S)
+            sleep(_POLL_S)
 
     def cut(self) -> None:
         """End the groups: their replicas then end every open stream properly, which Serve itself would not."""
-        for pid in descendants(os.getpid()):
-            if b"engine.core.loop" in command_line(pid):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_CUT_S)
+        for pid in descendants(b"engine.core.loop"):
+            os.kill(pid, signal.SIGKILL)
+        sleep(_CUT_S)
 
     def end(self) -> bool:
         """Take down Serve and Ray, kill what is left, remove the folder. Never raises for what is gone already.
@@ -235,7 +239,7 @@ class Launch:
         False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
         """
         orderly = "ray" not in sys.modules or self._while_ray_lives(_shut_ray, _SHUT_S)
-        for pid in descendants(os.getpid()):
+        for pid in descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap()
@@ -290,11 +294,11 @@ def _shut_serve() -> None:
     import ray
     from ray.serve.context import _get_global_client
 
-    controllers = [pid for pid in descendants(os.getpid()) if b"ServeController" in command_line(pid)]
+    controllers = descendants(b"ServeController")
     ray.get(_get_global_client()._controller.graceful_shutdown.remote(wait=False), timeout=_SHUT_S)
-    deadline = time.monotonic() + _SHUT_S
-    while any(map(lives, controllers)) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    deadline = monotonic() + _SHUT_S
+    while any(map(lives, controllers)) and monotonic() < deadline:
+        sleep(_POLL_S)
 
 
 def last_error(text: str) -> str:

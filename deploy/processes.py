@@ -13,8 +13,7 @@ _OWNER_S = 0.2
 
 def adopt_orphans() -> None:
     """Makes orphans below this process its children from now on, and waits for each when it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     threading.Thread(target=_reap_orphans, name="reaper", daemon=True).start()
 
@@ -32,19 +31,20 @@ def _reap_orphans() -> None:
                 os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def descendants(ancestor: int) -> list[int]:
-    """Lists the process ids below `ancestor`."""
+def descendants(words: bytes = b"") -> list[int]:
+    """Lists the process ids below this process, of those whose arguments hold `words`."""
+    own = os.getpid()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
-    below = {ancestor}
+    below = {own}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    return sorted(below - {ancestor})
+    return sorted(pid for pid in below - {own} if words in command_line(pid))
 
 
-def is_ray_server(command: bytes) -> bool:
+def is_ray_server(pid: int) -> bool:
     """Recognizes GCS and raylet by the program that runs."""
-    return Path(command.split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
+    return Path(command_line(pid).split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
 
 
 def lives(pid: int) -> bool:

@@ -23,6 +23,7 @@ from deploy.edge.edge_settings import (
     Seconds,
     TracingSettings,
 )
+from deploy.edge.key_types import FrozenStruct
 from engine.config import EngineSettings, LoadFormat, Thinking, ToolGrammar
 from engine.errors import ConfigError
 
@@ -33,7 +34,7 @@ ServeConfig = dict[str, Any]  # all of a Serve config, or a part of it, as the Y
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
-class DiscoverySettings(msgspec.Struct, frozen=True):
+class DiscoverySettings(FrozenStruct):
     """The cluster's http_sd endpoint, on the head node. A cluster's first replica decides."""
 
     enabled: bool = True
@@ -44,7 +45,7 @@ class DiscoverySettings(msgspec.Struct, frozen=True):
     """port of the list; if it is taken, a free one"""
 
 
-class MetricsSettings(msgspec.Struct, frozen=True):
+class MetricsSettings(FrozenStruct):
     """Where the exporter of each replica listens, and by what it judges."""
 
     host: str = "127.0.0.1"
@@ -194,7 +195,7 @@ def read_config(path: Path) -> ServeConfig:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a day that is none, bytes that are not UTF-8
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict) or not isinstance(value.get("applications"), list):
         raise ConfigError(f"{path}: a Serve config has a list of applications")

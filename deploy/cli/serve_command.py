@@ -86,9 +86,7 @@ def _run(launch: Launch, drain_s: float) -> int:
 
 
 def _ready_line(launch: Launch) -> str:
-    host, port = launch.address
     settings = launch.settings
     body = f'{{"model": "{settings.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    url = f"http://{host}:{port}/v1/chat/completions"
     key = "-H 'authorization: Bearer KEY' " if settings.keys.needed else ""
-    return f"quartet: ready. Try: curl -N {url} {key}-H 'content-type: application/json' -d '{body}'"
+    return f"quartet: ready. Try: curl -N {launch.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'"

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from deploy.edge.key_types import FrozenStruct
+
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -12,7 +14,7 @@ AbsolutePath = Annotated[str, Meta(pattern="^/")]
 SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have
 
 
-class LimitSettings(msgspec.Struct, frozen=True):
+class LimitSettings(FrozenStruct):
     """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work."""
 
     hosts: tuple[str, ...] | None = None
@@ -47,7 +49,7 @@ class LimitSettings(msgspec.Struct, frozen=True):
     """a client that takes no byte for so long is dropped"""
 
 
-class MediaSettings(msgspec.Struct, frozen=True):
+class MediaSettings(FrozenStruct):
     """Media of a request, and what is looked at of them; beyond it the answer is a 400 before anything is decoded."""
 
     max_media: Annotated[int, Meta(ge=0, le=1024)] = 32
@@ -71,7 +73,7 @@ class MediaSettings(msgspec.Struct, frozen=True):
     """time to fetch one, redirects included"""
 
 
-class KeySettings(msgspec.Struct, frozen=True):
+class KeySettings(FrozenStruct):
     """Where the API keys are listed: `quartet key new` makes a line of them. With neither set, no request needs a key."""
 
     file: AbsolutePath | None = None
@@ -95,6 +97,11 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - addresses of all interfaces, compared, not bound
 
 
+def url_host(host: str) -> str:
+    """A name or an address as URLs and the Host header have it."""
+    return f"[{host}]" if ":" in host else host
+
+
 def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str:
     """An application's limits, as JSON for the guard around Serve, at a server that listens on `host`.
 
@@ -103,11 +110,11 @@ def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str
     """
     hosts = limits.hosts
     if hosts is None and not keys and host not in WILDCARDS:
-        hosts = (*LOOPBACK_NAMES, host)
+        hosts = (*LOOPBACK_NAMES, url_host(host))
     return msgspec.json.encode(msgspec.structs.replace(limits, hosts=hosts)).decode()
 
 
-class LogSettings(msgspec.Struct, frozen=True):
+class LogSettings(FrozenStruct):
     """What a replica writes to Ray Serve's own log file of it (logs/serve/replica_*.log of Ray's session).
 
     Serve's own `logging_config` in the YAML stays in force while format is text and no folder is set.
@@ -123,7 +130,7 @@ class LogSettings(msgspec.Struct, frozen=True):
     """where the files go; none: Ray's session"""
 
 
-class TracingSettings(msgspec.Struct, frozen=True):
+class TracingSettings(FrozenStruct):
     """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs."""
 
     endpoint: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = None

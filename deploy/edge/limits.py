@@ -35,7 +35,7 @@ from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
-from deploy.edge.recovery import Recovery
+from deploy.edge.recovery import Recovery, Routes
 from deploy.edge.scope import BEGAN, REQUEST_ID_FORM, Headers, note_server_send, values_of
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
@@ -252,11 +252,11 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
         if match is None or len(hosts) > 1:
             raise InvalidRequest("the Host header is not one host name")
         name = match[1].decode().lower()
-        if limits.hosts is not None and name not in limits.hosts:
+        if limits.hosts is not None and name not in map(str.lower, limits.hosts):
             raise ForeignHost("this server is not known by the name in the Host header; limits.hosts lists its names")
 
 
-def outermost(routes: Callable[[], dict[str, bool]] | None = None) -> list[Middleware]:
+def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
     """List what stands around Serve's servers, the outermost last, by settings in the environment. `routes`: Recovery's."""
     keys = os.environ.get(KEYS_VARIABLE)
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)

@@ -19,7 +19,7 @@ if sys.argv[1] == "prctl alone":
 processes.adopt_orphans()
 parent = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & echo ready; wait"], stdout=subprocess.PIPE)
 parent.stdout.readline()
-orphans = [pid for pid in processes.descendants(os.getpid()) if pid != parent.pid]
+orphans = [pid for pid in processes.descendants() if pid != parent.pid]
 parent.kill()
 parent.wait()
 for pid in orphans:

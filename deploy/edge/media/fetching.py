@@ -47,7 +47,7 @@ def _checked(url: str, rules: MediaSettings) -> SplitResult:
         raise InvalidRequest(f"its URL is none: {error}") from None
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise InvalidRequest("its URL is not http(s)://HOST/...")
-    if host not in rules.fetch and "*" not in rules.fetch:
+    if not _is_named(host, rules) and "*" not in rules.fetch:
         raise InvalidRequest(f"nothing is fetched from {host[:100]!r} here (media.fetch); send it as a data: URL")
     return parts
 
@@ -79,9 +79,13 @@ def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
 def _address(host: str, port: int, rules: MediaSettings) -> str:
     """Return any address of a host that the rules name, a public one of another."""
     addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    if host not in rules.fetch and not all(map(is_public, addresses)):
+    if not _is_named(host, rules) and not all(map(is_public, addresses)):
         raise InvalidRequest(f"nothing is fetched from {host[:100]!r}: its address is not public")
     return addresses[0]
+
+
+def _is_named(host: str, rules: MediaSettings) -> bool:
+    return host in map(str.lower, rules.fetch)
 
 
 def is_public(address: str) -> bool:

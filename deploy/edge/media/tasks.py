@@ -16,7 +16,7 @@ FRAMES_TYPE = "video/jpeg"  # frames in base64, with commas between them
 BUDGETS: tuple[int, ...] = get_args(SoftTokens)
 
 
-class DecodeTask(MediaSettings, frozen=True, kw_only=True):
+class DecodeTask(MediaSettings, kw_only=True):
     """Decode a source, base64 of a media type or where `is_remote` a URL, and make of it what the encoder gets.
 
     `budget`: soft tokens of an image at most, None: as few as do not shrink it, up to `max_soft_tokens`. `row_samples`: of each row

@@ -8,6 +8,7 @@ import socket
 import types
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -159,6 +160,21 @@ def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: 
     (tmp_path / "q-someone-elses").mkdir()
     launcher._sweep()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-living", "q-someone-elses"]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("::1", "http://[::1]:8123"), ("10.0.0.7", "http://10.0.0.7:8123"), ("0.0.0.0", "http://127.0.0.1:8123")]
+)
+def test_a_stack_is_found_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, url: str) -> None:
+    """An address of IPv6 stands in brackets. Planted: without them the port is read as a part of it."""
+    config = {"http_options": {"host": host, "port": 8123}, "applications": []}
+    launch = launcher.Launch(config, Settings(model="nano:31b"), lambda line: None, folder=tmp_path)
+    assert launch.url == url
+    assert urlsplit(launch.url).port == 8123
+    monkeypatch.setattr(launcher, "url_host", lambda host: host)
+    if ":" in host:
+        with pytest.raises(ValueError, match="Port could not be cast"):
+            urlsplit(launch.url).port  # noqa: B018 - it raises
 
 
 def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -95,6 +95,15 @@ def test_a_named_host_is_asked(site: Site) -> None:
     assert site.asked[0] == ("/png?a=1", f"{INSIDE}:{site.server_port}")
 
 
+def test_a_host_is_named_in_any_case(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the settings as in the URL, whose host counts in lower case. Planted: the settings' names as they are written."""
+    url = f"http://LocalHost:{site.server_port}/png"
+    assert fetching.fetched(url, rules("Localhost")) == PNG
+    monkeypatch.setattr(fetching, "map", lambda _, names: names, raising=False)
+    with pytest.raises(InvalidRequest, match="nothing is fetched from 'localhost' here"):
+        fetching.fetched(url, rules("Localhost"))
+
+
 def test_a_url_need_not_be_encoded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A space and what is not ASCII are encoded, also where a site redirects to them; what is encoded stays. Planted: nothing."""
     assert fetching.fetched(f"{site.url}/png/\u00fc a%2F?b=\u00e9&c=%26", rules(INSIDE)) == PNG

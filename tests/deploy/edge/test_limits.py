@@ -6,12 +6,15 @@ import re
 import socket
 import time
 
+import msgspec
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from deploy.edge import edge_settings, limits
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
 from deploy.edge.error_response import JsonResponse
-from deploy.edge.limits import Limits, UnreadBody, Upload, Uploads, outermost
+from deploy.edge.http_errors import ForeignHost
+from deploy.edge.limits import Limits, UnreadBody, Upload, Uploads, check_head, outermost
 from engine.errors import Overloaded
 from tests.support.edge.http_edge import Edge, Edges, asgi_server
 
@@ -94,7 +97,7 @@ def test_a_probe_is_answered_by_a_full_server(path: str, monkeypatch: pytest.Mon
         await JsonResponse({}, 200)(scope, receive, send)
 
     async def statuses() -> list[int]:
-        guard, given = Limits(app, LimitSettings(requests=16)), list[int]()
+        guard, given = Limits(app, LimitSettings(requests=16, body_timeout_s=0.1)), list[int]()
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -206,6 +209,34 @@ def test_a_server_is_known_by_its_own_names_only() -> None:
     assert set(hosts("10.0.0.7", None) or ()) == {"10.0.0.7", "127.0.0.1", "[::1]", "localhost"}
     assert hosts("127.0.0.1", ("llm.example",)) == ["llm.example"]
     assert hosts("0.0.0.0", None) is None
+
+
+def answers_to(listens_on: str, named: bytes) -> bool:
+    """Whether a server that listens there takes a request that names it so."""
+    guard = msgspec.json.decode(guard_limits(LimitSettings(), listens_on), type=LimitSettings)
+    try:
+        check_head({"headers": [(b"host", named)]}, guard)
+    except ForeignHost:
+        return False
+    return True
+
+
+LISTENS = [("fd00::7", b"[fd00::7]:8000"), ("MyBox", b"mybox:8000"), ("MyBox", b"MyBox")]
+
+
+@pytest.mark.parametrize(("listens_on", "named"), LISTENS)
+def test_a_server_answers_to_where_it_listens(listens_on: str, named: bytes) -> None:
+    """At an address of IPv6, which stands in brackets in URLs and in the Host header, and by a name in any case."""
+    assert answers_to(listens_on, named)
+    assert not answers_to(listens_on, b"other.example")
+
+
+@pytest.mark.parametrize(("listens_on", "named"), LISTENS)
+def test_names_compared_as_they_are_written_are_noticed(monkeypatch: pytest.MonkeyPatch, listens_on: str, named: bytes) -> None:
+    """Planted: without the brackets, and with the settings' own case."""
+    monkeypatch.setattr(edge_settings, "url_host", lambda host: host)
+    monkeypatch.setattr(limits, "map", lambda _, names: names, raising=False)
+    assert not answers_to(listens_on, named)
 
 
 @pytest.mark.parametrize("parsed", [True, False])
