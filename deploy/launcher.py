@@ -68,6 +68,13 @@ def check_log_folder(folder: str) -> None:
         raise ConfigError(f"logs.folder: {folder} cannot be written: {error.strerror}") from error
 
 
+def check_host(host: str) -> None:
+    """Raises ConfigError where HAProxy could not reach the replicas: they listen at the API's host, and it looks on loopback."""
+    if host not in ("127.0.0.1", "localhost", *WILDCARDS) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") == "1":
+        choices = "127.0.0.1 for this machine alone, 0.0.0.0 or :: for all its interfaces"
+        raise ConfigError(f"http_options.host: {host}: HAProxy finds no replica there: {choices}")
+
+
 @dataclass
 class Launch:
     """One run of one config. `say` takes progress lines."""
@@ -97,6 +104,7 @@ class Launch:
         the GPUs and can run the attention that is asked for; returns the group's settings. ConfigError, CheckpointError: it cannot
         run like this."""
         check_port(*self.address)
+        check_host(self.address[0])
         metrics, logs = self.settings.metrics, self.settings.logs
         check_port(metrics.host, metrics.port, "metrics.host and metrics.port choose another", least=0)
         if logs.folder is not None:
@@ -187,12 +195,9 @@ class Launch:
 
     def _wait_answering(self) -> None:
         """Wait until the ingress routes to the replicas. EngineDead: it does not in time."""
-        deadline = monotonic() + ROUTED_S
         url = f"{self.url}/health/ready"
-        while not (_answers(url) and _all_routed()):
-            if monotonic() > deadline:
-                raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
-            sleep(_POLL_S)
+        if not _comes(lambda: _answers(url) and _all_routed(), ROUTED_S):
+            raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
         self._mark("HTTP")
 
     def _mark(self, phase: str) -> None:
@@ -210,22 +215,16 @@ class Launch:
         """Run `work` on a thread of its own and give up on it when Ray's servers end, or at the bound; True when it is done."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        deadline = monotonic() + bound_s
-        while thread.is_alive() and monotonic() < deadline and all(map(lives, self._servers)):
-            thread.join(_POLL_S)
+        _comes(lambda: not (thread.is_alive() and all(map(lives, self._servers))), bound_s)
         return not thread.is_alive()
 
     def _drain(self, bound_s: float) -> None:
         from ray import serve
 
-        deadline = monotonic() + bound_s
         for name in list(serve.status().applications):
             serve.delete(name, _blocking=False)
-        while serve.status().applications:
-            if monotonic() > deadline:
-                self.cut()
-                return
-            sleep(_POLL_S)
+        if not _comes(lambda: not serve.status().applications, bound_s):
+            self.cut()
 
     def cut(self) -> None:
         """End the groups: their replicas then end every open stream properly, which Serve itself would not."""
@@ -296,9 +295,15 @@ def _shut_serve() -> None:
 
     controllers = descendants(b"ServeController")
     ray.get(_get_global_client()._controller.graceful_shutdown.remote(wait=False), timeout=_SHUT_S)
-    deadline = monotonic() + _SHUT_S
-    while any(map(lives, controllers)) and monotonic() < deadline:
+    _comes(lambda: not any(map(lives, controllers)), _SHUT_S)
+
+
+def _comes(condition: Callable[[], bool], bound_s: float) -> bool:
+    """Waits until it holds, at most `bound_s`; True when it does."""
+    deadline = monotonic() + bound_s
+    while not (holds := condition()) and monotonic() < deadline:
         sleep(_POLL_S)
+    return holds
 
 
 def last_error(text: str) -> str:

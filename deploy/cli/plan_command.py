@@ -102,9 +102,15 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
     engine = sizing.configured(settings, folder)
     memory = 0 if engine.device == "cpu" else gpu_memory(args)
     weights, parameters = sizing.weight_bytes_and_count(engine)
-    given = {name: getattr(engine, name) for name in sizes()}
-    measured = {"gpu_memory": memory, "reserve": reserve, "parameters": parameters, "weights_per_rank": weights}
-    question = {"model": settings.model, "device": engine.device, **given, **measured}
+    question = {
+        "model": settings.model,
+        "device": engine.device,
+        **{name: getattr(engine, name) for name in sizes()},
+        "gpu_memory": memory,
+        "reserve": reserve,
+        "parameters": parameters,
+        "weights_per_rank": weights,
+    }
     try:
         return {**question, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
     except ConfigError as error:

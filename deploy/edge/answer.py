@@ -141,11 +141,12 @@ class CompletionResponse(Response):
         reader = DeltaReader(self._generations, self._events, self._put)
         while not reader.has_ended:
             events, rest = await reader.next()
-            await self._write(events, send, more=not self._is_complete)
-            while rest is not None:
+            while True:
+                await self._write(events, send, more=not self._is_complete)
+                if rest is None:
+                    break
                 await asyncio.sleep(0)  # others' turn
                 events, rest = self._events(rest)
-                await self._write(events, send, more=not self._is_complete)
 
     def _put(self, made: Events) -> Events | None:
         """Write a chunk in the midst of the answer at once, outside of the answer's task; what is left to do for that."""

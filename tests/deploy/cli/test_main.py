@@ -2,6 +2,7 @@
 
 import errno
 import importlib.metadata
+import re
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ from deploy import launcher
 from deploy.cli import serve_command
 from deploy.cli.main import main
 from deploy.settings import Settings
-from engine.errors import EngineDead
+from engine.errors import ConfigError, EngineDead
 from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import free_port
 
@@ -175,6 +176,19 @@ def test_a_stack_is_found_where_it_listens(tmp_path: Path, monkeypatch: pytest.M
     if ":" in host:
         with pytest.raises(ValueError, match="Port could not be cast"):
             urlsplit(launch.url).port  # noqa: B018 - it raises
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "10.0.0.7", "::1"])
+def test_an_address_where_no_replica_is_found_is_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """Behind HAProxy, which looks for replicas on loopback while they listen at the API's host: it would start, and answer nobody.
+    Planted: with Serve's own proxy there is nothing to refuse."""
+    monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY", raising=False)
+    with pytest.raises(ConfigError, match=re.escape(f"http_options.host: {host}: ")):
+        launcher.check_host(host)
+    for found in ("127.0.0.1", "localhost", "0.0.0.0", "::"):
+        launcher.check_host(found)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+    launcher.check_host(host)
 
 
 def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
