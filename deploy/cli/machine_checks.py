@@ -122,8 +122,12 @@ def links(indices: list[int]) -> Finding:
 
     def apart(way: int) -> str:
         """Names the first pairs that do not reach each other that way."""
-        status = {pair: pynvml.nvmlDeviceGetP2PStatus(*(handles[index] for index in pair), way) for pair in pairs}
-        return ", ".join([f"{first}-{second}" for first, second in pairs if status[first, second] != pynvml.NVML_P2P_STATUS_OK][:4])
+        names = [
+            f"{first}-{second}"
+            for first, second in pairs
+            if pynvml.nvmlDeviceGetP2PStatus(handles[first], handles[second], way) != pynvml.NVML_P2P_STATUS_OK
+        ]
+        return ", ".join(names[:4])
 
     pynvml.nvmlInit()
     try:

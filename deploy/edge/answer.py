@@ -51,11 +51,9 @@ class CompletionResponse(Response):
         self._generations: list[Generation] = []
         self._tokens = 0
         self._begun = self._started = False
-        self._send_more: Send
         self._unsent: Awaitable[None] | None = None
         self._stuck = False
         self._late: QuartetError = DeadlineExceeded(f"The request took longer than {self._limits.request_timeout_s:g} s.")
-        self._record: RequestRecord
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves first; then the engine is told."""

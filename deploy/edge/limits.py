@@ -36,7 +36,7 @@ from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooS
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery, Routes
-from deploy.edge.scope import BEGAN, REQUEST_ID_FORM, Headers, note_server_send, values_of
+from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID_FORM, Headers, note_server_send, values_of
 from engine.errors import InvalidRequest, Overloaded, QuartetError
 
 STRIPPED_HEADERS = frozenset(
@@ -112,6 +112,9 @@ class Limits:
                 written = send if await self._take_in(scope, receive, upload) else unread.answer
             except QuartetError as error:  # the app's own are its own business
                 await Refusal(error, error_shape_of(scope["path"]))(scope, receive, unread.answer)
+            except ClientDisconnect:
+                if RECORD in scope:  # the access log tells by it that the client has gone; a server would log a traceback
+                    raise
             else:
                 if self.bounds_writes:
                     note_server_send(send)

@@ -1,6 +1,7 @@
 """What is refused before it is read: sizes, slow bodies, odd hosts, steering headers."""
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -8,6 +9,7 @@ import time
 
 import msgspec
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.edge import edge_settings, limits
@@ -15,6 +17,7 @@ from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limi
 from deploy.edge.error_response import JsonResponse
 from deploy.edge.http_errors import ForeignHost
 from deploy.edge.limits import Limits, UnreadBody, Upload, Uploads, check_head, outermost
+from deploy.edge.scope import RECORD
 from engine.errors import Overloaded
 from tests.support.edge.http_edge import Edge, Edges, asgi_server
 
@@ -110,6 +113,27 @@ def test_a_probe_is_answered_by_a_full_server(path: str, monkeypatch: pytest.Mon
     assert asyncio.run(statuses()) == [200] * 17 + [429]
     monkeypatch.setattr("deploy.edge.limits._PROBES", ())
     assert asyncio.run(statuses()) == [200] * 16 + [429] * 2
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_client_that_leaves_amid_its_body_is_no_error(logs: bool) -> None:
+    """Nobody is there to be answered, and a server would log a traceback for each. Planted: inside the access log it is raised."""
+    sent, scope = list[Message](), {"type": "http", "method": "POST", "path": "/", "headers": [(b"host", b"a")]}
+    begun = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Message:
+        return next(begun)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nobody hears of it")
+
+    asked = Limits(app, LimitSettings())(scope | ({RECORD: None} if logs else {}), receive, send)
+    with pytest.raises(ClientDisconnect) if logs else contextlib.nullcontext():
+        asyncio.run(asked)  # type: ignore[arg-type]
+    assert not sent
 
 
 async def never() -> Message:
