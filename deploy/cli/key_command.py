@@ -3,6 +3,7 @@
 import argparse
 import fcntl
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.cli.output import OK, Subparsers, command, emit
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     key = new_key()
     line, file = "  ".join([digest_of(key.encode()).hex(), args.name, *options]), None
     (entry,) = parse(line)
+    if entry.has_expired(datetime.now(UTC)):
+        raise ConfigError("--expires: that time has passed")
     where = ["line for the file of keys:", line]
     if args.append is not None:
         _append(args.append, line)

@@ -99,7 +99,7 @@ def test_the_command_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.Cap
     """The line is of the key that was shown, the file gets it behind what it had, and the key itself is not in the file."""
     file = tmp_path / "keys"
     file.write_text(f"# ours\n{HASH} alice requests=5")
-    options = ["--rights", "generate", "--tokens", "1000", "--expires", "2027-01-01"]
+    options = ["--rights", "generate", "--tokens", "1000", "--expires", "2090-01-01"]
     assert main(["key", "new", "--name", "bob", *options, "--append", str(file), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     alice, bob = parse(file.read_text())
@@ -141,8 +141,12 @@ def test_keys_that_are_added_at_once_are_both_there(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "options", [["--name", "a b"], ["--name", "a#b"], ["--name", "a", "--requests", "0"], ["--name", "alice", "--tokens", "9"]]
-)
+    "options",
+    [
+        ["--name", "a b"], ["--name", "a#b"], ["--name", "a", "--requests", "0"], ["--name", "alice", "--tokens", "9"],
+        ["--name", "a", "--expires", "2020-01-01"],
+    ],
+)  # fmt: skip
 def test_a_key_that_does_not_go_with_the_file_is_not_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
@@ -152,7 +156,7 @@ def test_a_key_that_does_not_go_with_the_file_is_not_made(
     assert main(["key", "new", *options, "--append", str(file)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(("quartet: keys: line ", "quartet: --name: 1 to 64 of "))
+    assert said.err.startswith(("quartet: keys: line ", "quartet: --name: 1 to 64 of ", "quartet: --expires: that time has passed"))
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
     assert file.read_text() == f"{HASH} alice requests=5\n"
 
