@@ -44,9 +44,10 @@ from deploy.settings import DEPLOYMENT, ServeConfig, Settings
 from engine.config import EngineConfig
 from engine.events import to_each
 from engine.front.client import EngineClient
-from engine.front.grammar_check import GrammarCheck, vocabulary_of
+from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
 from engine.geometry import read_geometry
+from engine.matcher import Vocabulary
 
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
@@ -91,7 +92,7 @@ def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, Gramm
     """Loads a checkpoint's tokenizer, with its template or the one given, and the check of grammars, whose vocabulary holds the
     interpreter for 1.6 s at 262 144 pieces: it is made from now on."""
     text = TextProcessor.load(folder, template)
-    return text, GrammarCheck(lambda: vocabulary_of(text))
+    return text, GrammarCheck(lambda: Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size))
 
 
 @serve.deployment(name=DEPLOYMENT)

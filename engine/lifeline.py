@@ -61,20 +61,24 @@ class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp if self.role == "core" else self.index
 
 
-class Configure(msgspec.Struct, frozen=True, tag="configure"):
+class TaggedMessage(msgspec.Struct, frozen=True, tag=True):
+    """A message of the boot handshake; the name of its class goes with it."""
+
+
+class Configure(TaggedMessage, frozen=True):
     """replica -> child, first message."""
 
     config: EngineConfig
 
 
-class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+class Loaded(TaggedMessage, frozen=True):
     """rank -> replica: weights are in place; bytes left for KV pages."""
 
     kv_bytes: int
     weight_bytes: int
 
 
-class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+class Allocate(TaggedMessage, frozen=True):
     """replica -> ranks and core: pages of each KV group, null page included."""
 
     pages: tuple[int, ...]
@@ -106,7 +110,7 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     return StepTimes(decodes, prefills, mixed, max(context_ms), max(read_ms), max(attend_ms), tiles[0])
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class Ready(TaggedMessage, frozen=True):
     """child -> replica: it is ready for the first plan. `note` is for the log; `step_times`: what a rank has measured, if it did;
     `fallbacks`: what its checks found wrong and what runs instead, a sentence each."""
 
@@ -115,13 +119,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     fallbacks: tuple[str, ...] = ()
 
 
-class RanksReady(msgspec.Struct, frozen=True, tag="ranks_ready"):
+class RanksReady(TaggedMessage, frozen=True):
     """replica -> core: every rank is ready; how long their steps take, if they have measured it."""
 
     step_times: StepTimes | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class Failed(TaggedMessage, frozen=True):
     """child -> replica: it cannot go on, and exits; `user`: the message is fit for the user as it is (a QuartetError)."""
 
     error: str

@@ -25,7 +25,7 @@ class Pieces:
     special: frozenset[int]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, special: frozenset[int]) -> Self:
+    def of(cls, tokenizer: Tokenizer) -> Self:
         """Reads the whole vocabulary once. Raises CheckpointError for a decoder chain other than Gemma's."""
         space = _space_symbol(tokenizer)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
@@ -33,7 +33,7 @@ class Pieces:
         for piece, number in vocab.items():
             byte = _BYTE_PIECE.fullmatch(piece)
             table[number] = bytes.fromhex(byte[1]) if byte else piece.replace(space, " ")
-        return cls(tuple(table), special)
+        return cls(tuple(table), frozenset(control_ids(tokenizer).values()))
 
     def bytes_of(self, token_id: int) -> bytes:
         """The UTF-8 bytes that one token stands for; a byte piece's single byte need not be valid UTF-8."""

@@ -28,7 +28,7 @@ as one forward. Ranks clear rows before releases, which comes to the same: both 
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, starmap
 from typing import NamedTuple, cast
 
@@ -45,6 +45,8 @@ from engine.protocol import (
     SamplingParams,
     token_bytes,
 )
+
+Section = list[tuple[int, ...]]  # of a plan: rows of as many numbers as SECTIONS says
 
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
@@ -86,8 +88,7 @@ class Admission:
     cached: int = 0
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct):
     """One step for every rank. Result rows come in the order: chunks that sample, then decode rows.
 
     `masked`: in some rows not every token may come; the step's
@@ -99,15 +100,15 @@ class StepPlan:
     stop: bool = False
     masked: bool = False
     drafts: int = 0
-    rows: list[tuple[int, ...]] = field(default_factory=list)
-    chunks: list[tuple[int, ...]] = field(default_factory=list)
-    appends: list[tuple[int, ...]] = field(default_factory=list)
-    releases: list[tuple[int, ...]] = field(default_factory=list)
-    zeros: list[tuple[int, ...]] = field(default_factory=list)
-    spans: list[tuple[int, ...]] = field(default_factory=list)
-    encodes: list[tuple[int, ...]] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    media: list[MediaItem] = field(default_factory=list)
+    rows: Section = []
+    chunks: Section = []
+    appends: Section = []
+    releases: Section = []
+    zeros: Section = []
+    spans: Section = []
+    encodes: Section = []
+    admissions: list[Admission] = []
+    media: list[MediaItem] = []
 
     @property
     def decodes(self) -> list[int]:
@@ -224,7 +225,7 @@ class StepResult:
         return [self.row(index) for index in range(len(self.table))]
 
 
-def single_rows(slots: Iterable[int]) -> list[tuple[int, ...]]:
+def single_rows(slots: Iterable[int]) -> Section:
     """Returns decode rows of these slots, of one token each."""
     return [(slot, 1, 0) for slot in slots]
 
@@ -239,7 +240,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     return b"".join([header, *sections, admissions])
 
 
-def _packed(section: list[tuple[int, ...]]) -> bytes:
+def _packed(section: Section) -> bytes:
     numbers = [*chain.from_iterable(section)]
     return struct.pack(f"<{len(numbers)}i", *numbers)
 

@@ -261,12 +261,31 @@ class DraftSwitches(msgspec.Struct, frozen=True):
     count: int
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The core's figures, for admission and metrics. Counters are since boot; `step` is the last whose result has come.
+class Counters(msgspec.Struct):
+    """The core's counts of requests and tokens since boot.
 
-    `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found; `evicted_pages` of the cache.
-    `drafts`: of the last step behind each sequence; none of the others without a drafter. `encoder_waiting`: sequences that
-    waited for encoders in the last plan; `encoder_wait_s`: how long that has been so, of all sequences together.
+    `queried_tokens` of first-time prompts were looked up in the prefix cache, and `hit_tokens` found. `encoder_wait_s`: how long
+    sequences have waited for encoders, all of them together.
+    """
+
+    received: int = 0
+    finished: int = 0
+    refused: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    encoder_wait_s: float = 0.0
+
+
+class Load(Counters, kw_only=True):
+    """The core's figures, for admission and metrics; `step` is the last whose result has come.
+
+    `evicted_pages` of the prefix cache, since boot. `drafts`: of the last step behind each sequence; none of the others without a
+    drafter. `encoder_waiting`: sequences that waited for encoders in the last plan.
     They come with each step's outputs, when a plan admits a sequence, and when asked for.
     """
 
@@ -274,19 +293,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     running: int
     waiting_tokens: int
-    preemptions: int
-    received: int
-    finished: int
-    refused: int
-    aborted: int
-    failed: int
-    prefill_tokens: int
-    decode_tokens: int
-    queried_tokens: int = 0
-    hit_tokens: int = 0
     evicted_pages: int = 0
     encoder_waiting: int = 0
-    encoder_wait_s: float = 0.0
     drafts: int = 0
     draft_positions: list[DraftPosition] = []
     draft_switches: list[DraftSwitches] = []

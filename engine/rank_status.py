@@ -1,7 +1,7 @@
 """The status of each process of a group: one 256-byte record a process in a shared block; each field has one writer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 STATUS_BYTES = 256
@@ -30,7 +30,8 @@ class EncoderFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One process's record. Times are CLOCK_MONOTONIC nanoseconds (the same clock in every process of a node).
+    """One process's record, its first words in the order of the fields. Times are CLOCK_MONOTONIC nanoseconds (the same clock in
+    every process of a node).
 
     `busy_us`, `idle_us`: how long the device took for the last step, and stood idle before the last one with decode rows.
     `launched`/`finished` are step numbers; `progress_ns` is when either last moved; `hashes` are the state hashes after the
@@ -44,6 +45,7 @@ class RankStatus:
     busy_us: int = 0
     idle_us: int = 0
     late_compilations: int = 0
+    _: KW_ONLY
     hashes: Mapping[int, int] = field(default_factory=dict)
     encoder: EncoderFigures = field(default_factory=EncoderFigures)
 
@@ -67,10 +69,9 @@ class StatusBlock:
     def read(self, index: int) -> RankStatus:
         """Read the current record; fields are read one by one, so they may differ by a step."""
         words = self._record(index).tolist()
-        launched, finished, progress_ns, heartbeat_ns, busy_us, idle_us, late = words[:7]
         hashes = {word >> 32: word & _LOW for word in words[8 : 8 + HASHES] if word}
         encoder = EncoderFigures(*words[_ENCODER : _ENCODER + len(EncoderFigures._fields)])
-        return RankStatus(launched, finished, progress_ns, heartbeat_ns, busy_us, idle_us, late, hashes, encoder)
+        return RankStatus(*words[:7], hashes=hashes, encoder=encoder)
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int) -> None:
         """Write that a step was launched or finished; for the main thread."""

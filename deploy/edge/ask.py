@@ -86,7 +86,7 @@ class ChatPrompt(FrozenStruct):
     """
 
     messages: Sequence[ChatMessage]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[JsonObject] = ()
     choice: ToolChoice = ToolChoice()
     thinks: bool | None = None
     thought_tokens: int | None = None

@@ -5,9 +5,8 @@ limits: nobody of later precedence gets a slot meanwhile, and a request always b
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from engine.core.allocator import Allocator
 from engine.core.pages import Hit
 from engine.core.requests import Requests
 from engine.core.sequence import Sequence
@@ -20,11 +19,11 @@ _LOOKAHEAD = 16  # requests looked at beyond the free slots
 class AdmissionBudget:
     """Pages that are free for admissions: those that running prefills still need are reserved for them."""
 
-    def __init__(self, running: Iterable[Sequence], allocator: Allocator) -> None:
-        self._allocator = allocator
+    def __init__(self, requests: Requests) -> None:
+        self._pools = requests.allocator.pools
         self._running = 0
-        self._promised = [0] * len(allocator.pools)
-        for sequence in running:
+        self._promised = [0] * len(self._pools)
+        for sequence in requests.running:
             self.reserve(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
@@ -41,7 +40,7 @@ class AdmissionBudget:
         """
         if not self._running:
             return True
-        for index, pool in enumerate(self._allocator.pools):
+        for index, pool in enumerate(self._pools):
             need = pool.group.worst_pages(len(sequence.tokens) + 1)
             if pool.group.window is None:
                 need = max(0, need - len(hit.full)) + hit.idle_full
@@ -55,12 +54,12 @@ class AdmissionBudget:
 class Admissions:
     """Takes requests from the queue; `budget` is what a step may prefill."""
 
-    def __init__(self, requests: Requests, allocator: Allocator, policy: Policy, budget: int) -> None:
+    def __init__(self, requests: Requests, policy: Policy, budget: int) -> None:
         self._requests = requests
-        self._allocator = allocator
+        self._allocator = requests.allocator
         self._policy = policy
         self._budget = budget
-        self._gain = max(allocator.page, budget // 8)  # tokens worth waiting for while another computes them
+        self._gain = max(self._allocator.page, budget // 8)  # tokens worth waiting for while another computes them
 
     def new_plan(self, plan: StepPlan) -> None:
         """Begins a plan, which gets the admissions."""
@@ -99,7 +98,7 @@ class Admissions:
         candidates = self.candidates()
         if not candidates:
             return
-        page_budget, prefills, passed = AdmissionBudget(self._requests.running, self._allocator), self._prefills(), []
+        page_budget, prefills, passed = AdmissionBudget(self._requests), self._prefills(), []
         for sequence in candidates:
             if not self._requests.free_slots:
                 return

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, starmap
 from statistics import median_low
 
+import numpy as np
+
 from engine.protocol import DraftPosition
 
 EVERY = 8  # steps between two looks
@@ -116,8 +118,8 @@ class Drafting:
         self.switches = dict.fromkeys(("trial", "better", "off", "on") if len(self._options) > 1 else (), 0)  # by cause
         most = self._options[-1] + 1
         self._verified, self._right = [0] * most, [0] * most  # rows by their drafts, and by how many of these were right
-        self._read = ([0] * most, [0] * most)  # of both, what the remembered ones have
-        self._remembered = ([0.0] * most, [0.0] * most)
+        self._read = np.zeros((2, most), int)  # of both, what the remembered ones have
+        self._remembered = np.zeros((2, most))  # rows with so many or more
         self._size, self._fewer = 0, 0  # rows of the last step, and steps in a row that had fewer
         self._prompts = PromptTime()
         self._step = 0
@@ -248,9 +250,8 @@ class Drafting:
 
     def _is_sure(self, stats: RowStats, option: Option) -> bool:
         """Whether the option's time is measured, and the chance of its last draft."""
-        verified, _ = self._remembered
         fresh = self._step - option.step < FRESH and _in_all(stats, option.ms)
-        return fresh and verified[option.drafts] >= (SURE if option.drafts else 0)
+        return fresh and (not option.drafts or self._remembered[0, option.drafts] >= SURE)
 
     def _least_ms(self, stats: RowStats, option: Option) -> float:
         """What its steps may take at least: a fifth less than long ago; with fewer drafts, in proportion; with more, as much, and
@@ -274,7 +275,7 @@ class Drafting:
     def _tokens(self, drafting: float) -> list[float]:
         """Tokens that a row gives on average with 0, 1, ... drafts, if such a share of rows may draft."""
         right, last, tokens = 1.0, GUESS, [1.0]
-        for had, were in zip(*(remembered[1:] for remembered in self._remembered), strict=True):
+        for had, were in self._remembered[:, 1:].T.tolist():
             after = (were + GUESS_ROWS * right * last) / (had + GUESS_ROWS)
             last, right = min(1.0, after / right) if right else 0.0, after
             tokens.append(tokens[-1] + drafting * right)
@@ -282,12 +283,10 @@ class Drafting:
 
     def _remember(self) -> None:
         """Take the rows since the last time, and forget some of those before: fewer where none had a draft."""
-        steps = REMEMBERED if sum(self._verified[1:]) > sum(self._read[0][1:]) else FRESH
-        for counts, read, remembered in zip((self._verified, self._right), self._read, self._remembered, strict=True):
-            new = [count - before for count, before in zip(counts, read, strict=True)]
-            read[:] = counts
-            rows = [0, *_at_least(new)]
-            remembered[:] = [kept * (1 - EVERY / steps) + more for kept, more in zip(remembered, rows, strict=True)]
+        new = np.array((self._verified, self._right)) - self._read
+        self._read += new
+        self._remembered *= 1 - EVERY / (REMEMBERED if new[0, 1:].any() else FRESH)
+        self._remembered += new[:, ::-1].cumsum(1)[:, ::-1]
 
 
 def _in_all(stats: RowStats, by_kind: Sequence[float]) -> bool:

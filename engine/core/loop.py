@@ -30,6 +30,7 @@ from engine.geometry import read_geometry
 from engine.lifeline import Lifeline, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.media_geometry import read_media
+from engine.pieces import Pieces, read_eos, read_tokenizer
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Load, TokenBatch, decode_front_message
 
@@ -222,16 +223,14 @@ def _request_id(raw: bytes) -> int | None:
 def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
     """The scheduler's settings, once the pools are sized and the ranks are ready."""
     folder = Path(config.model)
-    groups = config.kv_groups(read_geometry(folder))
-    share = config.prefix_cache_share if config.prefix_cache else None
     return SchedulerConfig(
-        groups,
+        config.kv_groups(read_geometry(folder)),
         pages,
         config.max_seqs,
         config.max_len,
         config.prefill_budget,
         config.drafts,
-        cache_share=share,
+        cache_share=config.prefix_cache_share if config.prefix_cache else None,
         policy=config.policy,
         step_times=times,
         tpot_target_ms=config.tpot_target_ms,
@@ -248,10 +247,10 @@ def collect_rarely() -> None:
 
 
 def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
-    """The vocabulary for grammars; None if the checkpoint has no tokenizer."""
+    """The vocabulary for grammars; None if the checkpoint has no tokenizer, or nothing in it ends a reply."""
     folder = Path(config.model)
     try:
-        return Vocabulary.of_checkpoint(folder, read_geometry(folder).vocab)
+        return Vocabulary.of(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_geometry(folder).vocab)
     except CheckpointError as error:
         logger.warning("requests with a grammar will be refused: %s", error)
         return None

@@ -21,7 +21,7 @@ only the end marker may come (with a grammar: once the grammar allows it). Witho
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from typing import TypeVar
@@ -205,26 +205,17 @@ def present(value: T | None) -> T:
 
 
 class Masks:
-    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused. `widest`: as in SchedulerConfig.
+    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused; `widest` as in SchedulerConfig.
+    Threads of its own compile grammars, and make slow masks."""
 
-    compiler, slow  executors that compile grammars and make slow masks; by default threads of its own
-    """
-
-    def __init__(
-        self,
-        requests: Requests,
-        vocabulary: Vocabulary | None,
-        widest: int,
-        compiler: Executor | None = None,
-        slow: Executor | None = None,
-    ) -> None:
+    def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:
         self._requests, self._widest = requests, widest
         self._vocabulary = vocabulary
         self._states: list[MaskState] = []
         self._grammars: OrderedDict[str, Compiled] = OrderedDict()  # by text, the last one used at the end
         self._planned: deque[tuple[int, list[MaskedRow]]] = deque()  # steps whose masks have not gone out
-        self._compiler = compiler or ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
-        self._slow = slow or ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
+        self._compiler = ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
 
     @property
     def active(self) -> bool:

@@ -23,9 +23,10 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import pack
+
+import msgspec
 
 from engine.core.pages import Hit, PagePool
 from engine.protocol import MediaItem
@@ -62,8 +63,7 @@ def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
     return by_page
 
 
-@dataclass(eq=False, slots=True)
-class Segment:
+class Segment(msgspec.Struct, eq=False):
     """Pages [start, start + len(keys)) of a path: one key and one full page each. `tail`: sliding pages before its end."""
 
     parent: "Segment | None"
@@ -71,7 +71,7 @@ class Segment:
     keys: list[bytes]
     pages: "array[int]"
     tail: "array[int] | None" = None
-    children: dict[bytes, "Segment"] = field(default_factory=dict)
+    children: dict[bytes, "Segment"] = {}
 
     @property
     def end(self) -> int:
@@ -146,8 +146,7 @@ class PrefixCache:
 
     def use(self, keys: list[bytes], hit: Hit) -> None:
         """A sequence uses a hit: its path becomes the most recently used."""
-        segment, _ = self._walk(keys[: hit.count])
-        self._touch(segment)
+        self._touch(self._walk(keys[: hit.count])[0])
 
     def _touch(self, segment: Segment) -> None:
         for ancestor in segment.path():

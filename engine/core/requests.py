@@ -6,7 +6,6 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 import bisect
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from engine.core.allocator import Allocator
 from engine.core.prefix import root_key
@@ -17,29 +16,13 @@ from engine.protocol import (
     MAX_SPAN,
     MAX_STOP_IDS,
     AbortReason,
+    Counters,
     FinishReason,
     GenerateRequest,
     MediaItem,
     MediaKind,
     Output,
 )
-
-
-@dataclass
-class Counters:
-    """Counts since boot."""
-
-    received: int = 0
-    finished: int = 0
-    refused: int = 0
-    aborted: int = 0
-    failed: int = 0
-    preemptions: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    queried_tokens: int = 0  # of prompts, looked up in the prefix cache
-    hit_tokens: int = 0  # of these, found
-    encoder_wait_s: float = 0.0  # of all sequences that waited for encoders
 
 
 class Requests:

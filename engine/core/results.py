@@ -4,8 +4,9 @@ A row belongs to an admission. A sequence that was preempted or ended since has 
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from engine.core.drafting import Drafting
 from engine.core.requests import Requests
@@ -26,8 +27,7 @@ class ChunkRow(NamedTuple):
     samples: bool
 
 
-@dataclass
-class InFlightStep:
+class InFlightStep(msgspec.Struct):
     """A plan whose result has not come; result rows come in the order: chunks that sample, then decode rows.
 
     rows      each decode row's sequence, its admission number when it was planned, and its width
@@ -37,8 +37,8 @@ class InFlightStep:
     """
 
     plan: StepPlan
-    chunks: list[ChunkRow] = field(default_factory=list)
-    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    chunks: list[ChunkRow] = []
+    rows: list[tuple[Sequence, int, int]] = []
     size: int = 0
     drafting: int = 0
     expected: Expected | None = None
@@ -117,17 +117,18 @@ class Results:
     def _fold(self, sequence: Sequence, width: int, row: ResultRow) -> None:
         """Commit a decode row that may have several tokens, or end its sequence. What the ranks have given behind a cut is theirs
         alone: the sequence steps back."""
-        assert len(row.tokens) <= width, (row, width)
+        given = len(row.tokens)
+        assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
         if width > 1:
-            self._drafting.verified(width - 1, max(0, len(row.tokens) - 1))
+            self._drafting.verified(width - 1, max(0, given - 1))
         if len(taken) < width:
             sequence.dropped = max(sequence.dropped, sequence.low + width)
         sequence.low += len(taken)
-        sequence.high -= width - len(row.tokens)
-        sequence.rejected += width - len(row.tokens)
+        sequence.high -= width - given
+        sequence.rejected += width - given
         self._take(sequence, row, taken, finish, width - 1)
-        if len(taken) < len(row.tokens) and not finish:
+        if len(taken) < given and not finish:
             sequence.step_back()
 
     def _take(self, sequence: Sequence, row: ResultRow, taken: list[int], finish: FinishReason | None, drafts: int = 0) -> None:

@@ -14,8 +14,10 @@ always advances: its worst case fits the empty pools (or it was refused), and al
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
+
+import msgspec
 
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator
@@ -63,8 +65,7 @@ class SchedulerConfig:
         return 1 + self.drafts[-1]
 
 
-@dataclass
-class PlanDraft:
+class PlanDraft(msgspec.Struct):
     """A plan being made, and what it leaves in flight."""
 
     plan: StepPlan
@@ -73,23 +74,23 @@ class PlanDraft:
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
-    decode_rows: DecodeRows = field(default_factory=DecodeRows)
-    chunks: dict[int, int] = field(default_factory=dict)  # slot -> index of its chunk in the plan
+    decode_rows: int = 0  # beside its chunks
+    chunks: dict[int, int] = {}  # slot -> index of its chunk in the plan
 
 
 class Scheduler:
     """Call `schedule` for the next plan, which advances `high` of every sequence in it, and `commit` with each plan's result, in
     order."""
 
-    def __init__(self, config: SchedulerConfig, drafting: Drafting | None = None) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.allocator = Allocator(config.groups, config.pages, config.cache_share)
         longest = longest_sequence(config.groups, config.pages)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest, config.encoders)
-        self._drafting = drafting or Drafting(config.drafts, buckets(config.max_seqs))
+        self._drafting = Drafting(config.drafts, buckets(config.max_seqs))
         self._results = Results(self.requests, self._drafting)
         policy = POLICIES[config.policy]
-        self._admissions = Admissions(self.requests, self.allocator, policy, config.prefill_budget)
+        self._admissions = Admissions(self.requests, policy, config.prefill_budget)
         self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
         self._encoder_waits: set[Sequence] = set()
         self._encodes = self._encoded = 0  # plans that encode, and those of them whose encodes have ended
@@ -134,7 +135,7 @@ class Scheduler:
         plan.drafts = draft.drafts if draft.in_flight.drafting else 0
         draft.in_flight.encoder_waits = len(self._encoder_waits)
         if shares:
-            draft.in_flight.expected = self._budget.planned(_chunks(draft), draft.decode_rows)
+            draft.in_flight.expected = self._budget.planned(_chunks(draft))
         _add_spans(draft)
         self._plan = StepPlan(plan.step + 1)
         self._results.in_flight.append(draft.in_flight)
@@ -172,7 +173,7 @@ class Scheduler:
                 PoolLoad(name=pool.group.name, total=pool.total, used=pool.used, cached=pool.idle)
                 for pool in self.allocator.pools
             ],
-            **vars(requests.counters),
+            **msgspec.structs.asdict(requests.counters),
         )
 
     def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
@@ -184,14 +185,15 @@ class Scheduler:
             draft.drafts, draft.in_flight.size = self._drafting.choose(len(self.requests.running))
             return {}
         decoding = [sequence for sequence in self.requests.running if sequence.decodable]
-        draft.decode_rows = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
-        draft.drafts, draft.in_flight.size = self._drafting.choose(len(decoding))
-        draft.budget = self._budget.prompt_tokens(len(decoding) * (1 + draft.drafts))
+        decodes = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
+        draft.decode_rows = decodes.rows
+        draft.drafts, draft.in_flight.size = self._drafting.choose(decodes.rows)
+        draft.budget = self._budget.prompt_tokens(decodes.rows * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
         for sequence in waiting:  # probably what was cached when it was queued still is
             cached = sequence.cached_when_queued
             prompts.append(Prompt(len(sequence.tokens) - cached, cached))
-        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, draft.decode_rows), strict=True))
+        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, decodes), strict=True))
 
     def _release(self, plan: StepPlan) -> None:
         for sequence in self.requests.running:
@@ -269,7 +271,7 @@ class Scheduler:
         so the first in order, whomever it has preempted, waits for no encodes but those that run, and its own. With a target for
         steps one item at a time, while steps keep to it.
         """
-        beside, awaited = draft.decode_rows.rows > 0, None
+        beside, awaited = draft.decode_rows > 0, None
         before = takewhile(lambda other: other is not sequence, self.requests.running)
         busy = beside and (self._encoded < self._encodes or self._budget.holds_encodes)
         busy = busy or any(other.before_item for other in before)
@@ -329,7 +331,7 @@ class Scheduler:
             return
         prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
         prompts = [_prompt(sequence) for sequence in prefills]
-        rest = self._budget.share_rest(prompts, draft.budget, draft.decode_rows, _chunks(draft))
+        rest = self._budget.share_rest(prompts, draft.budget, _chunks(draft))
         for sequence, share in zip(prefills, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 

@@ -13,8 +13,9 @@ At most `limit - 1` positions are needed: the last token is sampled from positio
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from engine.core.pages import Hit, PagePool, PageRun
 from engine.protocol import MediaItem, SamplingParams
@@ -22,8 +23,7 @@ from engine.protocol import MediaItem, SamplingParams
 Wait = Literal["mask", "encoder"]
 
 
-@dataclass(eq=False, slots=True)
-class Sequence:
+class Sequence(msgspec.Struct, eq=False):
     """`id` is the front's; `precedence` is (priority, arrival), the order of the queue.
 
     tokens      int32, prompt and generated tokens;   prompt: tokens of the prompt
@@ -61,20 +61,20 @@ class Sequence:
     media: tuple[MediaItem, ...]
     scored: int = 0
     masked: bool = False
-    waits: set[Wait] = field(default_factory=set)
+    waits: set[Wait] = set()
     number: int = 0
     slot: int = -1
     target: int = 0
-    keys: list[bytes] = field(default_factory=list)
+    keys: list[bytes] = []
     encoded: int = 0
     first_cached: int = 0
     cached_when_queued: int = 0
-    cache_points: list[int] = field(default_factory=list)
+    cache_points: list[int] = []
     hit: Hit | None = None
     low: int = 0
     high: int = 0
     drafts: int = 0
-    drafted: list[int] = field(default_factory=list)
+    drafted: list[int] = []
     rejected: int = 0
     dropped: int = 0
     held: int = 0
@@ -82,12 +82,12 @@ class Sequence:
     started: bool = False
     overtaken: int = 0
     ended: bool = False
-    runs: list[PageRun] = field(default_factory=list)
+    runs: list[PageRun] = []
 
-    may_draft: bool = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)
-    cut_ids: frozenset[int] = field(init=False)  # behind which a row's tokens are dropped: masks may begin there
-    spans: list[tuple[int, int]] = field(init=False)
+    may_draft: bool = True
+    stop_ids: frozenset[int] = frozenset()
+    cut_ids: frozenset[int] = frozenset()  # behind which a row's tokens are dropped: masks may begin there
+    spans: list[tuple[int, int]] = []
 
     def __post_init__(self) -> None:
         params = self.params

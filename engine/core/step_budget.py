@@ -180,6 +180,7 @@ class StepBudget:
         self._slowed = 1.0  # what steps take relative to the times measured at boot
         self._saved_ms = 0.0  # by steps shorter than the target; below 0: owed
         self._saving = False  # the last step had no prompt tokens, to save time for a chunk
+        self._decodes = DecodeRows()  # of the step that was shared last
         self._late_ms, self._decoded = 0.0, 0  # of steps with decode rows, against the target; how many since an encode began
 
     def prompt_tokens(self, decode_rows: int) -> int:
@@ -211,10 +212,12 @@ class StepBudget:
         self._save(PROMPTS_TIME * self._target_ms)
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
-        """Tokens of each prompt in the next step, `most` in total; prompts as in `Policy.order`. `planned` gets the outcome."""
-        order = self._order(prompts, self._turn(prompts[0], most, decodes))
-        if self._has_target(decodes):
-            tokens = self._within_target(prompts, order, most, decodes)
+        """Tokens of each prompt in the next step, `most` in total, beside these decode rows; prompts as in `Policy.order`.
+        `share_rest` may give more in the same step, and `planned` gets the outcome."""
+        self._decodes = decodes
+        order = self._order(prompts, self._turn(prompts[0], most))
+        if self._has_target:
+            tokens = self._within_target(prompts, order, most)
         else:
             tokens = shares(prompts, order, most)
         if tokens[0]:
@@ -223,18 +226,18 @@ class StepBudget:
             self._passed += 1
         return tokens
 
-    def share_rest(self, prompts: list[Prompt], most: int, decodes: DecodeRows, chunks: list[Prompt]) -> list[int]:
+    def share_rest(self, prompts: list[Prompt], most: int, chunks: list[Prompt]) -> list[int]:
         """Further tokens for a step that has `chunks` already, in place of what other prompts could not use."""
         order = self._order(prompts, turn=False)
-        if not self._has_target(decodes):
+        if not self._has_target:
             return shares(prompts, order, most)
-        return shares(prompts, order, most, self._estimate(decodes, chunks), self._may_take_ms(decodes))
+        return shares(prompts, order, most, self._estimate(chunks), self._may_take_ms)
 
-    def planned(self, chunks: list[Prompt], decodes: DecodeRows) -> Expected | None:
+    def planned(self, chunks: list[Prompt]) -> Expected | None:
         """Notes the chunks that the shared step got; with a target, returns what to pass to `record`."""
-        if not self._has_target(decodes):
+        if not self._has_target:
             return None
-        time = self._estimate(decodes, chunks)
+        time = self._estimate(chunks)
         expected = Expected(bool(chunks), self._mean_ms(time.decode_ms), time.ms if chunks else time.decode_ms)
         self._save(expected.may_take_ms - expected.step_ms)
         if self._passed:
@@ -254,50 +257,52 @@ class StepBudget:
         saved_ms = self._saved_ms + milliseconds
         self._saved_ms = saved_ms if self._saving else min(saved_ms, most)
 
-    def _turn(self, oldest: Prompt, most: int, decodes: DecodeRows) -> bool:
+    def _turn(self, oldest: Prompt, most: int) -> bool:
         """Whether the oldest prompt comes first: others have had three times the time of its next chunk."""
         if self._passed < OLDEST_EVERY - 1:
             return False
-        if self._passed >= MOST_PASSED or not self._has_target(decodes):
+        if self._passed >= MOST_PASSED or not self._has_target:
             return True
-        time = self._estimate(decodes, [Prompt(self._enough(oldest, most, decodes), oldest.context)])
+        time = self._estimate([Prompt(self._enough(oldest, most), oldest.context)])
         return self._passed_ms >= (OLDEST_EVERY - 1) * (time.ms - time.decode_ms)
 
-    def _within_target(self, prompts: list[Prompt], order: list[int], most: int, decodes: DecodeRows) -> list[int]:
+    def _within_target(self, prompts: list[Prompt], order: list[int], most: int) -> list[int]:
         """The first prompt in order gets enough for a step, and others what is left. Otherwise time is saved for it; meanwhile
         prompts that the step finishes are served, unless they have passed it too often."""
-        first, may_take_ms = order[0], self._may_take_ms(decodes)
+        first, may_take_ms = order[0], self._may_take_ms
         whole_ms = may_take_ms + BORROWED * self._target_ms
-        tokens = shares(prompts, order, most, self._estimate(decodes), may_take_ms, whole_ms)
-        self._saving = tokens[first] < self._enough(prompts[first], most, decodes)
+        tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
+        self._saving = tokens[first] < self._enough(prompts[first], most)
         if not self._saving:
             return tokens
         if self._passed < MOST_PASSED:
-            tokens = shares(prompts, order[1:], most, self._estimate(decodes), may_take_ms, whole_ms)
+            tokens = shares(prompts, order[1:], most, self._estimate(), may_take_ms, whole_ms)
             return [share if share == prompt.tokens else 0 for share, prompt in zip(tokens, prompts, strict=True)]
         return [0] * len(prompts)
 
-    def _enough(self, prompt: Prompt, most: int, decodes: DecodeRows) -> int:
+    def _enough(self, prompt: Prompt, most: int) -> int:
         """Tokens that are worth a step: as many as take twice the prompt time of the fewest."""
-        fewest, time = min(prompt.tokens, max(1, most // SMALLEST_PART)), self._estimate(decodes)
-        least = self._estimate(decodes, [Prompt(fewest, prompt.context)])
+        fewest, time = min(prompt.tokens, max(1, most // SMALLEST_PART)), self._estimate()
+        least = self._estimate([Prompt(fewest, prompt.context)])
         return max(fewest, min(prompt.tokens, most, time.fitting(prompt.context, 2 * least.ms - time.decode_ms)))
 
-    def _has_target(self, decodes: DecodeRows) -> bool:
+    @property
+    def _has_target(self) -> bool:
         """Whether a target bounds the step: without decode rows nothing streams."""
-        return bool(self._times is not None and self._target_ms and decodes.rows)
+        return bool(self._times is not None and self._target_ms and self._decodes.rows)
 
     def _mean_ms(self, decode_ms: float) -> float:
         """Milliseconds that a step may take on average, whose decode rows alone take `decode_ms`."""
         return max(self._target_ms, decode_ms / (1 - PROMPTS_TIME))
 
-    def _may_take_ms(self, decodes: DecodeRows) -> float:
+    @property
+    def _may_take_ms(self) -> float:
         """Milliseconds that the next step may take."""
-        return self._mean_ms(self._estimate(decodes).decode_ms) + self._saved_ms
+        return self._mean_ms(self._estimate().decode_ms) + self._saved_ms
 
-    def _estimate(self, decodes: DecodeRows, chunks: Iterable[Prompt] = ()) -> StepEstimate:
+    def _estimate(self, chunks: Iterable[Prompt] = ()) -> StepEstimate:
         assert self._times is not None
-        time = StepEstimate(self._times, *decodes, self._slowed)
+        time = StepEstimate(self._times, *self._decodes, self._slowed)
         for chunk in chunks:
             time.add(*chunk)
         return time

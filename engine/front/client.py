@@ -12,7 +12,7 @@ that RequestStarted and RequestFinished agree with the core's counters.
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -38,6 +38,7 @@ from engine.protocol import (
     Control,
     FinishReason,
     FrameReader,
+    FrontMessage,
     GenerateRequest,
     Load,
     MediaItem,
@@ -66,20 +67,14 @@ class _Request:
 class EngineClient(asyncio.Protocol):
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
-    `sink` gets every event, the core's figures with each TokenBatch among them; `clock` in seconds, monotonic.
+    `sink` gets every event, the core's figures with each TokenBatch among them.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        sink: Sink = no_sink,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, sink: Sink = no_sink) -> None:
         self.load: Load | None = None
         self.dead: str | None = None
         self._sink = sink
-        self._clock = clock
+        self._clock = time.monotonic
         self._frames = FrameReader()
         self._requests: dict[int, _Request] = {}
         self._stepped = 0.0  # when the core last reported a step, or work where it had none
@@ -115,7 +110,8 @@ class EngineClient(asyncio.Protocol):
             id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
         )
         try:
-            message = frame(encode_message(request))
+            if self.dead is None:
+                self._send(request)
         except ValueError as error:
             raise InvalidRequest(f"the request is too large: {error}") from error
         if not self._requests:
@@ -124,8 +120,6 @@ class EngineClient(asyncio.Protocol):
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
             self._end(stream.id, "dead", EngineDead(self.dead))
-        else:
-            self._write(message)
         return stream
 
     def abort(self, request: int, reason: AbortReason) -> None:
@@ -134,7 +128,7 @@ class EngineClient(asyncio.Protocol):
         if entry is None or entry.aborted is not None:
             return
         entry.aborted, entry.aborted_at = reason, self._clock()
-        self._write(frame(encode_message(Abort(id=request, reason=reason))))
+        self._send(Abort(id=request, reason=reason))
 
     def health(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -154,11 +148,11 @@ class EngineClient(asyncio.Protocol):
 
     def report(self) -> None:
         """Ask for the core's figures; they come as `load` and an EngineLoad event."""
-        self._write(frame(encode_message(Control(action="report"))))
+        self._send(Control(action="report"))
 
     def stop(self) -> None:
         """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
-        self._write(frame(encode_message(Control(action="stop"))))
+        self._send(Control(action="stop"))
 
     def fail(self, reason: str) -> None:
         """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""
@@ -277,7 +271,8 @@ class EngineClient(asyncio.Protocol):
 
     # -- to the core
 
-    def _write(self, data: bytes) -> None:
+    def _send(self, message: FrontMessage) -> None:
+        """Write a message; ValueError: it is too large."""
         assert self._transport is not None, "EngineClient.start has not run"
         if not self._transport.is_closing():
-            self._transport.write(data)
+            self._transport.write(frame(encode_message(message)))

@@ -11,8 +11,10 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
+
+import msgspec
 
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.client import EngineClient
@@ -77,16 +79,14 @@ class Job:
         return dict(counts)
 
 
-@dataclass(slots=True)
-class PromptPart:
+class PromptPart(msgspec.Struct):
     """Tokens of the prompt, with the rank and logprobs of each; the very first token has none."""
 
     tokens: Sequence[int]
     logprobs: Sequence[tuple[int, Logprobs] | None]
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """What one output added to one choice; the last one has `finish`. `logprobs` is empty, or has one entry a token.
 
     The prompt's text (as a part) and logprobs (`prompt`) come first, in deltas of their own. `parts` are the new text by kind, in
@@ -105,15 +105,14 @@ BlockKind = Literal["reasoning", "text", "call"]
 _BLOCK_KINDS: dict[type[Part], BlockKind] = {Reasoning: "reasoning", Content: "text", Arguments: "call"}
 
 
-@dataclass(slots=True)
-class ReplyBlock:
+class ReplyBlock(msgspec.Struct):
     """A run of parts of one kind. `pieces`: its text, of a call its arguments; `id` and `name` are a call's."""
 
     index: int
     kind: BlockKind
     id: str = ""
     name: str = ""
-    pieces: list[str] = field(default_factory=list)
+    pieces: list[str] = []
 
     @property
     def text(self) -> str:
@@ -121,16 +120,15 @@ class ReplyBlock:
         return "".join(self.pieces)
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(msgspec.Struct):
     """The sum of one choice's deltas in the order of generation, without logprobs, which may be large.
 
         parts     Reasoning Reasoning   Content Content Content   ToolCallStart Arguments Arguments
         blocks    |-- reasoning ----|   |------ text ---------|   |------------ call -------------|
     """
 
-    blocks: list[ReplyBlock] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    blocks: list[ReplyBlock] = []
+    tokens: list[int] = []
     finish: str | None = None
     stop: str | int | None = None
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.checkpoint import JsonObject
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS, lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
-from engine.front.value_schema import listed, says_nothing
+from engine.front.value_schema import Schema, listed, says_nothing
 
 MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
@@ -41,7 +42,7 @@ _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))", re.MULTILIN
 Thought = enum.Enum("Thought", "none optional forced begun")
 
 
-def json_answer(schema: Mapping[str, Any] | None = None) -> str:
+def json_answer(schema: Schema | None = None) -> str:
     """JSON by a schema; any object, without one."""
     return f"answer: {_json(schema)}"
 
@@ -50,7 +51,7 @@ class _Combination(Exception):
     """A schema says something of an object that another one describes, too."""
 
 
-def _close(schema: dict[str, Any]) -> None:
+def _close(schema: JsonObject) -> None:
     """Objects have no more than their `properties` where it does not say what others may be, as in calls: a model that may write
     any key writes keys without end."""
     properties = schema.get("properties")
@@ -61,7 +62,7 @@ def _close(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
 
 
-def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
+def _drop_what_says_nothing(schema: JsonObject) -> None:
     """A format of no standard is an annotation: pydantic writes "password", zod "cuid"."""
     if str(schema.get("format")) not in FORMATS:
         schema.pop("format", None)
@@ -69,7 +70,7 @@ def _drop_what_says_nothing(schema: dict[str, Any]) -> None:
         del schema[keyword]
 
 
-def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+def _changed(schema: Any, change: Callable[[JsonObject], None]) -> Any:
     """A copy of a schema, each object in which has been given to `change`, the innermost first."""
     if isinstance(schema, list):
         return [_changed(item, change) for item in schema]
@@ -84,7 +85,7 @@ def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
     return kept
 
 
-def _json(schema: Mapping[str, Any] | None) -> str:
+def _json(schema: Schema | None) -> str:
     kept = {"type": "object"} if schema is None else _changed(schema, _drop_what_says_nothing)
     with suppress(_Combination):  # then it stays as it is
         kept = _changed(kept, _close)
@@ -100,7 +101,7 @@ class Structure:
 
     trigger: str
     begin: str
-    schema: Mapping[str, Any]
+    schema: Schema
     end: str
 
 

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from engine.errors import InvalidRequest, Overloaded
-from engine.front.text import TextProcessor
 from engine.matcher import MAX_GRAMMAR_BYTES, Vocabulary
 
 COMPILE_S = 2.0
@@ -16,12 +15,6 @@ QUEUE_S = 20.0  # behind others, whose time is not this grammar's
 _REMEMBERED = 1024
 _WAITING = 1024
 _THREADS = 4  # one compiles in its turn; the others may still be at grammars that took too long
-
-
-def vocabulary_of(text: TextProcessor) -> Vocabulary:
-    """What grammars are compiled for; takes a second or two at 262 144 pieces."""
-    pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
-    return Vocabulary(pieces, text.pieces.special, text.eos_ids)
 
 
 class GrammarCheck:

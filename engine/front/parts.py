@@ -1,26 +1,24 @@
 """What a reply is made of, as typed parts: text of the answer, text of a thought, a tool call, more of a call's arguments."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from itertools import groupby
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Content:
+
+class Content(msgspec.Struct, frozen=True):
     """Text of the answer itself."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, frozen=True):
     """Text of a thought, which comes before the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True):
     """A call begins; its arguments follow. `index`: its place among the reply's calls; `id`: no other call has it."""
 
     index: int
@@ -28,8 +26,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(msgspec.Struct, frozen=True):
     """More of the arguments of call `index`: JSON text, which is only complete once the call is."""
 
     index: int
@@ -49,5 +46,5 @@ def joined(parts: Iterable[Part]) -> list[Part]:
             made += run
         else:
             text = "".join(part.text for part in run if not isinstance(part, ToolCallStart))
-            made.append(replace(first, text=text))
+            made.append(msgspec.structs.replace(first, text=text))
     return made

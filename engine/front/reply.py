@@ -6,18 +6,18 @@
 A marker is one token; the same characters in ordinary tokens are text. Each token is read once, and batching does not matter.
 Nothing is lost: what turns out to be no call becomes content, with its markers written out.
 
-    state      text is                                            left by
-    CONTENT    content                                            <|channel>, and with tools <|tool_call>
-    LABEL      "thought\\n", the channel's name                    its end, or anything else
-    THOUGHT    reasoning; one final newline belongs to the marker <channel|>, <|tool_call>
-    GAP        white space, or `call:NAME{` without its marker    text that is neither
-    HEAD       a call's name                                      { or (, or text that is no name
-    ARGUMENTS  for ArgumentsParser                                the closing bracket, <tool_call|> outside of strings
+    state           text is                                            left by
+    content         content                                            <|channel>, and with tools <|tool_call>
+    label           "thought\\n", the channel's name                    its end, or anything else
+    thought         reasoning; one final newline belongs to the marker <channel|>, <|tool_call>
+    gap             white space, or `call:NAME{` without its marker    text that is neither
+    head            a call's name                                      { or (, or text that is no name
+    more_arguments  for ArgumentsParser                                the closing bracket, <tool_call|> outside of strings
 
-GAP is where a call may begin: at the start of the answer, after a thought, after a call. There models may omit its marker.
+A state is the method that reads its text, and returns what of it is for the next one. `gap` is where a call may begin: at the start
+of the answer, after a thought, after a call. There models may omit its marker.
 """
 
-import enum
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -82,10 +82,6 @@ def _head_of(text: str) -> re.Match[str] | None:
     return _HEAD.fullmatch(text) if len(text) <= _HEAD_CHARACTERS else None
 
 
-State = enum.Enum("State", "CONTENT LABEL THOUGHT GAP HEAD ARGUMENTS")  # how text is read at one point of a reply
-_THINKING = (State.LABEL, State.THOUGHT)
-
-
 class ReplyParser:
     """Parser of one reply. Calls are looked for only with `tools`; `show_special`: other control tokens appear in the content.
 
@@ -110,21 +106,13 @@ class ReplyParser:
         self._arguments: ArgumentsParser | None = None
         self._call_is_open = False  # <tool_call|> may still come
         self.reasoning_tokens = self.calls = self.ended_calls = 0
-        self._state = State.GAP if self._tools else State.CONTENT
-        self._readers: dict[State, Callable[[str], str]] = {
-            State.CONTENT: self._content,
-            State.LABEL: self._label,
-            State.THOUGHT: self._thought,
-            State.GAP: self._gap,
-            State.HEAD: self._head,
-            State.ARGUMENTS: self._more_arguments,
-        }
+        self._state: Callable[[str], str] = self._gap if self._tools else self._content
         self._resume(markers.open_thought(prompt))
 
     def push(self, tokens: Sequence[int]) -> list[Part]:
         if self._pieces.special.isdisjoint(tokens):
             text = self._detokenizer.push(tokens)
-            if self._state is State.CONTENT:  # nearly every token of a chat
+            if self._state == self._content:  # nearly every token of a chat
                 return [Content(text)] if text else []
             self._count(len(tokens))
             self._read(text)
@@ -135,18 +123,17 @@ class ReplyParser:
 
     def end(self, *, cut: bool) -> list[Part]:
         """The reply has ended. `cut`: by its token limit; then half a name is dropped, and arguments are not completed."""
-        if self._state is not State.HEAD or not cut:
+        if self._state != self._head or not cut:
             self._read(self._detokenizer.flush())
         if self._arguments is not None:
             self._held = ""
         self._end_open_call(complete=not cut)
-        match self._state:
-            case State.LABEL | State.THOUGHT if not cut:
-                self._end_thought()
-            case State.GAP if self._held.strip() or not self.calls:
-                self._content(self._held)
-            case State.HEAD if not cut:
-                self._no_call()
+        if self._thinking and not cut:
+            self._end_thought()
+        elif self._state == self._gap and (self._held.strip() or not self.calls):
+            self._content(self._held)
+        elif self._state == self._head and not cut:
+            self._no_call()
         self._held = ""
         return self._take()
 
@@ -156,7 +143,11 @@ class ReplyParser:
             self._begin_thought()
             self.push(thought)
             self.reasoning_tokens, self._reasoned = 0, False
-            self._held = self._held if self._state is State.LABEL else ""
+            self._held = self._held if self._state == self._label else ""
+
+    @property
+    def _thinking(self) -> bool:
+        return self._state in (self._label, self._thought)
 
     # --- tokens ---
 
@@ -173,7 +164,7 @@ class ReplyParser:
 
     def _marker(self, token: int) -> None:
         """A control token outside of arguments."""
-        markers, thinking = self._markers, self._state in _THINKING
+        markers, thinking = self._markers, self._thinking
         if token == markers.begin_thought:
             if not thinking:
                 self._begin_thought()
@@ -183,7 +174,7 @@ class ReplyParser:
             self._end_thought()
         elif token == markers.begin_call and self._tools:
             self._begin_head()
-        elif token == markers.end_call and (self._call_is_open or self._state is State.HEAD):
+        elif token == markers.end_call and (self._call_is_open or self._state == self._head):
             self._end_call()
         else:
             self._count(1)
@@ -192,7 +183,7 @@ class ReplyParser:
                 self._write_out(token)
 
     def _write_out(self, token: int) -> None:
-        if self._state not in _THINKING:
+        if not self._thinking:
             self._no_call()
         self._read(str(self._pieces[token]))
 
@@ -213,12 +204,14 @@ class ReplyParser:
             self._read(self._end_arguments(complete=True))
 
     def _count(self, tokens: int) -> None:
-        if self._state in _THINKING:
+        if self._thinking:
             self.reasoning_tokens += tokens
 
     def _read(self, text: str) -> None:
+        """Read text, behind what was held of the text before."""
         while text:
-            text = self._readers[self._state](text)
+            text, self._held = self._held + text, ""
+            text = self._state(text)
 
     def _take(self) -> list[Part]:
         if self._arguments is not None:
@@ -241,35 +234,32 @@ class ReplyParser:
             self._reasoned, self._new_block = True, False
 
     def _begin_thought(self) -> None:
-        if self._held.strip() or self._state is State.HEAD:
+        if self._held.strip() or self._state == self._head:
             self._no_call()
-        self._state, self._held, self._new_block = State.LABEL, "", True
+        self._state, self._held, self._new_block = self._label, "", True
 
     def _label(self, text: str) -> str:
-        text = self._held + text
         if LABEL.startswith(text) and text != LABEL:
             self._held = text
             return ""
-        self._held, self._state = "", State.THOUGHT
+        self._state = self._thought
         return text.removeprefix(LABEL)
 
     def _thought(self, text: str) -> str:
-        text = self._held + text
         self._held = "\n" if text.endswith("\n") else ""
         self._reason(text.removesuffix("\n"))
         return ""
 
     def _end_thought(self) -> None:
         """The newline before the marker belongs to the template, and so does a label without newline."""
-        if self._state is State.LABEL and self._held != LABEL.rstrip():
+        if self._state == self._label and self._held != LABEL.rstrip():
             self._reason(self._held)
         self._held = ""
-        self._state = State.GAP if self._tools else State.CONTENT
+        self._state = self._gap if self._tools else self._content
 
     # --- calls ---
 
     def _gap(self, text: str) -> str:
-        text = self._held + text
         begun = text.lstrip()
         head, opener, arguments = begun.partition("{")
         name = head.removeprefix("call:")
@@ -279,31 +269,28 @@ class ReplyParser:
         if not begun or (not opener and self._tools.may_become_call(begun)):
             self._held = text
             return ""
-        self._held, self._state = "", State.CONTENT
+        self._state = self._content
         return text
 
     def _begin_head(self) -> None:
         """<|tool_call>: it ends what was open."""
         self._end_open_call(complete=True)
-        if self._state in _THINKING:
+        if self._thinking:
             self._end_thought()
-        elif self._state is State.HEAD or self._held.strip():
+        elif self._state == self._head or self._held.strip():
             self._no_call()
-        self._state, self._held = State.HEAD, ""
+        self._state, self._held = self._head, ""
 
     def _head(self, text: str) -> str:
-        self._held += text
-        opener = _OPENER.search(self._held)
-        if opener is None:
-            if _head_of(self._held) is None:
-                self._no_call()
-            return ""
-        name, arguments = self._called(self._held[: opener.start()]), self._held[opener.end() :]
-        if name is None:
+        opener = _OPENER.search(text)
+        name = self._called(text[: opener.start()]) if opener else None
+        if opener and name:
+            self._begin_call(name, opener[0])
+            return text[opener.end() :]
+        self._held = text
+        if opener or _head_of(text) is None:
             self._no_call()
-            return ""
-        self._begin_call(name, opener[0])
-        return arguments
+        return ""
 
     def _called(self, head: str) -> str | None:
         """The tool that the text after <|tool_call> names; without `call:` only a declared one. None: it names none."""
@@ -317,18 +304,17 @@ class ReplyParser:
         self._parts.append(ToolCallStart(self.calls, f"call_{secrets.token_hex(12)}", name))
         self._arguments = ArgumentsParser(self._tools.parameters(name), opener)
         self.calls += 1
-        self._held, self._state, self._call_is_open = "", State.ARGUMENTS, True
+        self._held, self._state, self._call_is_open = "", self._more_arguments, True
 
     def _no_call(self) -> None:
         """The text held as the head of a call is content."""
-        marker = str(self._pieces[self._markers.begin_call]) if self._state is State.HEAD else ""
+        marker = str(self._pieces[self._markers.begin_call]) if self._state == self._head else ""
         self._content(marker + self._held)
-        self._held, self._state = "", State.CONTENT
+        self._held, self._state = "", self._content
 
     def _more_arguments(self, text: str) -> str:
         assert self._arguments is not None
-        self._arguments.push(self._held + text)
-        self._held = ""
+        self._arguments.push(text)
         return self._end_arguments(complete=True) if self._arguments.ended else ""
 
     def _end_open_call(self, *, complete: bool) -> None:
@@ -343,7 +329,7 @@ class ReplyParser:
         if not arguments.ended:
             arguments.end(cut=not complete)
         self._put_arguments(arguments)
-        self._state = State.GAP
+        self._state = self._gap
         self.ended_calls += complete
         return arguments.rest
 
@@ -353,7 +339,7 @@ class ReplyParser:
 
     def _end_call(self) -> None:
         """End the call at <tool_call|>."""
-        if self._state is State.HEAD:
+        if self._state == self._head:
             name = self._called(self._held)
             if name is None:
                 self._write_out(self._markers.end_call)

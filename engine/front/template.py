@@ -14,6 +14,7 @@ from typing import Any, Self
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.checkpoint import JsonObject
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.arguments import ArgumentsParser
 from engine.front.value_schema import ValueSchema
@@ -48,7 +49,7 @@ class ChatTemplate:
         return unsaid == on != off
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **switches: bool
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, **switches: bool
     ) -> tuple[str, str]:
         """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field.
 
@@ -101,7 +102,7 @@ class CutCalls:
         return parser.take()
 
 
-def _prepared(message: Mapping[str, Any], cut: CutCalls) -> dict[str, Any]:
+def _prepared(message: JsonObject, cut: CutCalls) -> JsonObject:
     """The message as templates expect it: replies without thoughts, tool arguments as mappings."""
     ready = dict(message)
     if message["role"] == "assistant":
@@ -123,7 +124,7 @@ def _without_thoughts(content: Any) -> Any:
     return content
 
 
-def _with_mapping(call: Mapping[str, Any], cut: CutCalls) -> dict[str, Any]:
+def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
     """The call with its arguments as a mapping: templates would print OpenAI's JSON string verbatim. Every API has its id."""
     function = dict(call["function"])
     arguments = function.get("arguments") or {}

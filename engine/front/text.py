@@ -10,11 +10,11 @@ import codecs
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tokenizers import Tokenizer
 
-from engine.checkpoint import model_vocabulary, read_optional
+from engine.checkpoint import JsonObject, model_vocabulary, read_optional
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.template import ChatTemplate
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
@@ -119,7 +119,7 @@ class TextProcessor:
         self.template = template
         self._template = ChatTemplate(template, tokens, self._control) if template is not None else None
         self.thinks_by_default = self._template is not None and self._template.thinks_by_default()
-        self.pieces = Pieces.of(tokenizer, frozenset(self._control.values()))
+        self.pieces = Pieces.of(tokenizer)
         self.eos_ids = tuple(eos)
         self.vocab_size = len(self.pieces.table)
 
@@ -140,9 +140,9 @@ class TextProcessor:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonObject],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[JsonObject] | None = None,
         enable_thinking: bool = False,
         add_generation_prompt: bool = True,
         most: int = NO_BOUND,
@@ -254,7 +254,7 @@ def template_source(folder: Path, instead: Path | None = None) -> str | None:
         raise CheckpointError(f"chat template {path}: {error}") from error
 
 
-def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def _named_tokens(settings: JsonObject) -> dict[str, str]:
     """The `*_token` entries of tokenizer_config.json, strings or serialized AddedTokens. CheckpointError: another object."""
     named: dict[str, str] = {}
     for name, value in settings.items():

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.checkpoint import JsonObject
 from engine.errors import InvalidRequest
 from engine.front.value_schema import Schema, ValueSchema, listed, referred
 
@@ -22,7 +23,7 @@ _ANYTHING = ValueSchema()
 class Tools:
     """Declared tools by name; raises InvalidRequest that names what is wrong with a declaration."""
 
-    def __init__(self, declarations: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, declarations: Sequence[JsonObject]) -> None:
         self._schemas: dict[str, ValueSchema] = {}
         self.strict: set[str] = set()  # those whose schemas must be kept
         for index, declaration in enumerate(declarations):
@@ -62,7 +63,7 @@ def _wrong(where: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{where}: {why}", param="tools")
 
 
-def _checked(declaration: Mapping[str, Any], where: str) -> tuple[str, Schema]:
+def _checked(declaration: JsonObject, where: str) -> tuple[str, Schema]:
     """(name, parameters) of a declaration."""
     if declaration.get("type") != "function":
         raise _wrong(f"{where}.type", f"only 'function' is supported, not {_shown(declaration.get('type'))}")

@@ -22,8 +22,9 @@ from deploy.edge.service import Service
 from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.events import no_sink
-from engine.front.grammar_check import GrammarCheck, vocabulary_of
+from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
+from engine.matcher import Vocabulary
 from tests.conftest import Nano
 from tests.support.edge.served_settings import service_settings
 from tests.support.edge.summed import sse, sum_chat
@@ -68,7 +69,7 @@ def served(folder: Path, one: Callable[[Ask, int], Awaitable[str]], count: int, 
     async def main() -> list[str]:
         async with running(group) as run:
             limits = LimitSettings(queue_timeout_s=3000, request_timeout_s=3000)  # they wait for each other
-            grammars = GrammarCheck(lambda: vocabulary_of(text))
+            grammars = GrammarCheck(lambda: Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size))
             settings = service_settings("nano", text.vocab_size, 2048, limits=limits)
             service = Service(settings, text, run.client, grammars, None, no_sink, None, {})
             transport = httpx.ASGITransport(create_app(service))

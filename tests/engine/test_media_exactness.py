@@ -24,11 +24,10 @@ from engine.audio_geometry import read_audio
 from engine.config import EngineConfig
 from engine.core import prefix, scheduler
 from engine.core.loop import scheduler_config
-from engine.core.requests import Counters
 from engine.core.scheduler import PlanDraft, Scheduler
 from engine.geometry import Geometry, read_geometry
 from engine.plan import StepPlan, StepResult
-from engine.protocol import SamplingParams
+from engine.protocol import Counters, SamplingParams
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.builder import build, load_rank
 from engine.rank.models import vision

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -133,7 +134,7 @@ def test_plans_come_back(plan: StepPlan) -> None:
 def test_admissions_take_no_more_than_was_counted(plan: StepPlan) -> None:
     """The scheduler's count of a plan's admissions bounds what they take in it."""
     bound = sum(admission_size(len(admission.tokens), admission.params, 0) for admission in plan.admissions)
-    assert len(encode_plan(plan)) - len(encode_plan(replace(plan, admissions=[]))) <= 4 * bound
+    assert len(encode_plan(plan)) - len(encode_plan(msgspec.structs.replace(plan, admissions=[]))) <= 4 * bound
 
 
 def test_the_largest_admission_is_bounded() -> None:
@@ -301,7 +302,7 @@ def test_status_fields_have_one_writer_each() -> None:
     block.device(1, busy_us=4500, idle_us=2**63, late_compilations=65535)
     figures = EncoderFigures(*(2**64 - number for number in range(1, 12)))
     block.encoder(1, figures)
-    expected = RankStatus(7, 6, 2**63, 99, 4500, 2**63, 65535, {6: 0xFFFFFFFF}, figures)
+    expected = RankStatus(7, 6, 2**63, 99, 4500, 2**63, 65535, hashes={6: 0xFFFFFFFF}, encoder=figures)
     assert block.read(1) == expected
     block.heartbeat(1, 100)
     assert block.read(1) == replace(expected, heartbeat_ns=100)

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.geometry import KVGroup
 from engine.plan import StepPlan, single_rows
@@ -38,7 +40,7 @@ class BareRank(Rank):
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
         slots, end = list(range(batch)), context + steps + _SPARE
         plan = admission_plan(self.cache, self.geometry.vocab, slots, context, context - 1, end, step)
-        return replace(plan, rows=single_rows(slots))
+        return msgspec.structs.replace(plan, rows=single_rows(slots))
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
         """Every plan, two out at a time: results, and seconds."""

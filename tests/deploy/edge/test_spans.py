@@ -27,9 +27,10 @@ from deploy.edge.observe.spans import SpanPhase, Tracer, phases_of, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from engine.events import Event, FirstToken, RequestFinished, Scheduled, no_sink
-from engine.front.grammar_check import GrammarCheck, vocabulary_of
+from engine.front.grammar_check import GrammarCheck
 from engine.front.stream import Clock
 from engine.front.text import TextProcessor
+from engine.matcher import Vocabulary
 from tests.conftest import Nano
 from tests.support.edge.api_client import chat_body, whole_and_streamed
 from tests.support.edge.collector import Collector, attributes
@@ -390,7 +391,7 @@ def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
     """Three hundred tokens more call nothing more in access log, record, scope and spans; in the stream's own file they do."""
     text = TextProcessor.load(nano("31b"))
     traced = Tracer(settings("http://a/"), {}, InMemorySpanExporter())
-    grammars = GrammarCheck(lambda: vocabulary_of(text))
+    grammars = GrammarCheck(lambda: Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size))
     service = Service(service_settings("nano", 1024, 1024), text, ReadyEngine(), grammars, None, no_sink, traced, {})
     app = create_app(service)
     calls(app, 1)  # what is done once a process

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from engine.core.masks import Masks
+from engine.core.requests import Requests
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.front.call_grammar import CallGrammar
@@ -44,7 +45,7 @@ def model(nano: Nano) -> Model:
     text = TextProcessor.load(nano("31b"))
     markers = Markers.of(text)
     assert markers is not None
-    return Model(text, Vocabulary.of_checkpoint(nano("31b"), text.vocab_size), markers)
+    return Model(text, Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size), markers)
 
 
 def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools | None = None) -> Choice:
@@ -176,13 +177,14 @@ def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(Matcher, "fill_ahead", not_taken_back)
         assert differs()
 
-    made = Sequence.__post_init__
+    add = Requests.add
 
-    def uncut(sequence: Sequence) -> None:
-        made(sequence)
-        sequence.cut_ids = frozenset()
+    def uncut(requests: Requests, request: GenerateRequest) -> Sequence | None:
+        if (sequence := add(requests, request)) is not None:
+            sequence.cut_ids = frozenset()
+        return sequence
 
-    monkeypatch.setattr(Sequence, "__post_init__", uncut)
+    monkeypatch.setattr(Requests, "add", uncut)
     assert differs()
 
 
@@ -384,10 +386,12 @@ def test_a_row_with_a_grammar_runs_in_every_step(model: Model, monkeypatch: pyte
     assert min(gaps(beside)[1:]) >= 2, "the first is planned before its mask is known to be slow"
 
 
-def masked_scheduler(vocabulary: Vocabulary | None, *compiler: Executor) -> tuple[Scheduler, Masks]:
+def masked_scheduler(vocabulary: Vocabulary | None, compiler: Executor | None = None) -> tuple[Scheduler, Masks]:
     """A scheduler without requests, and its masks."""
     scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
-    return scheduler, Masks(scheduler.requests, vocabulary, scheduler.config.widest, *compiler)
+    masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
+    masks._compiler = compiler or masks._compiler
+    return scheduler, masks
 
 
 def matching(model: Model, number: int, pattern: str) -> GenerateRequest:

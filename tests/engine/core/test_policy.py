@@ -109,7 +109,7 @@ def mean_step_ms(budget: StepBudget, target: float) -> tuple[float, int]:
     for _ in range(1000):
         time = StepEstimate(HEAVY, 1, 100)
         (share,) = budget.share([Prompt(10**6, 5000)], 2048, DecodeRows(1, 100))
-        budget.planned([Prompt(share, 5000)] if share else [], DecodeRows(1, 100))
+        budget.planned([Prompt(share, 5000)] if share else [])
         if share:
             time.add(share, 5000)
         spent.append(time.ms if share else time.decode_ms)
@@ -275,7 +275,7 @@ def test_a_single_pause_is_no_trend(monkeypatch: pytest.MonkeyPatch) -> None:
         budget, computed = StepBudget(POLICIES["fair"], 2048, TIMES, 30.0), 0
         for step in range(70):
             (share,) = budget.share([Prompt(100_000, 0)], budget.prompt_tokens(decodes.rows), decodes)
-            expected = budget.planned([Prompt(share, 0)] if share else [], decodes)
+            expected = budget.planned([Prompt(share, 0)] if share else [])
             assert expected is not None
             budget.record(expected, pause_ms if step == 20 else expected.step_ms)
             computed += share if step > 20 else 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.channel import MAX_RECORD
@@ -121,7 +122,7 @@ def wrong_page(group: int):  # noqa: ANN201
                 done.append(append)
                 appends = list(plan.appends)
                 appends[at] = PageAppend(append.group, append.slot, append.index, append.page - 1)
-                return replace(plan, appends=appends)
+                return msgspec.structs.replace(plan, appends=appends)
         return plan
 
     return plant, done

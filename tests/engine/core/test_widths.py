@@ -10,11 +10,12 @@ import pytest
 
 from engine.core import results
 from engine.core.masks import MaskedRow, MaskState
+from engine.core.requests import Requests
 from engine.core.results import InFlightStep, Results
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.plan import ResultRow, StepResult
-from engine.protocol import FinishReason, Output, SamplingParams, ThoughtBudget
+from engine.protocol import FinishReason, GenerateRequest, Output, SamplingParams, ThoughtBudget
 from tests.support.engine.plans import decode_rows, result_of
 from tests.support.engine.scheduling import request_of, two_groups
 from tests.support.engine.world_faults import caught
@@ -150,13 +151,14 @@ def drafts_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens behind the one at which masks begin are kept."""
-    honest = Sequence.__post_init__
+    honest = Requests.add
 
-    def made(self: Sequence) -> None:
-        honest(self)
-        self.cut_ids = frozenset()
+    def add(self: Requests, request: GenerateRequest) -> Sequence | None:
+        if (sequence := honest(self, request)) is not None:
+            sequence.cut_ids = frozenset()
+        return sequence
 
-    monkeypatch.setattr(Sequence, "__post_init__", made)
+    monkeypatch.setattr(Requests, "add", add)
 
 
 def cut_without_step_back(monkeypatch: pytest.MonkeyPatch) -> None:

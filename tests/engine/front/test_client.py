@@ -2,9 +2,9 @@
 
 import asyncio
 import gc
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 import pytest
@@ -54,13 +54,14 @@ class Clock:
         return self.now
 
 
-def run_story(story: Story, sink: Sink = no_sink, **options: Any) -> Outcomes:
+def run_story(story: Story, sink: Sink = no_sink, clock: Callable[[], float] = time.monotonic) -> Outcomes:
     """Run `story` with a started client and its core; whatever happens, each request that began is open or has ended once."""
     outcomes = Outcomes()
 
     async def main() -> None:
         core = FakeCore()
-        client = EngineClient(core.front, sink=to_each(outcomes, sink), **options)
+        client = EngineClient(core.front, sink=to_each(outcomes, sink))
+        client._clock = clock
         await client.start()
         try:
             async with asyncio.timeout(60):

@@ -57,7 +57,7 @@ def test_a_million_replies_are_understood(part: int) -> None:
 
 
 def _forgets_held_text(parser: ReplyParser, text: str) -> str:
-    parser._state, parser._held = parser._state.__class__.CONTENT, ""
+    parser._state, parser._held = parser._content, ""
     return text
 
 

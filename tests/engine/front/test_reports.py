@@ -25,7 +25,8 @@ class StoryRun:
         self.events: list[Event] = []
         self.core = FakeCore()
         self.told = asyncio.Event()
-        self.client = EngineClient(self.core.front, sink=self.receive, clock=lambda: self.now)
+        self.client = EngineClient(self.core.front, sink=self.receive)
+        self.client._clock = lambda: self.now
 
     def receive(self, event: Event) -> None:
         self.events.append(event)

@@ -108,7 +108,7 @@ def test_media_are_read_before_masks_are_waited_for(rank: Rank, masked: bool, mo
     the media's ring is full."""
     made, phases, phase = build(rank, PAGES), list[str](), "forward"
     monkeypatch.setattr(made, "_encode", lambda plan, media: phases.extend([phase] * (media is not None)))
-    plan = replace(first_plan(), encodes=[(3, 200, 4, 0)], masked=masked)
+    plan = msgspec.structs.replace(first_plan(), encodes=[(3, 200, 4, 0)], masked=masked)
     step, phase = made.forward(encode_plan(plan), media_of()), "sample"
     made.sample(step, encode_masks(plan.step, {}, 1) if masked else b"").finish()
     assert phases == ["forward" if masked else "sample"]

@@ -2,10 +2,11 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.geometry import KVGroup
 from engine.plan import Admission, StepPlan, encode_plan, read_plan, single_rows

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.core.allocator import Allocator
@@ -74,7 +75,8 @@ def test_a_position_that_runs_again_gives_the_same_token(rank: Rank, monkeypatch
         plan = made(scheduler)
         if plan is None:
             return None
-        return replace(plan, admissions=[replace(each, cached=each.cached - 1 if each.cached else 0) for each in plan.admissions])
+        late = [replace(each, cached=each.cached - 1 if each.cached else 0) for each in plan.admissions]
+        return msgspec.structs.replace(plan, admissions=late)
 
     monkeypatch.setattr(Scheduler, "schedule", late)
     assert tokens(rank, back=True) != expected

@@ -26,8 +26,9 @@ from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings
 from engine.events import Event, RequestFinished
 from engine.front.client import EngineClient
-from engine.front.grammar_check import GrammarCheck, vocabulary_of
+from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
+from engine.matcher import Vocabulary
 from engine.protocol import MediaKind
 from tests.support.edge.scripted_core import ScriptedCore
 from tests.support.edge.served_settings import service_settings
@@ -165,7 +166,7 @@ class Edge:
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
         self._settings = service_settings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
-        grammars = GrammarCheck(lambda: vocabulary_of(self.text))
+        grammars = GrammarCheck(lambda: Vocabulary.of(self.text.pieces, self.text.eos_ids, self.text.vocab_size))
         self.service = Service(self._settings, self.text, self.client, grammars, self._keys, self.events.append, None, {})
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late
         listener.bind(("127.0.0.1", 0))

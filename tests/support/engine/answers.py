@@ -32,7 +32,9 @@ def answers(
 
     aborted: requests that are given up with their eighth token
     """
-    scheduler = Scheduler(scheduler_config(config, config.pages), drafting)
+    scheduler = Scheduler(scheduler_config(config, config.pages))
+    if drafting is not None:
+        scheduler._drafting = scheduler._results._drafting = drafting
     masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     out: deque[StepPlan] = deque()
     waiting, plans, given = deque(requests), [], defaultdict[int, list[Output]](list)

@@ -11,9 +11,10 @@ The fault falls once, in the PURE-th step that only decodes: by then every reque
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from cluster.children import boot_json, child_command

@@ -239,7 +239,8 @@ def simulate(
 ) -> Run:
     """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
-    scheduler = Scheduler(config, world.drafting())
+    scheduler = Scheduler(config)
+    scheduler._drafting = scheduler._results._drafting = world.drafting()
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
     machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
