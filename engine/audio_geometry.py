@@ -27,16 +27,16 @@ class AudioGeometry(Geometry):
     """An audio encoder's; what it has no use for is its model's.
 
     model     hidden size of the model that reads its rows
-    features  of a row that it takes: of a log-mel frame or, without a tower, samples
     output    width of what its tower yields, or of its rows
+    features  of a row that it takes: of a log-mel frame or, without a tower, samples
     channels  of the tower's two convolutions
     kernel    rows that a layer's convolution sees, the last one its own;   reach  that attention sees
     cap       of attention's logits
     """
 
-    model: int = 0
+    model: int
+    output: int
     features: int = MELS
-    output: int = 0
     channels: tuple[int, int] = (0, 0)
     kernel: int = 0
     reach: int = 0

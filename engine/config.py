@@ -5,6 +5,7 @@
     EngineConfig     the same, with what the model and the node decide
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,10 +19,7 @@ from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, kv_groups, read_geometry
 from engine.weight_formats import FORMATS, weight_format
 
-Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
-LogLevel = Literal["debug", "info", "warning"]
-PolicyName = Literal["fair", "arrival"]
 ToolGrammar = Literal["strict", "names", "off"]
 Thinking = Literal["on", "off", "auto"]
 WeightsName = Literal["auto", *FORMATS]  # type: ignore[valid-type]
@@ -30,7 +28,7 @@ AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's
 MAX_SEQS = 4096
 AUTO_DRAFTS = (0, 1, 2, 3, 5, 7)  # graphs are captured for each; those between would gain some two percent
 VERIFY_ROWS = 128  # queries x heads of a KV head that a GPU verifies at once
-_SIZES = {"sizes": True}  # decides what fits into memory, so that `quartet plan` has an option for it
+_SizeMeta = partial(Meta, extra={"sizes": True})  # of what decides what fits into memory: `quartet plan` has an option for it
 
 
 class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,24 +47,23 @@ class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a user may set. The description is the help that users read; times are in seconds."""
 
-    tp: Annotated[int, Meta(ge=1, le=64, description="ranks of a group: GPUs of one node", extra=_SIZES)] = 1
-    dtype: Annotated[DType, Meta(description="number format of activations, and of plain weights", extra=_SIZES)] = "bfloat16"
+    tp: Annotated[int, _SizeMeta(ge=1, le=64, description="ranks of a group: GPUs of one node")] = 1
+    dtype: Annotated[DType, _SizeMeta(description="number format of activations, and of plain weights")] = "bfloat16"
     kv_dtype: Annotated[
         Literal["auto", DType], Meta(description="number format of the KV cache; auto: dtype, and no other is implemented yet")
     ] = "auto"
     weights: Annotated[WeightsName, Meta(description="format of the checkpoint's matrices; auto: as config.json says")] = "auto"
-    max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS, description="sequences running at once", extra=_SIZES)] = 16
-    max_len: Annotated[int, Meta(ge=2, description="tokens of one sequence, prompt and output", extra=_SIZES)] = 2048
+    max_seqs: Annotated[int, _SizeMeta(ge=1, le=MAX_SEQS, description="sequences running at once")] = 16
+    max_len: Annotated[int, _SizeMeta(ge=2, description="tokens of one sequence, prompt and output")] = 2048
     prefill_budget: Annotated[
         int,
-        Meta(
+        _SizeMeta(
             ge=1,
             description="most rows of a step that computes prompt tokens, decode rows included; a quarter is kept for prompts",
-            extra=_SIZES,
         ),
     ] = 512
     language_model_only: Annotated[
-        bool, Meta(description="leave out encoders of pictures and sound: their memory goes to the KV cache", extra=_SIZES)
+        bool, _SizeMeta(description="leave out encoders of pictures and sound: their memory goes to the KV cache")
     ] = False
     encoder_host_bytes: Annotated[
         int,
@@ -77,7 +74,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1 << 30
     memory_fraction: Annotated[
-        float, Meta(gt=0, le=1, description="share of the device that weights and KV pools may take", extra=_SIZES)
+        float, _SizeMeta(gt=0, le=1, description="share of the device that weights and KV pools may take")
     ] = 0.9
     pages: Annotated[
         tuple[int, ...] | None, Meta(description="pages of each KV group, null page included; none: sized by need")
@@ -86,7 +83,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_share: Annotated[
         float, Meta(gt=0, le=1, description="share of each pool that idle cached pages may take; running sequences take it back")
     ] = 1.0
-    policy: Annotated[PolicyName, Meta(description="who is served when: fair, or arrival (strictly in order)")] = "fair"
+    policy: Annotated[
+        Literal["fair", "arrival"], Meta(description="who is served when: fair, or arrival (strictly in order)")
+    ] = "fair"
     tpot_target_ms: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
@@ -115,7 +114,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="compare the ranks' page tables with the plans in each step; a violation ends the group")
     ] = False
     core_log: Annotated[
-        LogLevel, Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step")
+        Literal["debug", "info", "warning"],
+        Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step"),
     ] = "info"
     step_timeout_s: Annotated[float, Meta(gt=0, description="a step that makes no progress for so long ends the group")] = 60.0
     heartbeat_timeout_s: Annotated[
@@ -138,7 +138,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: str
-    device: Device
+    device: Literal["cpu", "cuda"]
     load_format: LoadFormat = "safetensors"
     page: Literal[16, 32, 64] = PAGE_SIZE
     suppress: tuple[int, ...] = ()

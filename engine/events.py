@@ -122,10 +122,10 @@ class ProcessFigures(EventRecord, frozen=True):
     name: str
     up: bool
     stall_s: float
-    busy_s: float = 0.0
-    idle_s: float = 0.0
-    late_compilations: int = 0
-    encoder_s: float = 0.0
+    busy_s: float
+    idle_s: float
+    late_compilations: int
+    encoder_s: float
 
 
 class ScrapeGauges(EventRecord, frozen=True):
@@ -139,10 +139,6 @@ class ScrapeGauges(EventRecord, frozen=True):
 
 Event = RequestStarted | Scheduled | FirstToken | Tokens | RequestFinished | KeyDecision | KeyTokens | EngineLoad | EngineFailed
 Sink = Callable[[Event], None]  # called on the front's event loop: it must be quick, and must not raise
-
-
-def no_sink(event: Event) -> None:
-    """Drop the event."""
 
 
 def to_each(*sinks: Sink) -> Sink:

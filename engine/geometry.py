@@ -278,7 +278,9 @@ def _geometry(config: JsonObject, text: JsonObject) -> Geometry:
         layers=_layers(text),
         ple=ple,
         ple_vocab=ple_vocab,
-        moe=_moe(text),
+        moe=Moe(text["num_experts"], text["top_k_experts"], text["moe_intermediate_size"])
+        if text.get("enable_moe_block")
+        else None,
         pad=text.get("pad_token_id") or 0,
         placeholders=_placeholders(config),
         dtype=text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16",
@@ -303,10 +305,10 @@ def _layers(text: JsonObject) -> tuple[Layer, ...]:
         double = shared and bool(text.get("use_double_wide_mlp"))
         layers.append(
             Layer(
-                index=index,
-                kind=kind,
-                head_dim=head_dim,
-                kv_heads=kv_heads,
+                index,
+                kind,
+                head_dim,
+                kv_heads,
                 rope=_rope(text["rope_parameters"][f"{kind}_attention"], head_dim),
                 intermediate=text["intermediate_size"] * (2 if double else 1),
                 k_eq_v=kind == "full" and bool(text.get("attention_k_eq_v")),
@@ -359,12 +361,6 @@ def _rope(parameters: JsonObject, head_dim: int) -> Rope:
     if kind == "default" and factor != 1.0:
         raise ValueError(f"rope_parameters: factor {factor:g} is not implemented with rope_type 'default'")
     return Rope(float(parameters["rope_theta"]), int(fraction * head_dim // 2), factor)
-
-
-def _moe(text: JsonObject) -> Moe | None:
-    if not text.get("enable_moe_block"):
-        return None
-    return Moe(text["num_experts"], text["top_k_experts"], text["moe_intermediate_size"])
 
 
 def _placeholders(config: JsonObject) -> tuple[int, ...]:

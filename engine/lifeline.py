@@ -50,10 +50,10 @@ class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
     masks: int
     media: int
     result: int
-    reduce: int = -1
-    front: int = -1
-    store: str = ""
-    spin: int = 0
+    reduce: int
+    front: int
+    store: str
+    spin: int
 
     @property
     def status_index(self) -> int:
@@ -96,11 +96,11 @@ class StepTimes(msgspec.Struct, frozen=True):
 
     decodes: tuple[tuple[int, float], ...]
     prefills: tuple[tuple[int, float], ...]
-    mixed: tuple[tuple[int, float], ...] = ((1, 0.0),)
-    context_ms: float = 0.0
-    read_ms: float = 0.0
-    attend_ms: float = 0.0
-    tile: int = 1
+    mixed: tuple[tuple[int, float], ...]
+    context_ms: float
+    read_ms: float
+    attend_ms: float
+    tile: int
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
@@ -122,7 +122,7 @@ class Ready(TaggedMessage, frozen=True):
 class RanksReady(TaggedMessage, frozen=True):
     """replica -> core: every rank is ready; how long their steps take, if they have measured it."""
 
-    step_times: StepTimes | None = None
+    step_times: StepTimes | None
 
 
 class Failed(TaggedMessage, frozen=True):
@@ -180,19 +180,8 @@ class Lifeline:
         """Send a message to the replica."""
         self._boot.send(message)
 
-    def configure(self) -> EngineConfig:
-        """Wait for the settings."""
-        return self._receive(Configure).config
-
-    def allocate(self) -> tuple[int, ...]:
-        """Wait for the page counts."""
-        return self._receive(Allocate).pages
-
-    def ranks_ready(self) -> StepTimes | None:
-        """Wait until the ranks are ready; what they have measured."""
-        return self._receive(RanksReady).step_times
-
-    def _receive(self, kind: type[M]) -> M:
+    def receive(self, kind: type[M]) -> M:
+        """Wait for the replica's next message, which is of this kind."""
         message = self._boot.receive()
         if message is None:
             os._exit(0)

@@ -209,9 +209,9 @@ class StepResult:
     step: int
     table: np.ndarray
     logprobs: Mapping[int, Sequence[Logprobs]]
-    prompts: Sequence[PromptRow] = ()
-    encoded: int = 0
-    took_us: int = 0
+    prompts: Sequence[PromptRow]
+    encoded: int
+    took_us: int
 
     def row(self, index: int) -> ResultRow:
         """Returns one row as an object."""
@@ -246,7 +246,7 @@ def _packed(section: Section) -> bytes:
 
 
 def largest_plan(
-    seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int = 1, admitted: int = MAX_ADMITTED
+    seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int
 ) -> int:
     """Returns the bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt
     tokens, each perhaps a media item with a span."""
@@ -254,16 +254,16 @@ def largest_plan(
     admission = max_len + MAX_PARAMS + 4 * groups * (max_len // page + 1)
     held = most_appends(seqs, budget, page, groups, width)
     rows = seqs * (3 + 6) + 6 * budget + 4 * held + 4 * groups * seqs + 2 * (held + groups * (max_len // page + 1))
-    return 4 * (HEADER + rows + max(admission, admitted))
+    return 4 * (HEADER + rows + max(admission, MAX_ADMITTED))
 
 
-def most_appends(seqs: int, budget: int, page: int, groups: int, width: int = 1) -> int:
+def most_appends(seqs: int, budget: int, page: int, groups: int, width: int) -> int:
     """Returns how many appended pages no plan exceeds in its rows and chunks, of which each sequence has one; those that an
     admission brings are counted with it."""
     return groups * (budget // page + seqs * -(-width // page))
 
 
-def largest_result(seqs: int, width: int = 1) -> int:
+def largest_result(seqs: int, width: int) -> int:
     """Returns the bytes that no step's result exceeds: a row of `width` tokens for each of `seqs` sequences, with as many drafts
     behind it, and MAX_SCORED prompt tokens, all tokens with logprobs."""
     tokens = width * (8 + _LOGPROBS_BYTES)

@@ -53,7 +53,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     trigger: int | None = None
 
 
-class ThoughtBudget(msgspec.Struct, frozen=True, omit_defaults=True):
+class ThoughtBudget(msgspec.Struct, frozen=True):
     """The thinking budget: the most tokens of all thoughts of a reply; after the last of them only `end` may come.
 
     Counted are the tokens after `begin` and its `label` tokens, up to `end` or (with tools) `begin_call`. `open_label`: tokens of
@@ -63,9 +63,9 @@ class ThoughtBudget(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int
     begin: int
     end: int
-    label: int = 0
-    begin_call: int | None = None
-    open_label: int | None = None
+    label: int
+    begin_call: int | None
+    open_label: int | None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -99,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.grammar is not None or self.thought is not None
 
 
-class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
+class MediaItem(msgspec.Struct, frozen=True):
     """An image, a video or a clip in a prompt: its tokens are those at [first, first + length).
 
     `digest`: sha256 of what the encoder gets. `spans`: each [begin, end) of positions that see each other both ways; a video's
@@ -110,10 +110,10 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     first: int
     length: int
     digest: bytes
-    spans: tuple[tuple[int, int], ...] = ()
-    kind: MediaKind = "image"
-    shape: tuple[int, ...] = ()
-    data: bytes = b""
+    spans: tuple[tuple[int, int], ...]
+    kind: MediaKind
+    shape: tuple[int, ...]
+    data: bytes
 
     @property
     def end(self) -> int:
@@ -238,7 +238,7 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     total: int
     used: int
-    cached: int = 0
+    cached: int
 
     @property
     def usage(self) -> float:
@@ -293,11 +293,11 @@ class Load(Counters, kw_only=True):
     waiting: int
     running: int
     waiting_tokens: int
-    evicted_pages: int = 0
-    encoder_waiting: int = 0
-    drafts: int = 0
-    draft_positions: list[DraftPosition] = []
-    draft_switches: list[DraftSwitches] = []
+    evicted_pages: int
+    encoder_waiting: int
+    drafts: int
+    draft_positions: list[DraftPosition]
+    draft_switches: list[DraftSwitches]
     pools: list[PoolLoad]
 
     @property

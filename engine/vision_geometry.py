@@ -35,10 +35,10 @@ class VisionGeometry(Geometry):
     standardize  its rows are shifted and scaled
     """
 
-    model: int = 0
-    positions: int = 0
-    unified: bool = False
-    standardize: bool = False
+    model: int
+    positions: int
+    unified: bool
+    standardize: bool
 
     @property
     def output(self) -> int:

@@ -17,7 +17,7 @@ so no number, and no drafter, is given up for good.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, starmap
 from statistics import median_low
 
@@ -46,7 +46,7 @@ class Option:
     not known; `step` at which it was measured."""
 
     drafts: int
-    ms: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    ms: list[float]
     step: int = -FRESH
 
 
@@ -78,7 +78,7 @@ class Trial:
 
     option: Option
     verified: int
-    ms: tuple[list[tuple[float, int]], list[tuple[float, int]]] = field(default_factory=lambda: ([], []))
+    ms: tuple[list[tuple[float, int]], list[tuple[float, int]]]
 
 
 @dataclass
@@ -179,13 +179,13 @@ class Drafting:
             middle = self._options[len(self._options) // 2] if self._tokens(1.0)[-1] > WORTH else 0
             drafts = measured.get(nearest, middle)
             if stats is None or stats.chosen.drafts != drafts:
-                options = list(map(Option, self._options))
+                options = [Option(drafts, [0.0, 0.0]) for drafts in self._options]
                 chosen = options[self._options.index(drafts)]
                 stats = self._by_rows[size] = RowStats(options, chosen, self._trial(chosen))
         return stats
 
     def _trial(self, option: Option) -> Trial:
-        return Trial(option, sum(self._verified[option.drafts :]))
+        return Trial(option, sum(self._verified[option.drafts :]), ([], []))
 
     def _note_time(self, stats: RowStats, drafts: int, ms: float, prompt_tokens: int) -> None:
         chosen, trial, kind = stats.chosen, stats.trial, bool(prompt_tokens)

@@ -17,9 +17,9 @@ class RingExecutor:
 
     def __init__(self, args: BootArgs) -> None:
         waiter = Waiter(args.spin)
-        self._plans = RingWriter(map_shared(args.plan), args.tp, waiter)
-        self._masks = RingWriter(map_shared(args.masks), args.tp, waiter)
-        self._media = RingWriter(map_shared(args.media), args.tp, waiter)
+        self._plans, self._masks, self._media = (
+            RingWriter(map_shared(ring), args.tp, waiter) for ring in (args.plan, args.masks, args.media)
+        )
         self._results = RingReader(map_shared(args.result), 1, 0)
 
     def submit(self, plan: StepPlan) -> None:

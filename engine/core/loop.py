@@ -27,7 +27,7 @@ from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import CheckpointError
 from engine.geometry import read_geometry
-from engine.lifeline import Lifeline, Ready, StepTimes, run
+from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.media_geometry import read_media
 from engine.pieces import Pieces, read_eos, read_tokenizer
@@ -49,7 +49,7 @@ class Core:
         link: FrontLink,
         lifeline: Lifeline,
         waiter: Waiter,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: Vocabulary | None,
     ) -> None:
         self._scheduler, self._requests = scheduler, scheduler.requests
         self._masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
@@ -259,12 +259,12 @@ def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
 def serve(lifeline: Lifeline) -> None:
     """Boot by the handshake, then run until told to stop."""
     args = lifeline.args
-    config = lifeline.configure()
+    config = lifeline.receive(Configure).config
     logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=config.core_log.upper())
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
     vocabulary = read_vocabulary(config)  # while the ranks load their weights
-    scheduler = Scheduler(scheduler_config(config, lifeline.allocate(), lifeline.ranks_ready()))
+    scheduler = Scheduler(scheduler_config(config, lifeline.receive(Allocate).pages, lifeline.receive(RanksReady).step_times))
     collect_rarely()
     lifeline.send(Ready())
     try:

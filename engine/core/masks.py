@@ -33,7 +33,7 @@ from engine.core.sequence import Sequence
 from engine.errors import GenerationFailed
 from engine.matcher import Matcher, Vocabulary, threads
 from engine.plan import DEPTH, StepPlan
-from engine.protocol import GenerateRequest, SamplingParams, ThoughtBudget
+from engine.protocol import GenerateRequest, ThoughtBudget
 from engine.step_masks import allows, encode_masks, mask_words, only
 
 T = TypeVar("T")
@@ -231,20 +231,18 @@ class Masks:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
         if self._vocabulary is None:
             self._requests.refuse(request.id, _UNAVAILABLE)
-        elif (sequence := self._requests.add(request)) is not None:
-            self._track(sequence, request.params)
-
-    def _track(self, sequence: Sequence, params: SamplingParams) -> None:
-        """Follow a queued request from now on. If its prompt leaves a thought open, that may have to end at once."""
-        grammar, length = params.grammar, len(sequence.tokens)
+            return
+        if (sequence := self._requests.add(request)) is None:
+            return
+        grammar, thought, length = request.params.grammar, request.params.thought, len(sequence.tokens)
         compiled = None if grammar is None else self._compiled(grammar.text)
-        limit = None if params.thought is None else ThoughtLimit(params.thought, length)
+        limit = None if thought is None else ThoughtLimit(thought, length)
         state = MaskState(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)
         self._states.append(state)
         if grammar is not None and grammar.trigger is None:
             state.constrain(length)
         else:
-            self._end_thought_in_time(state)
+            self._end_thought_in_time(state)  # the prompt may leave a thought open
 
     def advance(self) -> None:
         """Read what was committed; call it after each commit, and while something is `making`."""

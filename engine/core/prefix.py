@@ -109,10 +109,6 @@ class PrefixCache:
         self._tails: OrderedDict[Segment, None] = OrderedDict()
         self._random = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
 
-    def __iter__(self) -> Iterator[Segment]:
-        """Every segment, the next to be evicted first."""
-        return iter(self._order)
-
     @property
     def version(self) -> int:
         """Grows with each change of what can be found, and of which full pages are idle."""

@@ -116,7 +116,9 @@ class Scheduler:
         self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left
         if self._encoder_waits and not (encoding and any(sequence.decodable for sequence in self.requests.running)):
             self._end_encoder_waits()
-        self._release(plan)
+        for sequence in self.requests.running:
+            if sequence.low >= sequence.release_at:
+                self.allocator.release(sequence, plan)
         shares = self._shares(draft)
         self._run_all(draft, shares)
         if shares:
@@ -194,11 +196,6 @@ class Scheduler:
             cached = sequence.cached_when_queued
             prompts.append(Prompt(len(sequence.tokens) - cached, cached))
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, decodes), strict=True))
-
-    def _release(self, plan: StepPlan) -> None:
-        for sequence in self.requests.running:
-            if sequence.low >= sequence.release_at:
-                self.allocator.release(sequence, plan)
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""

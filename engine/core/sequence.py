@@ -11,7 +11,6 @@ At most `limit - 1` positions are needed: the last token is sampled from positio
 """
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Literal
 
@@ -126,15 +125,11 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def shortest_chunk(self) -> int:
         """Tokens of the shortest chunk that can be its next: a whole span, if one begins there."""
-        index = bisect_left(self.spans, (self.high,))
-        if index < len(self.spans) and self.spans[index][0] == self.high:
-            return self.spans[index][1] - self.high
-        return 1
+        return next((end - begin for begin, end in self.spans if begin == self.high), 1)
 
     def last_end(self, end: int) -> int:
         """The last position up to `end` that is within no span: there a chunk may end."""
-        index = bisect_left(self.spans, (end,)) - 1
-        return self.spans[index][0] if index >= 0 and self.spans[index][1] > end else end
+        return next((first for first, behind in self.spans if first < end < behind), end)
 
     @property
     def reports_prompt(self) -> bool:

@@ -63,11 +63,7 @@ def in_order(lengths: list[int], turn: bool) -> list[int]:  # noqa: ARG001 (a Po
 
 def shortest_first(lengths: list[int], turn: bool) -> list[int]:
     """The first prompt on its turn, then the shortest: short ones hardly wait for long ones, and long ones finish."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    if turn and order:
-        order.remove(0)
-        order.insert(0, 0)
-    return order
+    return sorted(range(len(lengths)), key=lambda index: (turn and index > 0, lengths[index]))
 
 
 POLICIES = {"fair": Policy(shortest_first, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}

@@ -18,6 +18,7 @@ Array = npt.NDArray[np.float32]
 RATE = 16_000
 CLIP_SAMPLES = 30 * RATE  # the most that the tower was trained on
 _FRAME, _HOP, _FFT = 320, 160, 512
+_WINDOW = np.hanning(_FRAME + 1)[:-1].astype(np.float32)  # Hann's, periodic
 _CUT_SAMPLES, _QUIET = 10 * RATE, RATE // 10  # a cut is in a clip's last 10 s, in the middle of their quietest 0.1 s
 
 
@@ -28,7 +29,7 @@ def log_mels(samples: Array) -> Array:
     if not count:
         return np.zeros((0, MELS), np.float32)
     frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::_HOP][:count]
-    magnitudes = np.abs(np.fft.rfft(frames * _window(), n=_FFT))
+    magnitudes = np.abs(np.fft.rfft(frames * _WINDOW, n=_FFT))
     return np.log(magnitudes @ _mel_filters() + 1e-3).astype(np.float32)
 
 
@@ -47,12 +48,6 @@ def cut_at_silences(samples: Array) -> list[Array]:
         clips.append(samples[:cut])
         samples = samples[cut:]
     return [*clips, samples]
-
-
-@cache
-def _window() -> Array:
-    """The periodic Hann window."""
-    return np.hanning(_FRAME + 1)[:-1].astype(np.float32)
 
 
 @cache

@@ -29,7 +29,6 @@ from engine.events import (
     Scheduled,
     Sink,
     Tokens,
-    no_sink,
 )
 from engine.front.stream import Clock, Stream
 from engine.protocol import (
@@ -70,7 +69,7 @@ class EngineClient(asyncio.Protocol):
     `sink` gets every event, the core's figures with each TokenBatch among them.
     """
 
-    def __init__(self, sock: socket.socket, *, sink: Sink = no_sink) -> None:
+    def __init__(self, sock: socket.socket, *, sink: Sink) -> None:
         self.load: Load | None = None
         self.dead: str | None = None
         self._sink = sink
@@ -177,21 +176,18 @@ class EngineClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take what the socket gave."""
         for message in self._frames.feed(data):
-            self._message(message)
-
-    def _message(self, raw: bytes) -> None:
-        try:
-            batch = decode_token_batch(raw)
-        except msgspec.DecodeError as error:
-            self.fail(f"the core sent a message that cannot be decoded: {error}")
-            return
-        before, self.load = self.load, batch.load
-        self._sink(EngineLoad(batch.load, self._interval(before, batch.load)))
-        for request in batch.started:
-            self._started(request)
-        self._count_tokens(batch.outputs)
-        for output in batch.outputs:
-            self._output(output)
+            try:
+                batch = decode_token_batch(message)
+            except msgspec.DecodeError as error:
+                self.fail(f"the core sent a message that cannot be decoded: {error}")
+                continue
+            before, self.load = self.load, batch.load
+            self._sink(EngineLoad(batch.load, self._interval(before, batch.load)))
+            for request in batch.started:
+                self._started(request)
+            self._count_tokens(batch.outputs)
+            for output in batch.outputs:
+                self._output(output)
 
     def _output(self, output: Output) -> None:
         """Handle one request's output; ignored if the request has ended here."""

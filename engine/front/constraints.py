@@ -35,10 +35,10 @@ class Constraints:
     the model begins by itself nothing is, not even names. `budget`: the most tokens of its thoughts, their labels apart."""
 
     tools: Tools
-    choice: ToolChoice = ToolChoice()
-    answer: str | None = None
-    arguments: ToolGrammar = "strict"
-    budget: int | None = None
+    choice: ToolChoice
+    answer: str | None
+    arguments: ToolGrammar
+    budget: int | None
 
     def grammar(self, markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
         """The grammar of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""

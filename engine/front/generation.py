@@ -169,7 +169,7 @@ class Choice(msgspec.Struct):
 
 
 class PlainText:
-    """A reply that is nothing but text."""
+    """A reply that is nothing but text: it is no chat, or the model has no markers for thoughts and calls."""
 
     reasoning_tokens = calls = ended_calls = 0
 
@@ -181,14 +181,6 @@ class PlainText:
 
     def end(self, *, cut: bool) -> list[Part]:  # noqa: ARG002 - as ReplyParser has it
         return _content(self._detokenizer.flush())
-
-
-def _reader(text: TextProcessor, job: Job, prompt: Sequence[int]) -> ReplyParser | PlainText:
-    """The parser of a job's replies; only a detokenizer if it is no chat, or the model has no markers for thoughts and calls."""
-    markers = Markers.of(text) if job.is_chat else None
-    if markers is None:
-        return PlainText(Detokenizer(text.pieces, skip_special_tokens=job.skip_special_tokens))
-    return ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not job.skip_special_tokens)
 
 
 class Generation:
@@ -209,7 +201,10 @@ class Generation:
         self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
-        self._reader = _reader(text, job, prompt)
+        markers, skip = Markers.of(text) if job.is_chat else None, job.skip_special_tokens
+        self._reader: ReplyParser | PlainText = PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
+        if markers is not None:
+            self._reader = ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not skip)
         self._one_call = job.one_call
         self._may_stop_early = bool(job.stops) or job.one_call
         self._stops = StopStrings(job.stops)

@@ -146,7 +146,7 @@ def _from_gbnf(grammar: str) -> str:
         raise InvalidRequest(f"neither Lark with a rule start nor GBNF: {error}"[:300]) from None
 
 
-def calls_answer(calls: CallGrammar, most: int | None = None, answer: str | None = None) -> str:
+def calls_answer(calls: CallGrammar, most: int | None, answer: str | None = None) -> str:
     """One call or more, `most` of them; or an answer of a form, where that is one."""
     some_calls = f"call{{1,{'' if most is None else most}}}"
     if answer is None:

@@ -92,7 +92,7 @@ class ReplyParser:
         self,
         pieces: Pieces,
         markers: Markers,
-        tools: Tools | None = None,
+        tools: Tools | None,
         *,
         prompt: Sequence[int] = (),
         show_special: bool = False,

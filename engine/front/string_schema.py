@@ -9,7 +9,7 @@ llguidance compiles, which neither looks around nor back: SchemaError names what
 
 import re
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -23,6 +23,7 @@ _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
 _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 _REFERS = re.compile(r"\\[1-9bBk]")
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r"\t\n\v\f\r "}
+_BYTES = LLTokenizer("byte")
 _IN_CLASS = re.compile(r"(\\.)(-(?!\]))?", re.DOTALL)  # an escape; a hyphen behind one of _ASCII is no range
 
 
@@ -71,14 +72,9 @@ def _searched(pattern: Any) -> str:
 def _compiles(terminal: str) -> bool:
     """Whether llguidance takes it, and some text matches it; takes a millisecond."""
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_lexer_fuel=_FUEL)
-    matcher = LLMatcher(_bytes(), f"%llguidance {{}}\nstart: TEXT\nTEXT: {terminal}\n", log_level=0, limits=limits)
+    matcher = LLMatcher(_BYTES, f"%llguidance {{}}\nstart: TEXT\nTEXT: {terminal}\n", log_level=0, limits=limits)
     matcher.compute_bitmask()
     return not matcher.is_error()
-
-
-@cache
-def _bytes() -> LLTokenizer:
-    return LLTokenizer("byte")
 
 
 def _alternatives(pattern: str) -> list[list[str]]:

@@ -143,24 +143,21 @@ class TextProcessor:
         messages: Sequence[JsonObject],
         *,
         tools: Sequence[JsonObject] | None = None,
-        enable_thinking: bool = False,
         add_generation_prompt: bool = True,
         most: int = NO_BOUND,
         media: Sequence[tuple[MediaKind, str]] = (),
-        **extra: bool,
+        **switches: bool,
     ) -> list[int]:
         """The prompt of a conversation as token ids, <bos> included.
 
         messages and tools are in OpenAI's form; a content is a string, a list of parts ({"type": "text"}, or a kind of media) or,
-        of a tool message, a mapping. `media`: in the parts' order, what stands for each in the prompt. `extra` goes to the
+        of a tool message, a mapping. `media`: in the parts' order, what stands for each in the prompt. `switches` go to the
         template. Raises InvalidRequest, naming the field; also for what is seen to have more than `most` tokens
         before all of it has been tokenized.
         """
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template, only raw prompts", param="messages")
-        text, sentinel = self._template.render(
-            messages, tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt, **extra
-        )
+        text, sentinel = self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, **switches)
         return self._tokenize(expanded(text, media) if media else text, "messages", most, sentinel)
 
     def control_id(self, name: str) -> int | None:
@@ -242,7 +239,7 @@ def _too_many(param: str, most: int) -> InvalidRequest:
     return InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
-def template_source(folder: Path, instead: Path | None = None) -> str | None:
+def template_source(folder: Path, instead: Path | None) -> str | None:
     """The chat template's text: of the file `instead`, or the checkpoint's own; None: it has none. CheckpointError: unreadable."""
     path = instead or folder / "chat_template.jinja"
     if instead is None and not path.is_file():

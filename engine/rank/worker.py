@@ -22,7 +22,7 @@ import torch
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
-from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, run
+from engine.lifeline import Allocate, BootArgs, Configure, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header, with_time
 from engine.rank import compile_ahead
 from engine.rank.builder import Rank, build, kv_bytes, load_rank
@@ -50,7 +50,7 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
 def boot(lifeline: Lifeline) -> Runner:
     """Take part in the boot handshake, up to Ready; returns the runner. Whatever is wrong is raised, and ends the group."""
     started = time.monotonic()
-    config = lifeline.configure()
+    config = lifeline.receive(Configure).config
     compilers: list[Popen[bytes]] = []
     if config.device == "cuda":
         set_cache_keys()
@@ -62,7 +62,7 @@ def boot(lifeline: Lifeline) -> Runner:
     seconds = time.monotonic() - started
     torch.set_num_threads(1)  # woken ones took 6 ms to copy a picture of 1.8 MB, between steps
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes))
-    runner = build(rank, lifeline.allocate())
+    runner = build(rank, lifeline.receive(Allocate).pages)
     self_check(rank.parallel, rank.device, rank.model.dtype)
     wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
     if rank.inboxes is not None and rank.inboxes.sequence is not None:

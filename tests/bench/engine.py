@@ -55,6 +55,7 @@ from tests.bench.shard_model import write_shard
 from tests.bench.synthetic_rank import Synthetic
 from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
+from tests.support.engine.outcomes import no_sink
 from tests.support.engine.outputs import outputs
 from tests.support.judge.pictures import Prompt, pictures
 from tests.support.load.generator import load_lengths
@@ -212,7 +213,7 @@ async def device_times(group: Group, found: list[tuple[int, int]]) -> None:
 
 async def measure(group: Group, vocab: int, args: argparse.Namespace) -> list[Row]:
     """(case, metric, value, unit) of every batch, behind one request that warms up."""
-    client = EngineClient(group.front_socket)
+    client = EngineClient(group.front_socket, sink=no_sink)
     await client.start()
     rng = random.Random(args.seed)
     rows: list[Row] = []

@@ -26,6 +26,7 @@ from engine.geometry import read_geometry
 from engine.protocol import AbortReason, SamplingParams
 from tests.bench.record import Row, add_record_option, append
 from tests.nano.random_models import model_folder
+from tests.support.engine.outcomes import no_sink
 from tests.support.engine.outputs import outputs
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ def with_group(config: EngineConfig, body: Callable[[Load], Awaitable[T]]) -> T:
     """What `body` finds at a client of a group that lives so long."""
 
     async def run(group: Group) -> T:
-        client = EngineClient(group.front_socket)
+        client = EngineClient(group.front_socket, sink=no_sink)
         await client.start()
         load = Load(client, read_geometry(Path(config.model)).vocab, random.Random(5))
         await load.ask(load.prompt(300), 8)

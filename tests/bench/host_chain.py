@@ -60,8 +60,9 @@ class CoreProcess:
         shared["status"] = create_shared("status", StatusBlock.size(2))
         (lifeline, theirs), (ours, front) = socket.socketpair(), socket.socketpair()
         args = BootArgs(
-            role="core", index=0, tp=1, parent=os.getpid(), lifeline=theirs.fileno(), front=front.fileno(), spin=200, **shared
-        )
+            role="core", index=0, tp=1, parent=os.getpid(), lifeline=theirs.fileno(), reduce=-1, front=front.fileno(), store="",
+            spin=200, **shared,
+        )  # fmt: skip
         command = [sys.executable, "-m", "engine.core.loop", msgspec.json.encode(args).decode()]
         descriptors = (theirs.fileno(), front.fileno(), *shared.values())
         self.process = subprocess.Popen(command, env=environment(dict(os.environ), "cpu"), pass_fds=descriptors)
@@ -69,7 +70,7 @@ class CoreProcess:
         self.masks = RingReader(map_shared(shared["masks"]), 1, 0)
         self.results = RingWriter(map_shared(shared["result"]), 1)
         self._boot = BootSocket(lifeline)
-        for message in (Configure(config), Allocate(pages), RanksReady()):
+        for message in (Configure(config), Allocate(pages), RanksReady(None)):
             self._boot.send(message)
         assert isinstance(self._boot.receive(), Ready)
         theirs.close()
@@ -167,7 +168,7 @@ _ADJUSTMENTS = LogitAdjustments(
 )
 FEATURES = {
     "penalties": msgspec.structs.replace(PLAIN, adjustments=_ADJUSTMENTS),  # three, and 300 biased ids
-    "thinking": msgspec.structs.replace(PLAIN, thought=ThoughtBudget(2 * TOKENS, begin=100, end=101, open_label=0)),
+    "thinking": msgspec.structs.replace(PLAIN, thought=ThoughtBudget(2 * TOKENS, 100, 101, label=0, begin_call=None, open_label=0)),
 }
 
 

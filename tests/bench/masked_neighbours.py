@@ -27,6 +27,7 @@ from tests.bench.engine import case, device_times, one
 from tests.bench.host_chain import large_tokenizer, random_grammars
 from tests.bench.record import Row, add_record_option, append
 from tests.bench.shard_model import write_shard
+from tests.support.engine.outcomes import no_sink
 from tests.support.engine.outputs import outputs
 
 _ENDS = (1, 106)
@@ -71,7 +72,7 @@ async def measure(group: Group, folder: Path, args: argparse.Namespace) -> list[
     markers = Markers.of(TextProcessor.load(folder))
     assert markers is not None
     grammars = random_grammars(markers, args.masked, "item{1000}")
-    client = EngineClient(group.front_socket)
+    client = EngineClient(group.front_socket, sink=no_sink)
     await client.start()
     rng = random.Random(args.seed)
     prompts = [[rng.randrange(300, 1000) for _ in range(args.prompt)] for _ in range(args.batch)]

@@ -29,6 +29,7 @@ from engine.config import engine_config
 from engine.front.client import EngineClient
 from engine.protocol import SamplingParams
 from tests.support.engine.fake_child import Behaviour, commands
+from tests.support.engine.outcomes import no_sink
 from tests.support.engine.outputs import outputs
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from tests.support.load.request import Endpoint
@@ -91,7 +92,7 @@ def first_by_http(url: str, words: int) -> float:
 
 async def first_by_engine(group: Group) -> list[float]:
     """The same by an EngineClient, of prompts of about as many tokens."""
-    client, medians = EngineClient(group.front_socket), []
+    client, medians = EngineClient(group.front_socket, sink=no_sink), []
     await client.start()
     for words in WORDS:
         took = []

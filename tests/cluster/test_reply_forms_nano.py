@@ -21,7 +21,6 @@ from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.models.resolve import resolve
 from engine.config import engine_config
-from engine.events import no_sink
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
 from engine.matcher import Vocabulary
@@ -29,6 +28,7 @@ from tests.conftest import Nano
 from tests.support.edge.served_settings import service_settings
 from tests.support.edge.summed import sse, sum_chat
 from tests.support.engine.groups import running
+from tests.support.engine.outcomes import no_sink
 from tests.support.engine.schemas import members
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.alone]

@@ -251,7 +251,8 @@ def test_key_holders_have_so_many_series_at_most() -> None:
 def test_counts_are_what_a_scrape_says() -> None:
     """Every counter but the ranks', with its labels: what is left in the registry when the group is gone."""
     exporter = exporter_after(*EVENTS, **GROUP)
-    exporter.read_gauges = partial(ScrapeGauges, processes=(ProcessFigures("1", True, 0.0, late_compilations=2),))
+    rank = ProcessFigures("1", True, 0.0, 0.0, 0.0, late_compilations=2, encoder_s=0.0)
+    exporter.read_gauges = partial(ScrapeGauges, processes=(rank,))
     shown = values(scraped(exporter))
     counts = exporter.counts()
     assert counts["quartet_generation_tokens_total", ()] == 4

@@ -168,7 +168,7 @@ def test_a_page_freed_while_shared_is_noticed(rank: Callable[[str], Rank]) -> No
     prompt = prompt_of("31b", 150)
     cold = engine.ask(prompt)
     full = engine.scheduler.allocator.pools[1]
-    (segment,) = (each for each in engine.scheduler.allocator.cache if each.start == 0)
+    (segment,) = (each for each in engine.scheduler.allocator.cache._order if each.start == 0)
     full._free.append(segment.pages[1])  # last in, first out: the next request writes there
     engine.ask(prompt_of("31b", PAGE, start=9), 1)
     assert error(cold, engine.ask(prompt)) > FAULT

@@ -111,7 +111,7 @@ def test_a_record_is_read_at_a_time(fault: bool) -> None:
 def test_a_torn_record_is_read_again(mended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of a record that is still an older one is read again until it is there; one that stays old breaks the channel, also
     where the picture is black."""
-    black = MediaItem(0, 4, bytes(32), shape=(RECORD, 1, 1), data=bytes(RECORD))
+    black = MediaItem(0, 4, bytes(32), (), "image", (RECORD, 1, 1), bytes(RECORD))
     memory, rank = written([[black, item(2, RECORD)]])
     rank.begin()
     (headers,) = struct.unpack_from("<I", memory, 128)

@@ -100,7 +100,7 @@ def test_a_thought_has_a_budget(edge: Edge) -> None:
     markers = Markers.of(edge.text)
     assert markers is not None
     label = len(edge.text.encode("thought\n", add_bos=False))
-    budget = ThoughtBudget(8, markers.begin_thought, markers.end_thought, label)
+    budget = ThoughtBudget(8, markers.begin_thought, markers.end_thought, label, None, None)
     on = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 8}
     messages = {"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 8}}
     cases = [

@@ -26,7 +26,7 @@ from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import SpanPhase, Tracer, phases_of, tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
-from engine.events import Event, FirstToken, RequestFinished, Scheduled, no_sink
+from engine.events import Event, FirstToken, RequestFinished, Scheduled
 from engine.front.grammar_check import GrammarCheck
 from engine.front.stream import Clock
 from engine.front.text import TextProcessor
@@ -38,6 +38,7 @@ from tests.support.edge.http_edge import Edge, Edges, until
 from tests.support.edge.ready_engine import ReadyEngine, request
 from tests.support.edge.scripted_core import ScriptedCore
 from tests.support.edge.served_settings import service_settings
+from tests.support.engine.outcomes import no_sink
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure

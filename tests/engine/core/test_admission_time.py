@@ -67,7 +67,7 @@ def serve_long_prompts(count: int) -> TimedRanks:
     ranks = TimedRanks()
 
     def core_at(sock: socket.socket) -> Core:
-        core = CountingCore(scheduler, ranks, Together(sock, count), StatusOnly(), Waiter())  # type: ignore[arg-type]
+        core = CountingCore(scheduler, ranks, Together(sock, count), StatusOnly(), Waiter(), None)  # type: ignore[arg-type]
         ranks.long_prompts = lambda: core.long_prompts
         return core
 

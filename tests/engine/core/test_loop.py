@@ -80,8 +80,8 @@ class StoppingExecutor(MachineExecutor):
             self.front.send(Control(action="stop"))
 
 
-def loop_of(scheduler: Scheduler, executor: MachineExecutor, sock: socket.socket, **options: Any) -> Core:
-    return Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter(), **options)
+def loop_of(scheduler: Scheduler, executor: MachineExecutor, sock: socket.socket, vocabulary: Any = None) -> Core:
+    return Core(scheduler, executor, FrontLink(sock), StatusOnly(), Waiter(), vocabulary)
 
 
 @pytest.fixture

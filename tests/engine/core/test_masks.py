@@ -223,7 +223,7 @@ LABEL = 2
 def thinking(model: Model, number: int, budget: int | None, rules: Grammar | None = None, **more: Any) -> GenerateRequest:
     """A request whose thoughts may have so many tokens."""
     asked, markers = request(model, number, rules, 120), model.markers
-    known = {"label": LABEL, "begin_call": markers.begin_call} | more
+    known = {"label": LABEL, "begin_call": markers.begin_call, "open_label": None} | more
     thought = None if budget is None else ThoughtBudget(budget, markers.begin_thought, markers.end_thought, **known)
     return msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, thought=thought))
 

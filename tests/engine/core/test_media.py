@@ -29,7 +29,7 @@ GROUPS = (SLIDING, KVGroup(1, "full", (1,), 1, 512, None, PAGE))
 
 
 def picture(first: int, length: int, name: int) -> MediaItem:
-    return MediaItem(first, length, bytes([name]) * 32, ((first, first + length),))
+    return MediaItem(first, length, bytes([name]) * 32, ((first, first + length),), "image", (), b"")
 
 
 def prompt(rng: random.Random) -> tuple[list[int], list[MediaItem]]:

@@ -70,7 +70,8 @@ def test_the_shortest_go_first() -> None:
 
 def test_a_step_is_filled_up_to_its_target() -> None:
     """The most tokens that fit, between measured points and beyond them; what stands before a chunk costs, too."""
-    times = StepTimes(((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0)), ((1, 0.0), (101, 10.0)), 0.001, 0.002, 0.00002)
+    decodes, prefills = ((1, 5.0), (101, 15.0)), ((1, 5.0), (101, 7.0), (1101, 27.0))
+    times = StepTimes(decodes, prefills, ((1, 0.0), (101, 10.0)), 0.001, 0.002, 0.00002, 1)
     assert StepEstimate(times, 1, 0).fitting(0, 7.0) == 100
     assert StepEstimate(times, 1, 0).fitting(0, 17.0) == 600
     assert StepEstimate(times, 51, 0).fitting(0, 22.0) == 550
@@ -100,7 +101,8 @@ def filled(decodes: int, tokens: int, behind: int) -> StepPlan:
     return StepPlan(1, rows=single_rows(range(decodes)), chunks=[PrefillChunk(decodes, behind, end, end)])
 
 
-HEAVY = StepTimes(((1, 3.0), (101, 4.0)), ((1, 14.0), (101, 15.0)), read_ms=0.0001)  # as launched kernel by kernel
+# as launched kernel by kernel
+HEAVY = StepTimes(((1, 3.0), (101, 4.0)), ((1, 14.0), (101, 15.0)), ((1, 0.0),), 0.0, 0.0001, 0.0, 1)
 
 
 def mean_step_ms(budget: StepBudget, target: float) -> tuple[float, int]:
@@ -179,7 +181,7 @@ def test_without_a_target_streams_stall() -> None:
 
 
 SLOW = StepTimes(  # nano 31B on one CPU core: what a context costs moves a step of decode rows between 12 and 27 ms
-    ((1, 6.0), (16, 25.0)), ((1, 5.6), (128, 55.0), (256, 126.0)), ((1, 0.0),), context_ms=0.0155, read_ms=0.052, attend_ms=0.0003
+    ((1, 6.0), (16, 25.0)), ((1, 5.6), (128, 55.0), (256, 126.0)), ((1, 0.0),), 0.0155, 0.052, 0.0003, 1
 )
 
 
@@ -228,7 +230,7 @@ def test_a_target_that_no_step_can_meet_starves_nobody(monkeypatch: pytest.Monke
 
 
 NANO = StepTimes(  # nano 31B by a slower core's CPU time: to read 1800 tokens before a chunk takes four steps of decode rows
-    ((1, 8.1), (16, 33.6)), ((1, 7.1), (128, 78.9), (256, 176.4)), ((1, 6.4), (15, 22.2)), 0.0209, 0.0647, 0.00073
+    ((1, 8.1), (16, 33.6)), ((1, 7.1), (128, 78.9), (256, 176.4)), ((1, 6.4), (15, 22.2)), 0.0209, 0.0647, 0.00073, 1
 )
 
 

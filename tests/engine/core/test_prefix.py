@@ -338,7 +338,7 @@ def test_evicted_pages_count_on_when_nothing_is_cached() -> None:
     bench = Bench(pages=(40, 24))
     bench.ask(tokens(*range(10, 20)))
     bench.scheduler.requests.add(request_of(99, tokens(*range(50, 73))))
-    while list(bench.scheduler.allocator.cache):
+    while bench.scheduler.allocator.cache._order:
         step(bench.scheduler, bench.machine)
     assert bench.scheduler.load().evicted_pages == 10 + 3, "full pages, and the window's"
     bench.scheduler.requests.abort(99, AbortReason.client_gone)

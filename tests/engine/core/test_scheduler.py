@@ -18,7 +18,7 @@ from engine.core.masks import MaskState
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
-from engine.plan import MAX_ADMITTED, MAX_SCORED, StepPlan, largest_plan, largest_result, most_appends
+from engine.plan import MAX_SCORED, StepPlan, largest_plan, largest_result, most_appends
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_STOP_IDS,
@@ -93,7 +93,7 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
         return [plan.prompt_tokens + len(plan.decodes) for plan in plans if plan is not None]
 
     assert scored() == [MAX_SCORED] * 2
-    assert largest_result(4096) <= MAX_RECORD
+    assert largest_result(4096, 1) <= MAX_RECORD
     monkeypatch.setattr(Sequence, "reports_prompt", False)
     assert scored()[0] > MAX_SCORED
 
@@ -239,10 +239,11 @@ def test_no_plan_is_larger_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(seed)
         assert simulate(world).machine.largest <= bound_of(world.config)
     monkeypatch.setattr("engine.core.admit.MAX_ADMITTED", 1500)
-    largest, bound = cached_at_once(admitted=1500)
+    monkeypatch.setattr("engine.plan.MAX_ADMITTED", 1500)
+    largest, bound = cached_at_once()
     assert 4 * 1200 < largest <= bound
     monkeypatch.setattr("engine.core.admit.admission_size", lambda *sizes: 0)
-    largest, bound = cached_at_once(admitted=1500)
+    largest, bound = cached_at_once()
     assert largest > bound
 
 
@@ -257,16 +258,16 @@ def test_appends_are_bounded_and_come_near_the_bound() -> None:
     appended = []
     while scheduler.requests.unfinished:
         appended.append(len(step(scheduler, machine).appends))
-    bound = most_appends(4, 64, 4, 2)
-    assert max(appended) == bound - 2 > most_appends(0, 64, 4, 2)
+    bound = most_appends(4, 64, 4, 2, 1)
+    assert max(appended) == bound - 2 > most_appends(0, 64, 4, 2, 1)
 
 
-def bound_of(config: SchedulerConfig, admitted: int = MAX_ADMITTED) -> int:
+def bound_of(config: SchedulerConfig) -> int:
     page, width = config.groups[0].page, config.widest
-    return largest_plan(config.max_seqs, config.max_len, config.prefill_budget, page, 2, width=width, admitted=admitted)
+    return largest_plan(config.max_seqs, config.max_len, config.prefill_budget, page, 2, width=width)
 
 
-def cached_at_once(admitted: int) -> tuple[int, int]:
+def cached_at_once() -> tuple[int, int]:
     """Bytes of the largest plan, and the bound, when 64 prompts of 301 tokens come that are all cached."""
     config = SchedulerConfig(two_groups(), (1000, 12000), 64, 512, 64, cache_share=1.0)
     scheduler = Scheduler(config)
@@ -277,7 +278,7 @@ def cached_at_once(admitted: int) -> tuple[int, int]:
             finish(scheduler, machine)
     finish(scheduler, machine)
     assert scheduler.requests.counters.hit_tokens == 64 * 300
-    return machine.largest, bound_of(config, admitted)
+    return machine.largest, bound_of(config)
 
 
 def small_scheduler(full_pages: int = 9) -> Scheduler:

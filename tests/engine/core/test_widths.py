@@ -102,7 +102,7 @@ def test_only_committed_pages_are_cached() -> None:
 
 def test_behind_a_thoughts_beginning_a_row_is_cut() -> None:
     """A budget counts from there: what the same row gave behind it is dropped, and the next row admits the sequence anew."""
-    served = Served(thought=ThoughtBudget(tokens=1, begin=50, end=51, begin_call=52))
+    served = Served(thought=ThoughtBudget(tokens=1, begin=50, end=51, label=0, begin_call=52, open_label=None))
     assert served.gives(3, 50, 4, 5).tokens == [3, 50]
     assert (served.sequence.number, served.sequence.low) == (0, 8)
     plan = served.scheduler.schedule()

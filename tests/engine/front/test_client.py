@@ -19,7 +19,6 @@ from engine.events import (
     RequestStarted,
     Sink,
     Tokens,
-    no_sink,
     to_each,
 )
 from engine.front.client import MAX_PILED_TOKENS, EngineClient
@@ -35,7 +34,7 @@ from engine.protocol import (
     pack_tokens,
 )
 from tests.support.engine.fakes import FakeCore, FakeEngineClient
-from tests.support.engine.outcomes import Outcomes
+from tests.support.engine.outcomes import Outcomes, no_sink
 from tests.support.engine.outputs import outputs
 
 pytestmark = pytest.mark.pure

@@ -91,7 +91,7 @@ def wires(media: int = 1 << 16) -> Iterator[Wires]:
     sizes = {"plan": 1 << 16, "masks": 1 << 16, "media": media, "result": 1 << 16}
     rings = [create_shared(name, ring_bytes(1, size)) for name, size in sizes.items()]
     by_name = dict(zip(("plan", "masks", "media", "result"), rings, strict=True))
-    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, **by_name)
+    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, reduce=-1, front=-1, store="", spin=0, **by_name)
     yield Wires(args, StatusBlock(memoryview(bytearray(StatusBlock.size(2)))))
     for ring in rings:
         os.close(ring)
@@ -102,7 +102,7 @@ def late(worker: Callable[[SlowDevice, Wires], Worker]) -> float:
     device, scheduler = SlowDevice(), Scheduler(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
     with wires() as ends:
         ranks = threading.Thread(target=worker(device, ends).run)
-        with running(lambda sock: Core(scheduler, RingExecutor(ends.args), FrontLink(sock), ends, Waiter())) as front:  # type: ignore[arg-type]
+        with running(lambda sock: Core(scheduler, RingExecutor(ends.args), FrontLink(sock), ends, Waiter(), None)) as front:  # type: ignore[arg-type]
             ranks.start()
             front.send(request_of(1, [1] * 10, TOKENS))
             front.until_ended(1)
@@ -175,7 +175,9 @@ class Reading(SlowDevice):
         return super().launch(data, masks)
 
 
-PICTURE = MediaItem(0, 4, bytes(32), shape=(RECORDS * RECORD_BYTES,), data=bytes(range(256)) * (RECORDS * RECORD_BYTES // 256))
+PICTURE = MediaItem(
+    0, 4, bytes(32), (), "image", (RECORDS * RECORD_BYTES,), bytes(range(256)) * (RECORDS * RECORD_BYTES // 256)
+)
 
 
 @pytest.mark.parametrize("blocking", [False, True])

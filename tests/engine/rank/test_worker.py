@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.geometry import read_geometry
-from engine.lifeline import Configure, Failed, Lifeline
+from engine.lifeline import Allocate, Configure, Failed, Lifeline
 from engine.plan import StepPlan, StepResult
 from engine.rank import worker
 from engine.rank.models.gemma4 import Gemma4
@@ -212,7 +212,8 @@ def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypa
     rank = worker.Rank(config, geometry, device, Single(), model, Inboxes(peers, cast(ArgmaxInbox, None)))
     seen = []
     runner = Namespace(capturable=True, capture=lambda: seen.append(int(peers.errors[1])))
-    lifeline = Namespace(args=None, configure=lambda: config, allocate=lambda: PAGES, phase=lambda *_: None, send=lambda _: None)
+    messages = {Configure: Configure(config), Allocate: Allocate(PAGES)}
+    lifeline = Namespace(args=None, receive=messages.__getitem__, phase=lambda *_: None, send=lambda _: None)
     with monkeypatch.context() as patched:
         patched.setattr(worker, "load", lambda *_: rank)
         patched.setattr(worker, "build", lambda *_: runner)

@@ -15,7 +15,7 @@ import msgspec
 from cluster.children import boot_json, child_command, child_name
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.errors import CheckpointError
-from engine.lifeline import BootArgs, Lifeline, Loaded, Ready, fail
+from engine.lifeline import Allocate, BootArgs, Configure, Lifeline, Loaded, Ready, fail
 from engine.plan import ResultRow, StepPlan
 from tests.support.engine.plans import decode_plan, encode_result, result_of
 
@@ -129,10 +129,10 @@ def load(behaviour: Behaviour) -> None:
 
 def serve(lifeline: Lifeline, behaviour: Behaviour) -> None:
     """The handshake, then the plans."""
-    lifeline.configure()
+    lifeline.receive(Configure)
     load(behaviour)
     lifeline.send(Loaded(kv_bytes=behaviour.kv_bytes, weight_bytes=1000))
-    lifeline.allocate()
+    lifeline.receive(Allocate)
     rank = FakeRank(lifeline, behaviour)
     lifeline.send(Ready(note="fake", fallbacks=behaviour.fallbacks))
     rank.run()

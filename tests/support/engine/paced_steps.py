@@ -22,6 +22,8 @@ TIMES = StepTimes(
     tuple((rows, BASE_MS + DECODE_MS * rows) for rows in (1, 32, 128, 256)),
     tuple((rows, BASE_MS + PREFILL_MS * rows) for rows in (1, 128, 512, 2048)),
     tuple((rows, (DECODE_MS - PREFILL_MS) * rows) for rows in (1, 32, 128, 256)),
+    context_ms=0.0,
+    read_ms=0.0,
     attend_ms=ATTEND_MS,
     tile=TILE,
 )

@@ -102,7 +102,7 @@ def _result_of(step: int, data: dict[str, Any]) -> StepResult:
     }
     if table.ndim != 2 or table.shape[1] < RESULT_HEAD:
         raise ValueError(f"the table of step {step} is {table.shape}")
-    return StepResult(step, table, logprobs)
+    return StepResult(step, table, logprobs, (), encoded=0, took_us=0)
 
 
 def different_tokens(results: Sequence[StepResult], expected: Sequence[StepResult]) -> list[str]:

@@ -107,7 +107,7 @@ def result_of(
         table[at, : RESULT_HEAD + len(row.tokens)] = head + row.tokens
     if drafts:
         table = np.concatenate([table, np.array(drafts, np.int32)], axis=1)
-    return StepResult(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs}, prompts)
+    return StepResult(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs}, prompts, encoded=0, took_us=0)
 
 
 def encode_result(result: StepResult) -> bytes:

@@ -90,6 +90,8 @@ class Ranks:
                 media=shared["media"],
                 result=shared["result"],
                 reduce=shared["reduce"],
+                front=-1,
+                spin=0,
                 store=f"/proc/self/fd/{shared['store']}",
             )
             errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by kill)

@@ -371,7 +371,7 @@ def check_tree(scheduler: Scheduler) -> list[set[int]]:
     full: list[int] = []
     tails: set[int] = set()
     seen = set()
-    for segment in scheduler.allocator.cache:
+    for segment in scheduler.allocator.cache._order:
         assert segment.parent not in seen, "a segment would be evicted before what is below it"
         seen.add(segment)
         assert segment.children or segment.tail is not None, "pages that no hit can use"
