@@ -148,10 +148,8 @@ class CallGrammar:
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
-            case "const":
-                return self._constant(schema["const"])
-            case "enum":
-                return _either([self._constant(value) for value in schema["enum"]])
+            case "const" | "enum":
+                return _either([self._constant(value) for value in ValueSchema(schema).listed_values])
             case "allOf" if len(schema["allOf"]) != 1:
                 raise SchemaError("the schema keyword 'allOf' with several schemas")
             case "oneOf":

@@ -47,6 +47,11 @@ class ValueSchema:
         return None if constants is None else frozenset(msgspec.json.encode(value, order="sorted") for value in constants)
 
     @property
+    def listed_values(self) -> list[Any]:
+        """The values of its own const or enum that its type allows."""
+        return [value for value in _constants_of(self.schema) or () if self.allows(_PYTHON_TYPES[type(value)])]
+
+    @property
     def required(self) -> frozenset[str]:
         """Keys that an object must have."""
         return frozenset(self._single_branch().get("required") or ())

@@ -14,6 +14,7 @@ from engine.errors import GenerationFailed, InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import Thought, calls_answer, choice_answer, grammar, json_answer, lark_answer, regex_answer
 from engine.front.text import TextProcessor
+from engine.front.value_schema import ValueSchema
 from engine.matcher import Matcher, Vocabulary
 from engine.step_masks import mask_words
 from tests.conftest import Nano
@@ -143,6 +144,20 @@ def test_arguments_come_in_the_order_of_templates(walker: Walker) -> None:
     assert walker.text.decode(tokens, skip_special_tokens=False) == "<|tool_call>call:f{A:null,b:null,c:null}<tool_call|>"
 
 
+def test_constants_are_of_the_type_beside_them(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of enum and const only values that the schema's type allows can be written. Planted fault: any type is allowed."""
+    parts = [{"type": "string", "enum": ["a", 1, None]}, {"type": ["integer", "null"], "enum": ["a", 1, None, 2.5]}, {"const": "a"}]
+
+    def said() -> list[set[Any]]:
+        rules = [CallGrammar(walker.markers, {"f": {"properties": {"a": part}, "required": ["a"]}}, "f") for part in parts]
+        answers = [[walker.answer(calls_answer(rule, 1), seed, tools_of({"f": {}})) for seed in range(20)] for rule in rules]
+        return [{json.loads(answer.calls[0].text)["a"] for answer in each} for each in answers]
+
+    assert said() == [{"a"}, {1, None}, {"a"}]
+    monkeypatch.setattr(ValueSchema, "allows", lambda *_: True)
+    assert said() == [{"a", 1, None}, {"a", 1, None, 2.5}, {"a"}]
+
+
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": "(?=a)b"}, "'(?=' in the schema keyword 'pattern'"),
     ({"type": "string", "pattern": "(^a)|b"}, "'pattern'"),
@@ -159,6 +174,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#/properties/a/$defs/b", "$defs": {"b": {"$ref": []}}}, "$defs/b"),
     ({"type": "array", "maxItems": 100_000}, "length"),
     ({"enum": []}, "an empty list"),
+    ({"type": "integer", "const": "a"}, "an empty list"),
     ({"type": []}, "an empty list"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "bounds"),
     ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, "minimum or exclusiveMinimum that is no number"),
