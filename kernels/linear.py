@@ -82,8 +82,8 @@ def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 
 def _tile(x: Tensor, weight: Tensor, *, gated: bool = False, parts: bool = False) -> Tile | None:
-    """The product's tile (`choose`); None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the kernels
-    take them for granted."""
+    """The product's tile (`choose`); None: the library computes it. AssertionError unless shapes, dtypes and contiguity are as the
+    kernels take them for granted."""
     (rows, n), (m, _) = x.shape, weight.shape
     assert n == weight.shape[1], (x.shape, weight.shape)
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)

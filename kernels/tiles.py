@@ -15,7 +15,7 @@ from kernels.launch import cdiv
 
 Kind = Literal["gemv", "gemm"]
 MOST_ROWS = 64  # of a tile of ours
-_PROCESSORS, _LEAST_TURNS = 132, 4  # of an H200: CTAs of a product that is cut finer; turns of one with a part of the inner dimension
+_PROCESSORS, _LEAST_TURNS = 132, 4  # of an H200, one for a CTA of a product that is cut finer; turns of a part's CTA
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
 _logger = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ TABLE: dict[GemmShape, dict[int, Tile]] = {
 def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False) -> Tile | None:
     """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS.
 
-    Where a product's outputs leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile that
-    was measured for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
+    Where a product's outputs leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile
+    that was measured for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
     """
     if rows > MOST_ROWS:
         return None
@@ -105,8 +105,9 @@ def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bo
     tile = fit(tiles[min(most for most in tiles if rows <= most)], shape.gated, shared)
     if tile.kind == "gemm":
         if parts:
-            while 2 * tile.splits * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (2 * tile.splits * tile.bk * _LEAST_TURNS) == 0:
-                tile = replace(tile, splits=2 * tile.splits)
+            finer = 2
+            while finer * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (finer * tile.bk * _LEAST_TURNS) == 0:
+                tile, finer = replace(tile, splits=finer), 2 * finer
         elif shape not in TABLE and not tile.swap:
             while 2 * cdiv(shape.m, tile.bn) <= _PROCESSORS and tile.bn > 16:
                 tile = replace(tile, bn=tile.bn // 2)
