@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
-from http import HTTPStatus
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -204,8 +203,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
-    why = why_absent(path) if error.status_code == HTTPStatus.NOT_FOUND else None
-    message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why)))
+    message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why_absent(path))))
     return plain_error(error_shape_of(path), error.status_code, message, headers=error.headers)
 
 

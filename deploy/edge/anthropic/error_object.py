@@ -1,6 +1,9 @@
 """An error in Anthropic's shape.
 
     {"type": "error", "error": {"type": ..., "message": ...}}
+
+To a `thread` the client's tool runner asks for, which keeps a conversation on the server, `details` answer in the words by which it
+goes on without one.
 """
 
 from deploy.edge.error_response import ErrorShape
@@ -19,9 +22,10 @@ _TYPES = {
 }
 
 
-def _body(status: int, message: str, *_: str | None) -> JsonObject:
+def _body(status: int, message: str, param: str | None, _: str | None) -> JsonObject:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": "thread_unsupported_request"}} if param == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 ANTHROPIC_ERROR = ErrorShape("AnthropicError", ("message", "type"), _body, (b"x-request-id", b"request-id"))

@@ -47,9 +47,10 @@ from deploy.edge.key_types import (
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null
 from engine.front.constraints import ToolChoice
 
-# Keys of OpenAI's chats that would change the answer.
-_OF_CHATS = ("frequency_penalty", "logit_bias", "max_completion_tokens", "n", "presence_penalty", "response_format", "seed", "stop")
-_ABSENT: AbsentKeys = {"mcp_servers": ([],), "container": (), **dict.fromkeys(_OF_CHATS, ())}
+# Anthropic's that are not there, and those of OpenAI's chats that would change the answer.
+_REFUSED = ("compaction", "container", "thread", "frequency_penalty", "logit_bias", "max_completion_tokens", "n",
+            "presence_penalty", "response_format", "seed", "stop")  # fmt: skip
+_ABSENT: AbsentKeys = {"mcp_servers": ([],), **dict.fromkeys(_REFUSED, ())}
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
 P = TypeVar("P", bound=Part)

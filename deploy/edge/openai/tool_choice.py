@@ -17,10 +17,8 @@ _MAX_BYTES = 64 << 10
 def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
     """Read a request's choice; `parallel`: it may be several calls. InvalidRequest says what is wrong."""
     match read_small(raw, "tool_choice", ANYTHING, _MAX_BYTES):
-        case None:
-            return ToolChoice(one=not parallel)
-        case ("none" | "auto" | "required") as mode:
-            return ToolChoice(mode, one=not parallel)
+        case (None | "none" | "auto" | "required") as mode:
+            return ToolChoice(mode or "auto", one=not parallel)
         case {"type": "function"} as function:
             return ToolChoice("required", (_name(function),), one=True)
         case (
@@ -28,8 +26,9 @@ def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
             | {"type": "allowed_tools", "mode": ("auto" | "required") as mode, "tools": [*tools]}
         ):
             return ToolChoice(mode, tuple(dict.fromkeys(map(_name, tools))), one=not parallel)
-    known = "must be 'none', 'auto', 'required', a function by its name, or allowed_tools with a mode and tools"
-    raise invalid("tool_choice", known)
+    raise invalid(
+        "tool_choice", "must be 'none', 'auto', 'required', a function by its name, or allowed_tools with a mode and tools"
+    )
 
 
 def _name(tool: Any) -> str:

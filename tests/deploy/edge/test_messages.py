@@ -205,6 +205,8 @@ BAD: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "deeply"},),
     "mcp_servers": ([{"name": "x"}],),
     "container": ("x",),
+    "compaction": ({"type": "summarize"},),
+    "thread": ({"type": "create"},),
     "stop": (["a"],),
     "seed": (1,),
     "response_format": ({"type": "json_object"},),
@@ -233,6 +235,15 @@ def test_a_bad_body_is_refused_in_anthropics_shape(edge: Edge, key: str, value: 
     assert (refusal["type"], refusal["error"]["type"]) == ("error", "invalid_request_error")
     assert named in refusal["error"]["message"]
     assert not edge.core.requests
+
+
+def test_a_thread_is_refused_in_the_words_by_which_a_client_goes_on_without(edge: Edge) -> None:
+    """As its tool runner reads them; a refusal of anything else, or of another key, lacks them."""
+    code = {"error_code": "thread_unsupported_request"}
+    assert post(edge, asked(thread={"type": "create"})).json()["error"]["details"] == code
+    assert "details" not in post(edge, asked(container="x")).json()["error"]
+    edge.script("Fine.")
+    assert post(edge, asked(thread=None)).status_code == 200
 
 
 @pytest.mark.parametrize(

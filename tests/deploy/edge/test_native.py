@@ -148,9 +148,11 @@ ABSENT = [
 
 
 def test_what_a_generator_is_not(edge: Edge) -> None:
-    """404 with a sentence, which OpenAI's client shows; where nobody would expect a route there is none."""
+    """404 with a sentence, which OpenAI's client shows, or 405; none where nobody would expect a route, or no sentence fits."""
     with client(edge) as api, pytest.raises(openai.NotFoundError, match="no embeddings"):
         api.embeddings.create(model="nano", input="x")
     for path, words in ABSENT:
         assert words in post(edge, path).json()["error"]["message"]
-    assert post(edge, "/v1/embeddingsx").json()["error"]["message"] == "Not Found: POST /v1/embeddingsx."
+    assert "stored" in edge.get("/v1/responses").json()["error"]["message"]
+    for path in ("/v1/embeddingsx", "/v1/audio/translations"):
+        assert post(edge, path).json()["error"]["message"] == f"Not Found: POST {path}."
