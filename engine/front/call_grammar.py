@@ -6,8 +6,8 @@
     object_2: "{" "city:" string ("," "days:" integer_3)? "}"          keys in the order in which templates render them
 
 Only declared properties can be written, where a schema has `properties` and does not say what others may be; of a tuple all
-elements that it names. A schema with a keyword that the notation cannot keep is refused by name, or stands for any value that is
-well-formed.
+elements that it names. A schema with a keyword that the notation cannot keep is refused by name, or stands for any value of its
+types that is well-formed.
 """
 
 import json
@@ -21,7 +21,7 @@ from engine.front.notation import KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
-from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred, says_nothing
+from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred, says_nothing, types_of
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -47,11 +47,15 @@ _DEPTH, _RULES, _PATTERNS, _PAIRS = 64, 2048, 128, 4096
 _BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
 
 _FREE = rf"""
-value: string | number | "true" | "false" | "null" | any_object | any_array
+value: string | any_number | any_boolean | any_null | any_object | any_array
+any_string: string
+any_integer: %json {{"type": "integer"}}
+any_number: %json {{"type": "number"}}
+any_boolean: "true" | "false"
+any_null: "null"
 any_object: "{{" (member ("," member)*)? "}}"
 member: KEY ":" value
 any_array: "[" (value ("," value)*)? "]"
-number: %json {{"type": "number"}}
 KEY: /{KEY_CHARACTER_OF_GRAMMARS}{{1,64}}/
 """
 
@@ -114,7 +118,7 @@ class CallGrammar:
         self._rules.append(rule)
 
     def _value(self, schema: Any, depth: int) -> str:
-        """The right side of a rule for a value of this schema; for any, inside of arguments that need not be kept."""
+        """The right side of a rule for a value of this schema; for any of its types, inside of arguments that need not be kept."""
         try:
             return self._by_schema(schema, depth)
         except GrammarTooLarge:
@@ -122,7 +126,7 @@ class CallGrammar:
         except SchemaError:
             if self._strict or not depth:
                 raise
-            return "value"
+            return " | ".join(f"any_{kind}" for kind in types_of(schema)) or "value"
 
     def _by_schema(self, schema: Any, depth: int) -> str:
         if depth > _DEPTH:

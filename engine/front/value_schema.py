@@ -29,8 +29,7 @@ class ValueSchema:
     @cached_property
     def types(self) -> frozenset[str] | None:
         """The JSON types that are allowed; None: the schema does not say."""
-        known = [types for branch in self._branches() if (types := _types_of(branch)) is not None]
-        return frozenset().union(*known) if known else None
+        return frozenset(kind for branch in self._branches() for kind in types_of(branch)) or None
 
     def allows(self, kind: str) -> bool:
         """Whether a value of this JSON type may stand here; an integer is a number, too."""
@@ -146,11 +145,12 @@ def json_kind(text: str) -> str | None:
     return _PYTHON_TYPES[type(value)]
 
 
-def _types_of(branch: Schema) -> frozenset[str] | None:
-    """What one schema says without its alternatives; None where it says nothing."""
+def types_of(schema: Any) -> list[str]:
+    """The JSON types that one schema allows, without its alternatives; none where it does not say."""
+    branch = _mapping(schema)
     types = [str(name).lower() for name in listed(branch.get("type"))]
     types = types or [_PYTHON_TYPES.get(type(value), "string") for value in _constants_of(branch) or ()]
-    return frozenset([*types, *["null"] * (branch.get("nullable") is True)]) if types else None
+    return [*types, "null"] if types and branch.get("nullable") is True else types
 
 
 def _constants_of(branch: Schema) -> list[Any] | None:

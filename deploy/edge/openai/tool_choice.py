@@ -26,9 +26,7 @@ def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
             | {"type": "allowed_tools", "mode": ("auto" | "required") as mode, "tools": [*tools]}
         ):
             return ToolChoice(mode, tuple(dict.fromkeys(map(_name, tools))), one=not parallel)
-    raise invalid(
-        "tool_choice", "must be 'none', 'auto', 'required', a function by its name, or allowed_tools with a mode and tools"
-    )
+    raise invalid("tool_choice", "must be none, auto, required, a function by its name, or allowed_tools with a mode and tools")
 
 
 def _name(tool: Any) -> str:

@@ -244,7 +244,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "a", "min_tokens": 3}, "min_tokens", "not with regex"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos", "not with regex"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "requires a call"),
-    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none'"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be none"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f' is not declared"),
 ]
 

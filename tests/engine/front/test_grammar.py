@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine.errors import GenerationFailed, InvalidRequest
+from engine.front import call_grammar
 from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import Thought, calls_answer, choice_answer, grammar, json_answer, lark_answer, regex_answer
 from engine.front.text import TextProcessor
@@ -186,7 +187,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("part", "says"), UNSUPPORTED)
 def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[str, Any], says: str) -> None:
-    """strict: a 400 that names it; otherwise that value is any that is well-formed, and all others keep their schemas."""
+    """strict: a 400 that names it; otherwise that value is any of its types, and all others keep their schemas."""
     tools = {
         "f": {"type": "object", "properties": {"a": part, "b": {"const": 1}}, "required": ["b"]},
         "g": {"type": "object", "properties": {}, "additionalProperties": False},
@@ -202,6 +203,33 @@ def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[
     assert all(arguments == {} for arguments in said["g"])
     assert all(arguments == arguments | {"b": 1} and len(arguments) <= 2 for arguments in said["f"])
     assert all(said.values())
+
+
+@pytest.mark.parametrize(
+    ("part", "types"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, ["array"]),
+        ({"type": ["string", "null"], "pattern": "(?=a)b"}, ["string", "null"]),
+        ({"type": "INTEGER", "minimum": 5, "exclusiveMinimum": True, "nullable": True}, ["integer", "null"]),
+        ({"type": "number", "not": {"const": 3}}, ["number"]),
+        ({"type": "object", "patternProperties": {"a": {}}}, ["object"]),
+        ({"enum": [True, [1]]}, ["boolean", "array"]),
+    ],
+)
+def test_what_cannot_be_kept_keeps_its_types(
+    walker: Walker, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], types: list[str]
+) -> None:
+    """A set of integers is an array, though its elements are free; where types are not read, others come."""
+    tools = {"f": {"type": "object", "properties": {"a": part}, "required": ["a"]}}
+
+    def are_kept() -> bool:
+        free = calls_answer(CallGrammar(walker.markers, tools), 1)
+        calls = [walker.answer(free, seed, tools_of({"f": {}})).calls[0] for seed in range(12)]
+        return all(jsonschema.Draft202012Validator({"type": types}).is_valid(json.loads(call.text)["a"]) for call in calls)
+
+    assert are_kept()
+    monkeypatch.setattr(call_grammar, "types_of", lambda _: [])
+    assert not are_kept()
 
 
 def test_a_schema_by_many_references_is_written_once(walker: Walker) -> None:
