@@ -189,10 +189,21 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return tuple(choice for inner in get_args(kind) for choice in _choices(inner))
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, which keeps the last of two values of one key without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """What a mapping holds. YAMLError: a key stands twice in it."""
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.YAMLError(f"the key {twice[0]} stands twice in what begins{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
 def read_config(path: Path) -> ServeConfig:
     """Reads the Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a day that is none, bytes that are not UTF-8

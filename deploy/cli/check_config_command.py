@@ -93,11 +93,11 @@ def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Itera
     own = settings.limits.request_timeout_s
     for drain in filter(None, (options.get("graceful_shutdown_timeout_s") for options in deployments)):
         if (drain := float(drain)) < own:
-            below = f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}"
-            yield f"{below}: downscaling may truncate open streams"
-    if bound is None and any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):
-        yield "request_timeout_s is not in http_options: at 0 replicas (min_replicas) a request may wait for ever"
-    if bound is not None and float(bound) < own:
+            yield f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}: downscaling may cut streams"
+    if bound is None:
+        if any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):
+            yield "request_timeout_s is not in http_options: at 0 replicas (min_replicas) a request may wait for ever"
+    elif float(bound) < own:
         yield f"request_timeout_s {float(bound):g} in http_options cuts answers off before limits' own, {own:g}, ends them properly"
 
 

@@ -1,8 +1,8 @@
 """Paths that other servers have: a 404, or a 405, says in a sentence why there is none here."""
 
 _SENTENCES = {
-    **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v1/classify", "/v1/pooling",
-                     "/embeddings", "/encode", "/score", "/rerank", "/classify", "/pooling"),
+    **dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/embeddings",
+                     "/encode", "/score", "/rerank", "/classify", "/pooling"),
                     "This server generates text: Gemma 4 makes no embeddings and no scores."),
     "/v1/responses/input_tokens": "Tokens are counted by /tokenize and /v1/messages/count_tokens.",
     **dict.fromkeys(("/v1/audio/speech", "/v1/images", "/v1/realtime", "/v1/videos"), "This server gives text only."),

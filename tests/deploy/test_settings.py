@@ -130,6 +130,8 @@ def test_of_a_day_that_is_none_yaml_says_so_otherwise() -> None:
         ("a: [", "not YAML"),
         (f"a: {NO_DAY}", "not YAML: month must be in 1..12"),
         ("- 1", "list of applications"),
+        ("a: 1\nb: {c: {d: 1, e: 2, d: 3}}", 'the key d stands twice in what begins in "<unicode string>", line 2, column 8'),
+        ("b: {? [c] : 1}", "unhashable"),
         ("applications: [{import_path: 'x:y'}]", "no application has"),
         ("applications: [{import_path: 'deploy.app:build'}, {import_path: 'deploy.app:build'}]", "only one application has"),
     ],
@@ -140,6 +142,14 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(str(path)) + ".*" + complaint):
         read_settings(read_config(path), str(path))
+
+
+def test_a_key_stands_once_where_anchors_are_merged(tmp_path: Path) -> None:
+    """What is merged into a mapping gives way to its own keys; a key of its own stands once. Otherwise PyYAML keeps the last."""
+    path = tmp_path / "q.yaml"
+    path.write_text("applications: []\na: &a {x: 1}\nb: {<<: *a, x: 2}\nc: [{x: 1}, {x: 2}]")
+    assert read_config(path) == {"applications": [], "a": {"x": 1}, "b": {"x": 2}, "c": [{"x": 1}, {"x": 2}]}
+    assert yaml.safe_load("x: 1\nx: 2") == {"x": 2}
 
 
 def test_settings_in_a_file_are_blamed_with_it(tmp_path: Path) -> None:

@@ -55,8 +55,9 @@ async def _tokenized(service: Service, request: TokenizeRequest) -> JsonObject:
     if (chat := await service.pool.run(request.chat)) is not None:
         tokens = await service.jobs.prompt(chat)
     else:
-        with_bos = request.add_special_tokens is not False
-        tokens = await service.pool.run(lambda: service.jobs.encode(request.prompt or "", add_special_tokens=with_bos))
+        tokens = await service.pool.run(
+            lambda: service.jobs.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+        )
     texts = await service.pool.run(lambda: list(map(service.model.text_of, tokens))) if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": service.settings.max_len, "tokens": tokens, "token_strs": texts}
 

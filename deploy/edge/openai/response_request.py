@@ -127,9 +127,9 @@ class OfferedFunction(FrozenStruct):
     namespace: DeclaredTool | None = None
 
     @property
-    def name(self) -> str | None:
+    def name(self) -> str:
         """The name by which the model calls it."""
-        return self.tool.name if self.namespace is None else _full_name(self.namespace.name, self.tool.name or "")
+        return _full_name(self.namespace.name if self.namespace else None, self.tool.name or "")
 
 
 class ReasoningConfig(FrozenStruct):
