@@ -74,6 +74,19 @@ def tool_stream(server: Server) -> None:
     expect([block.input for block in final.content if block.type == "tool_use"], [{"city": "Paris"}])
 
 
+@case("tools: runner")
+def tool_runner(server: Server) -> None:
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city"""
+        asked_for.append(city)
+        return RESULT
+
+    asked_for: list[str] = []
+    *_, last = api(server).beta.messages.tool_runner(**arguments(server, [QUESTION], tools=[get_weather]))
+    expect((asked_for, said(last)), (["Paris"], ANSWER))
+
+
 @case("tools: any")
 def any_tool(server: Server) -> None:
     message = create(server, [{"role": "user", "content": "Hello"}], tools=[TOOL], tool_choice={"type": "any"})
