@@ -3,7 +3,7 @@
     call: <[48]> called
     called: "call:" (tool_0 | tool_1) <[49]>
     tool_0: "get_weather" object_2
-    object_2: "{" "city:" string ("," "days:" integer_3)? "}"          keys in the order in which templates render them
+    object_2: "{" "city:" any_string ("," "days:" number_3)? "}"       keys in the order in which templates render them
 
 Only declared properties can be written, where a schema has `properties` and does not say what others may be; of a tuple all
 elements that it names. A schema with a keyword that the notation cannot keep is refused by name, or stands for any value of its
@@ -47,8 +47,7 @@ _DEPTH, _RULES, _PATTERNS, _PAIRS = 64, 2048, 128, 4096
 _BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
 
 _FREE = rf"""
-value: string | any_number | any_boolean | any_null | any_object | any_array
-any_string: string
+value: any_string | any_number | any_boolean | any_null | any_object | any_array
 any_integer: %json {{"type": "integer"}}
 any_number: %json {{"type": "number"}}
 any_boolean: "true" | "false"
@@ -85,7 +84,7 @@ class CallGrammar:
     @property
     def text(self) -> str:
         """The rules, without `start`."""
-        common = [f"string: {self._quote} TEXT {self._quote}", r"TEXT: /(.|\n)*/"]
+        common = [f"any_string: {self._quote} TEXT {self._quote}", r"TEXT: /(.|\n)*/"]
         return "\n".join([*self._rules, *common]) + _FREE
 
     def _arguments(self, name: str, schema: Any, strict: bool) -> str:
@@ -97,8 +96,9 @@ class CallGrammar:
             return f"({self._value(_of_object(schema), 0)})"
         except SchemaError as error:
             if strict:
-                message = f"tools: {name}: {error} cannot be kept by the grammar of calls"
-                raise InvalidRequest(message, param="tools", code="unsupported_schema") from None
+                raise InvalidRequest(
+                    f"tools: {name}: {error} cannot be kept by the grammar of calls", "tools", "unsupported_schema"
+                ) from None
             del self._rules[kept:]
             self._bytes, self._referred = size, referred
             return "any_object"
@@ -185,7 +185,8 @@ class CallGrammar:
         raise SchemaError("an object or array in enum or const")
 
     def _typed(self, kind: str, schema: Schema, depth: int) -> str:
-        _only(schema, {"type"}.union(*(_KEYWORDS[str(name).lower()] for name in listed(schema.get("type", kind)))))
+        known = (_KEYWORDS[str(name).lower()] for name in listed(schema.get("type", kind)))
+        _only(schema, {"type", "" if self._strict else "uniqueItems"}.union(*known))
         match kind:
             case "object":
                 return self._object(schema, depth)
@@ -204,7 +205,7 @@ class CallGrammar:
         if self._patterns > _PATTERNS:
             raise GrammarTooLarge(f"more than {_PATTERNS} times the schema keyword 'pattern'")
         if not (kept := expressions(schema)):
-            return "string"
+            return "any_string"
         return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"
 
     def _array(self, schema: Schema, depth: int) -> str:

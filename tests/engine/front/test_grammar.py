@@ -208,7 +208,7 @@ def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[
 @pytest.mark.parametrize(
     ("part", "types"),
     [
-        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, ["array"]),
+        ({"type": "array", "items": {"type": "integer"}, "contains": {}}, ["array"]),
         ({"type": ["string", "null"], "pattern": "(?=a)b"}, ["string", "null"]),
         ({"type": "INTEGER", "minimum": 5, "exclusiveMinimum": True, "nullable": True}, ["integer", "null"]),
         ({"type": "number", "not": {"const": 3}}, ["number"]),
@@ -219,7 +219,7 @@ def test_what_cannot_be_kept_is_refused_or_left_free(walker: Walker, part: dict[
 def test_what_cannot_be_kept_keeps_its_types(
     walker: Walker, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], types: list[str]
 ) -> None:
-    """A set of integers is an array, though its elements are free; where types are not read, others come."""
+    """An array is one, though its elements are free; where types are not read, others come."""
     tools = {"f": {"type": "object", "properties": {"a": part}, "required": ["a"]}}
 
     def are_kept() -> bool:
@@ -230,6 +230,20 @@ def test_what_cannot_be_kept_keeps_its_types(
     assert are_kept()
     monkeypatch.setattr(call_grammar, "types_of", lambda _: [])
     assert not are_kept()
+
+
+def test_a_sets_elements_are_kept(walker: Walker) -> None:
+    """What is left free is how often one comes; of an array with another keyword that cannot be kept the elements are free."""
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2}
+
+    def elements(part: dict[str, Any]) -> list[Any]:
+        tools = {"f": {"type": "object", "properties": {"a": part}, "required": ["a"]}}
+        free = calls_answer(CallGrammar(walker.markers, tools), 1)
+        calls = [walker.answer(free, seed, tools_of({"f": {}})).calls[0] for seed in range(12)]
+        return [element for call in calls for element in json.loads(call.text)["a"]]
+
+    assert set(elements(numbers | {"uniqueItems": True})) <= set(range(10))
+    assert not all(isinstance(element, int) for element in elements(numbers | {"contains": {}}))
 
 
 def test_a_schema_by_many_references_is_written_once(walker: Walker) -> None:
