@@ -15,7 +15,7 @@ from tests.support.settings_reference import PATH, reference
 
 pytestmark = pytest.mark.pure
 
-FIELD = '    spare_pages: Annotated[int, Meta(ge=1, le=9, description="pages kept for later", extra=_SIZES)] = 3\n'
+FIELD = '    spare_pages: Annotated[int, _SizeMeta(ge=1, le=9, description="pages kept for later")] = 3\n'
 # engine.config from its source with one line more; then whatever argv asks of the code around it.
 PATCH = """
 import pathlib, sys, types
