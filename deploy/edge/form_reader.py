@@ -3,6 +3,7 @@
 import base64
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -53,9 +54,7 @@ def _fields(body: bytes) -> dict[str, bytes]:
 
 
 def _text(name: str, value: bytes) -> str:
-    if len(value) > _TEXT_BYTES:
-        raise invalid(name, f"more than {_TEXT_BYTES} bytes")
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        raise invalid(name, "it is not UTF-8") from None
+    with suppress(UnicodeDecodeError):
+        if len(value) <= _TEXT_BYTES:
+            return value.decode()
+    raise invalid(name, f"it is no text of at most {_TEXT_BYTES} bytes; a recording is the field file")

@@ -113,6 +113,14 @@ def test_what_is_no_form_is_refused(edge: Edge, body: bytes) -> None:
     assert edge.post(PATH, content=GOOD, headers=headers).json()["text"] == TEXT
 
 
+def test_a_recording_in_another_field_is_told_where_it_belongs(edge: Edge) -> None:
+    """The error names the field that came, and the one that it should be."""
+    for value in (b"\xff", b"m" * 70_000):
+        body = form_of(("model", b"nano"), ("audio", value))
+        error = edge.post(PATH, content=body, headers={"content-type": "multipart/form-data; boundary=x"}).json()["error"]
+        assert (error["param"], error["message"].endswith("a recording is the field file")) == ("audio", True)
+
+
 @pytest.mark.parametrize(
     "body", [b"\r\n" + GOOD, b"It has several parts.\r\n" + GOOD, re.sub(rb'name="(\w+)"', rb"name=\1", GOOD),
              GOOD.replace(b'filename="f"', b'filename="f; name=g"')]
