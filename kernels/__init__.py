@@ -11,7 +11,7 @@ kernel takes its tensors. Read `launch` first, then `activation` and `linear`.
     step        admissions (new sequences), slots (plans, decode rows), chunks (prefill rows)
     sampling    sample (formula and noise), sampling_batch (inputs), adjust, choose, candidates (small top_k), filters
     drafts      accept, clusters (a drafter's head)
-    ranks       allreduce (sums on a CPU and in symmetric memory), sequence_parallel (norms of own rows, for many prompt tokens);
+    ranks       allreduce (sums on a CPU), sequence_parallel (norms of own rows, for many prompt tokens);
                 inboxes are of fused_allreduce_norm and choose
     checks      selfcheck (each kernel against torch), inbox_check (over ranks), table_check (page tables of a step)
 """

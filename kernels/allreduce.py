@@ -4,7 +4,7 @@
     all_gather(x) = [x_0 | x_1 | ... | x_{n-1}]            along the last axis
 
 Elementwise in a fixed order, so a row's sum does not depend on which other rows travel with it. On CPU the slots lie in a mapped
-anonymous file (`MappedCollectives`), on GPU in torch's symmetric memory (`SymmetricReduce`, sums only).
+anonymous file (`MappedCollectives`); on GPUs torch's kernel does the same in symmetric memory (`engine.rank.parallel.CudaGroup`).
 
     mapped memory     flag 0 | flag 1 | ... (a 64-byte line each) | even: slot 0, slot 1, ... | odd: slot 0, slot 1, ...
 
@@ -82,7 +82,7 @@ class MappedCollectives:
         memory is everybody's."""
         return self.all_gather(x).unflatten(1, (self.size, -1))[self.rank :: self.size].transpose(0, 1).contiguous()
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> None:
+    def peer_memory(self, _size: int) -> None:
         """None: on a CPU every sum is a collective."""
 
     def _exchange(self, piece: Tensor) -> Tensor:
@@ -116,39 +116,6 @@ class MappedCollectives:
         for _ in range(2):
             self._lock.acquire()
             self._lock.release()
-
-
-def symmetric_memory(group: torch.distributed.ProcessGroup, size: int, device: torch.device) -> list[Tensor]:
-    """uint8 [size] of each rank of `group`, which all can write. Collective."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    own = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(own, group)
-    ranks = range(handle.world_size)
-    return [own if rank == handle.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
-
-
-class SymmetricReduce:
-    """One-shot sums over torch's symmetric memory, for messages of at most `max_bytes`; the process group is already up.
-
-    torch's kernel adds in rank order for 2, 4 and 8 ranks, in the message's own dtype. No multicast.
-    """
-
-    def __init__(self, group: torch.distributed.ProcessGroup, device: torch.device, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._group_name = group.group_name
-        self._buffer = symmetric_memory(group, max_bytes, device)[group.rank()]
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether `x` may be passed: small enough, and of whole 16-byte words."""
-        size = x.numel() * x.element_size()
-        return 0 < size <= self.max_bytes and size % 16 == 0
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, same shape and dtype, in new memory."""
-        buffer = self._buffer.view(x.dtype)[: x.numel()]
-        buffer.copy_(x.reshape(-1))
-        return torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name).view(x.shape)
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.models.layers import Shard
 from engine.rank.models.vision import encoder_of
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
-from engine.rank.parallel import Inboxes, Parallel, Single
+from engine.rank.parallel import Inboxes, Parallel, Single, make_inboxes
 from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.vision_geometry import VisionGeometry
@@ -99,7 +99,7 @@ def load_rank(
     drafter = _drafter(config, geometry, parallel, dtype, device, source)
     encoders = _encoders(config, source, dtype, device, progress=first)
     width = geometry.hidden * (2 if geometry.moe else 1)
-    inboxes = parallel.inboxes(inbox_rows(config, geometry), width, dtype, sequence_rows(config, geometry))
+    inboxes = make_inboxes(parallel, inbox_rows(config, geometry), width, dtype, sequence_rows(config, geometry))
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         with torch.inference_mode():

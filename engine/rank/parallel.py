@@ -2,16 +2,14 @@
 
     cpu    `MappedCollectives`: memory that the ranks inherit; sums and gathers of any size; no sockets, no torch.distributed
     cuda   `CudaGroup`: sums of few rows over symmetric memory, larger ones and gathers by NCCL; rendezvous in a file
-    any    `Distributed`: torch.distributed alone, gloo or NCCL: what the others are held to
 
 A group of one needs none of them. An all-reduce is also the barrier at boot: nobody leaves it before everybody came.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -20,7 +18,7 @@ from torch import Tensor, distributed
 
 from engine.channel import map_shared
 from engine.errors import ConfigError
-from kernels.allreduce import SLOT_BYTES, MappedCollectives, SymmetricReduce, symmetric_memory
+from kernels.allreduce import SLOT_BYTES, MappedCollectives
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.sequence_parallel import SequenceParallel
@@ -49,10 +47,9 @@ class Parallel(Protocol):
         r mod size = this rank."""
         ...
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> "Inboxes | None":
-        """Memory that the ranks write into each other's, for steps of up to `rows` rows and fused norms of up to `width` elements a
-        row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is none (one rank, or ranks
-        on a CPU). Every rank calls it once, at boot."""
+    def peer_memory(self, size: int) -> Sequence[Tensor] | None:
+        """uint8 [size] of each rank, which all can write; None where there is none (one rank, or ranks on a CPU). Every rank calls
+        it, at boot."""
         ...
 
 
@@ -65,13 +62,20 @@ class Inboxes:
     sequence: SequenceParallel | None = None
 
 
-def allocated_inboxes(
-    rank: int, rows: int, width: int, dtype: torch.dtype, prompt_rows: range, size: int, allocate: Callable[[int], Sequence[Tensor]]
-) -> Inboxes:
-    """Makes a rank's inboxes, of `size` ranks, as `Parallel.inboxes` says. allocate: bytes -> uint8 [bytes] of each rank."""
+def make_inboxes(
+    parallel: Parallel, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)
+) -> Inboxes | None:
+    """Makes a rank's inboxes in `Parallel.peer_memory`, for steps of up to `rows` rows and fused norms of up to `width` elements a
+    row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is no such memory.
+
+    Every rank must call it: they are empty on every rank before anybody can write.
+    """
+    rank, size = parallel.rank, parallel.size
     sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype) if prompt_rows else 0
     ends = list(accumulate((sequence_bytes, AllReduceInbox.bytes(size, rows, width, dtype), ArgmaxInbox.bytes(size, rows))))
-    memories = allocate(ends[-1])
+    memories = parallel.peer_memory(ends[-1])
+    if memories is None:
+        return None
     memory = memories[rank]
     pointers = torch.tensor([memory.data_ptr() for memory in memories], device=memory.device)
     own = memory[ends[0] : ends[1]], pointers + ends[0]
@@ -79,6 +83,9 @@ def allocated_inboxes(
     argmax = ArgmaxInbox(memory[ends[1] :], pointers + ends[1], rank, rows, allreduce.errors)
     shared = [memory[: ends[0]] for memory in memories]
     sequence = SequenceParallel(shared, rank, prompt_rows, width, dtype, allreduce.errors) if prompt_rows else None
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)
+        distributed.barrier()
     return Inboxes(allreduce, argmax, sequence)
 
 
@@ -101,8 +108,8 @@ class Single:
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x[None]
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> None:
-        """Makes none: there are no other ranks."""
+    def peer_memory(self, _size: int) -> None:
+        """None: there are no other ranks."""
 
 
 class FirstOfGroup:
@@ -122,37 +129,40 @@ class FirstOfGroup:
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> Inboxes | None:
-        """Make inboxes as `Parallel.inboxes`, of no memory."""
-        if self.size == 1:
-            return None
-        memory = partial(torch.empty, dtype=torch.uint8, device="meta")
-        return allocated_inboxes(0, rows, width, dtype, prompt_rows, self.size, lambda size: [memory(size)] * self.size)
+    def peer_memory(self, size: int) -> Sequence[Tensor] | None:
+        """As `Parallel.peer_memory`, of nothing."""
+        return [torch.empty(size, dtype=torch.uint8, device="meta")] * self.size if self.size > 1 else None
 
 
-class Distributed:
-    """torch.distributed's default group. Its sums are equal on all ranks, but not in rank order, and not row by row alike."""
+class CudaGroup:
+    """NCCL, and symmetric memory where a sum's message fits it: torch's kernel adds in rank order for 2, 4 and 8 ranks, in the
+    message's own dtype. NCCL's sums are equal on all ranks, but not in rank order, and not row by row alike."""
 
-    def __init__(
-        self, backend: str, rank: int, size: int, store: str, timeout_s: float, device: torch.device | None = None
-    ) -> None:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")  # the ranks share a node: nothing of theirs belongs on a network
+    def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
+        self.rank, self.size, self._device = rank, size, torch.device("cuda", rank)
+        torch.cuda.set_device(self._device)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks share a node: nothing of theirs belongs on a network
         distributed.init_process_group(
-            backend,
+            "nccl",
             store=distributed.FileStore(store, size),  # type: ignore[attr-defined]  # torch forgets to export it
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device,
+            device_id=self._device,
         )
-        self.rank = rank
-        self.size = size
+        world = distributed.group.WORLD
+        assert world is not None
+        self._group = world.group_name
+        self._small = self.peer_memory(SYMMETRIC_BYTES)[rank]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        distributed.all_reduce(x)
-        return x
+        if x.nbytes > SYMMETRIC_BYTES or x.nbytes % 16 or not x.nbytes:
+            x = x.contiguous()
+            distributed.all_reduce(x)
+            return x
+        buffer = self._small.view(x.dtype)[: x.numel()]
+        buffer.copy_(x.reshape(-1))
+        return torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group).view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
@@ -165,32 +175,12 @@ class Distributed:
         distributed.all_to_all_single(received, sent)
         return received
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> "Inboxes | None":  # noqa: ARG002
-        """Makes none, of any size."""
-        return None
+    def peer_memory(self, size: int) -> list[Tensor]:
+        from torch.distributed import _symmetric_memory as symmetric
 
-
-class CudaGroup(Distributed):
-    """NCCL, and symmetric memory where a sum's message fits it."""
-
-    def __init__(self, rank: int, size: int, store: str, timeout_s: float) -> None:
-        self._device = torch.device("cuda", rank)
-        torch.cuda.set_device(self._device)
-        super().__init__("nccl", rank, size, store, timeout_s, self._device)
-        world = distributed.group.WORLD
-        assert world is not None
-        self._world, self._small = world, SymmetricReduce(world, self._device, SYMMETRIC_BYTES)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._small.all_reduce(x) if self._small.fits(x) else super().all_reduce(x)
-
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> Inboxes:
-        """As `Parallel.inboxes`: symmetric memory, empty on every rank before anybody can write."""
-        allocate = partial(symmetric_memory, self._world, device=self._device)
-        inboxes = allocated_inboxes(self.rank, rows, width, dtype, prompt_rows, self.size, allocate)
-        torch.cuda.synchronize(self._device)
-        distributed.barrier()
-        return inboxes
+        own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
+        handle = symmetric.rendezvous(own, self._group)
+        return [own if rank == self.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
 
 
 def connect(rank: int, size: int, device: torch.device, reduce: int, store: str, timeout_s: float) -> Parallel:

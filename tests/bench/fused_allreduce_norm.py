@@ -14,7 +14,7 @@ import random
 import torch
 from torch import Tensor
 
-from engine.rank.parallel import SHARDED_ROWS, Inboxes, Parallel
+from engine.rank.parallel import SHARDED_ROWS, Inboxes, Parallel, make_inboxes
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from tests.bench.gpu_ranks import milliseconds, run_on_gpus
 
@@ -63,7 +63,7 @@ def expected(parallel: Parallel, parts: list[Tensor], norms: Norms, scalar: Tens
 def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """One rank."""
     rank = parallel.rank
-    inboxes = parallel.inboxes(max(args.rows), args.width, torch.bfloat16)
+    inboxes = make_inboxes(parallel, max(args.rows), args.width, torch.bfloat16)
     assert inboxes is not None
     rng = random.Random(rank)
     generator = torch.Generator(device).manual_seed(99)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.rank.models.allreduce_norm import AllReduceNorm, whole
 from engine.rank.models.weight import Weight
-from engine.rank.parallel import Parallel
+from engine.rank.parallel import Parallel, make_inboxes
 from engine.weight_formats import PLAIN
 from kernels.norm import rms_norm
 from kernels.sequence_parallel import SequenceParallel
@@ -101,7 +101,7 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """One rank."""
     rank = parallel.rank
-    inboxes = parallel.inboxes(8, args.hidden, torch.bfloat16, range(max(args.rows) + 1))
+    inboxes = make_inboxes(parallel, 8, args.hidden, torch.bfloat16, range(max(args.rows) + 1))
     assert inboxes is not None
     sequence = inboxes.sequence
     assert sequence is not None

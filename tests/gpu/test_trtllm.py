@@ -255,6 +255,7 @@ def shard_runner(rank: BareRank, backend: str) -> Runner:
     """Another runner over the weights and pages of `rank`, of one captured bucket."""
     config = msgspec.structs.replace(rank.config, attention_decode=backend)
     dtype = rank.cache.groups[0].pool.dtype
+    assert isinstance(rank.parallel, Loopback)
     inboxes = rank.parallel.inboxes(buckets(config.max_seqs)[-1], rank.geometry.hidden, dtype)
     made = Runner(rank.model, rank.cache, config, rank.geometry, inboxes)
     if made.capturable:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.geometry import KVGroup
+from engine.memory import inbox_rows
 from engine.plan import StepPlan, single_rows
 from engine.rank.builder import Rank
 from engine.rank.builder import build as build_runner
@@ -15,6 +16,7 @@ from engine.rank.models.gemma4 import Attention
 from engine.rank.models.layers import Experts, VocabTable
 from engine.rank.runner import Runner
 from engine.rank.synthetic_plans import admission_plan
+from tests.bench.profiling.loopback import Loopback
 from tests.support.launches import compilations
 
 READ_RATE = 4.56e12  # bytes a second, the best seen on an H200
@@ -76,6 +78,9 @@ def build(
     report   hears how long that took
     batches  of which steps are captured; None: all up to max_seqs
     """
+    if isinstance(rank.parallel, Loopback):
+        rows, width = inbox_rows(rank.config, rank.geometry), rank.geometry.hidden * (2 if rank.geometry.moe else 1)
+        rank = replace(rank, inboxes=rank.parallel.inboxes(rows, width, rank.model.dtype))
     runner = build_runner(rank, pages)
     for cache in runner.slots.cache:
         for layer in cache.pool:

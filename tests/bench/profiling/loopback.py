@@ -24,7 +24,10 @@ class Loopback(FirstOfGroup):
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x[:: self.size].expand(self.size, -1, -1).contiguous()
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> Inboxes | None:
+    def peer_memory(self, _size: int) -> None:
+        """None: what it has is `inboxes`'s."""
+
+    def inboxes(self, rows: int, width: int, dtype: torch.dtype) -> Inboxes | None:
         """What goes to peer q arrives in this rank's own inbox, as q's. Fused norms are never sharded: their owner would wait."""
         if self._device.type != "cuda":
             return None

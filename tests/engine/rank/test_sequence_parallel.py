@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from unittest.mock import MagicMock
 
 import msgspec
@@ -28,7 +30,7 @@ from engine.rank.load.loader import load
 from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import Inboxes, Parallel, allocated_inboxes, check_own_rows
+from engine.rank.parallel import Inboxes, Parallel, check_own_rows, make_inboxes
 from engine.rank.stages.forward_stage import ForwardStage
 from kernels.allreduce import MappedCollectives, shared_bytes
 from kernels.fused_allreduce_norm import AllReduceInbox
@@ -231,7 +233,9 @@ def test_inboxes_are_aligned(size: int, monkeypatch: pytest.MonkeyPatch) -> None
 
     def misaligned() -> int:
         memory = torch.zeros(64 << 20, dtype=torch.uint8)
-        made = allocated_inboxes(0, 100, 5376, torch.bfloat16, range(1536, 1637), size, lambda length: [memory[:length]] * size)
+        group = SimpleNamespace(rank=0, size=size, peer_memory=lambda length: [memory[:length]] * size)
+        made = make_inboxes(cast("Parallel", group), 100, 5376, torch.bfloat16, range(1536, 1637))
+        assert made is not None
         assert made.sequence is not None
         shared = made.sequence._x[0], made.sequence._parts[0]
         return sum((memory.data_ptr() - tensor.data_ptr()) % 16 for tensor in (made.allreduce.inbox, made.argmax.inbox, *shared))

@@ -16,7 +16,7 @@ from engine.rank.models.assistant_geometry import read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import Gemma4, frequencies_of
 from engine.rank.models.gemma4_weights import TENSORS
-from engine.rank.parallel import FirstOfGroup
+from engine.rank.parallel import FirstOfGroup, make_inboxes
 from engine.rank.sampler import Sampler
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
@@ -52,7 +52,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     allocate(model, TENSORS)
     caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
     cache = KVCache(caches)
-    shared = FirstOfGroup(TP).inboxes(256, shape.hidden * (2 if shape.moe else 1), torch.bfloat16)
+    shared = make_inboxes(FirstOfGroup(TP), 256, shape.hidden * (2 if shape.moe else 1), torch.bfloat16)
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )
@@ -99,7 +99,7 @@ def sampling(shape: Geometry, drafts: int) -> SampleStage:
     cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
     slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, drafts)
     sampler = Sampler(model.parallel, shape.vocab, shape.softcap, (), META)
-    inboxes = FirstOfGroup(TP).inboxes(256, shape.hidden, model.dtype)
+    inboxes = make_inboxes(FirstOfGroup(TP), 256, shape.hidden, model.dtype)
     return SampleStage(model, sampler, slots, inboxes, shape.vocab // TP)
 
 

@@ -33,7 +33,7 @@ class ThreadParallel:
     def exchange_rows(self, x: Tensor) -> Tensor:
         return torch.stack([part[self.rank :: self.size] for part in self._exchange(x)])
 
-    def inboxes(self, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> None:
+    def peer_memory(self, _size: int) -> None:
         """None."""
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
