@@ -14,19 +14,17 @@ from triton.language import constexpr
 from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
 
 
-def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor | None = None, pad: int = 0) -> Tensor:
+def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor, pad: int) -> Tensor:
     """ids int [T], table [rows, n]: rows first .. first + rows - 1 of the vocabulary -> [T, n] in the table's dtype.
 
     placeholders int32 [m]: ids that stand for images, video or audio, and embed as `pad` where they occur in text.
     """
     if not enabled(ids):
-        if placeholders is not None:
-            ids = torch.where(torch.isin(ids, placeholders), pad, ids)
-        local = ids - first
+        local = torch.where(torch.isin(ids, placeholders), pad, ids) - first
         mine = (local >= 0) & (local < table.shape[0])
         return table[local.clamp(0, table.shape[0] - 1)].masked_fill(~mine[:, None], 0.0)
     out = table.new_empty(ids.shape[0], table.shape[1])
-    count = 0 if placeholders is None else placeholders.shape[0]
+    count = len(placeholders)
     block = min(2048, next_power_of_2(table.shape[1]))
     launch(
         _embed, (ids.shape[0], cdiv(table.shape[1], block)),

@@ -38,7 +38,7 @@ BUFFERS = 5
 WAIT_S = 10.0  # for a peer's part, until `AllReduceInbox.wait_at_most` says otherwise
 EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-_ONE_SHOT = (True, True)  # stages: send this rank's part, receive all parts
+_ONE_SHOT: tuple[bool, ...] = (True, True)  # stages: send this rank's part, receive all parts
 _SHARDED = (True, True, True)  # stages: send parts to their rows' owners, norm own rows and send x, receive x
 _EMPTY_WORD = {torch.bfloat16: -0x7FFF8000, torch.float32: -(1 << 31)}  # an inbox is read and emptied by words of 32 bits
 
@@ -133,25 +133,24 @@ def fused_allreduce_norm(
     Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
     `keep_full_residual`.
     """
+    buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
         assert residual is not None, "the first fused norm's part is an embedding"
         assert peers is not None, "only an inbox can hold a part"
-        h = torch.empty_like(residual)
-        x = None if norms.next_norm is None else torch.empty_like(residual)
-        _launch(residual, residual, norms, eps, scalar, scale, peers, h, x, part.buffer, (False, True))
-        return h, x
-    rows, width = part.shape[-2:]
-    n = width // 2 if norms.halves else width
-    if not enabled(part):
+        buffer, stages = part.buffer, (False, True)
+        part = residual  # not read: what its product has sent is
+    elif not enabled(part):
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
         return _reference(part, residual, norms, eps, scalar, scale)
-    h = part.new_empty(rows, n) if residual is None else residual.new_empty(rows, n)
+    elif peers is not None:
+        buffer = peers.next_buffer()
+        if not (keep_full_residual or part.shape[-2] < peers.sharded_rows or norms.next_norm is None or norms.halves):
+            stages = _SHARDED
+    h = torch.empty_like(part if residual is None else residual)
     x = None if norms.next_norm is None else torch.empty_like(h)
-    sharded = peers is not None and not keep_full_residual and rows >= peers.sharded_rows and x is not None and norms.halves is None
-    buffer = 0 if peers is None else peers.next_buffer()
-    _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, _SHARDED if sharded else _ONE_SHOT)
+    _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, stages)
     return h, x
 
 

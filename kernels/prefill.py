@@ -10,7 +10,6 @@ Scale 1.0, no cap. Query head h reads KV head h // (heads / kv_heads). Scores, s
 the chunk sees are not touched: what lies there, NaN included, changes nothing.
 """
 
-from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -54,13 +53,13 @@ def extend_attention(
     last_seen int32 [T]: the last position that each row sees, its own or one behind it in the same chunk; None: its own
     """
     if not enabled(q):
-        for slot, row, position, count in _joined_tiles(tiles.tolist()):
+        for slot, row, position, count in tiles.tolist():
             rows = slice(row, row + count)
             if position < 0:
                 out[rows] = 0
-                continue
-            seen = None if last_seen is None else last_seen[rows]
-            out[rows] = paged_prefill(q[rows], pool, table[slot], position, window, seen)
+            elif count:
+                seen = None if last_seen is None else last_seen[rows]
+                out[rows] = paged_prefill(q[rows], pool, table[slot], position, window, seen)
         return
     check_contiguous(q, pool, table, tiles, out)
     kv_heads, page, d = pool.shape[2:]
@@ -89,18 +88,6 @@ def paged_prefill(
         read = pages[None, int(first) : int(seen[:, part].max()) // page + 1]
         out[part] = attention(q[None, part], pool, read, first, positions[:, part], window, seen[:, part])[0]
     return out
-
-
-def _joined_tiles(tiles: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Tiles that continue one another, put together again."""
-    chunks: list[list[int]] = []
-    for slot, row, position, count in sorted((tile for tile in tiles if tile[3]), key=lambda tile: tile[1]):
-        last = chunks[-1] if chunks else [-1, 0, 0, 0]
-        if (slot, row, position) == (last[0], last[1] + last[3], last[2] + last[3]):
-            last[3] += count
-        else:
-            chunks.append([slot, row, position, count])
-    return chunks
 
 
 @cache

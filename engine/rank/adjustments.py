@@ -6,7 +6,7 @@ of its tokens. From then on the device counts what is generated (`kernels.adjust
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain
+from itertools import accumulate, chain, cycle
 
 import numpy as np
 import torch
@@ -34,9 +34,9 @@ class Adjustments:
         pinned = device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if pinned else None
         shapes = [(slots * width, len(self._words)), (slots, 2)]
-        self._staging = [
-            [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in shapes] for _ in range(DEPTH + 1)
-        ]
+        self._staging = cycle(
+            [[torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in shapes] for _ in range(DEPTH + 1)]
+        )
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -97,8 +97,7 @@ class Adjustments:
         if not len(slots):
             return
         assert len(owners) == 1 + np.count_nonzero(np.diff(slots)), slots
-        self._staging.append(self._staging.pop(0))
-        rows, mask_rows = self._staging[-1]
+        rows, mask_rows = next(self._staging)
         rows, mine = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
         rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow
         table = mask_rows.numpy()

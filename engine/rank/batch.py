@@ -1,6 +1,6 @@
 """What one step computes, as the model sees it: flat token rows, prefill chunks first, then decode rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend_entry import RowKind
-from engine.geometry import Rope
+from engine.geometry import Layer, Rope
 from engine.rank.kv import KVCache
 from engine.rank.upload import uploaded
+from kernels.qkv import inverse_frequencies
 from kernels.slots import rotary_table
 
 RopeKey = tuple[Rope, int]  # a rotary embedding and its head size
@@ -119,6 +120,12 @@ class ForwardBatch:
         return rows, self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()}
 
 
+def frequencies_of(layers: Iterable[Layer], device: torch.device) -> dict[RopeKey, Tensor]:
+    """Returns fp32 [pairs] of each rotary embedding of the layers."""
+    keys = dict.fromkeys((layer.rope, layer.head_dim) for layer in layers)
+    return {(rope, d): inverse_frequencies(rope.theta, rope.pairs, d, rope.factor).to(device) for rope, d in keys}
+
+
 def eager_batch(
     cache: KVCache,
     frequencies: Mapping[RopeKey, Tensor],
@@ -126,17 +133,16 @@ def eager_batch(
     slots: Tensor,
     positions: Tensor,
     chunks: tuple[Chunk, ...],
-    logit_rows: Tensor | None = None,
 ) -> ForwardBatch:
     """Make a batch in memory of its own, from ids, slots and positions int [T] on the cache's device; rows after the chunks
     decode."""
     ids, slots, positions = ids.int(), slots.int(), positions.int()
     first = chunk_rows(chunks)
-    pages = cache.gather(slots[first:], positions[first:])
+    pages = cache.gather(slots[first:], positions[first:], cache.page_rows(len(ids) - first))
     rope = {}
     for key, frequency in frequencies.items():
         rope[key] = torch.empty((len(ids), 2 * len(frequency)), dtype=torch.float32, device=ids.device)
         rotary_table(positions, frequency, rope[key])
     rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
     chunk_list = uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), ids.device)
-    return ForwardBatch(ids, positions, slots, rope, pages, logit_rows, chunks, prompts=first, chunk_list=chunk_list)
+    return ForwardBatch(ids, positions, slots, rope, pages, chunks=chunks, prompts=first, chunk_list=chunk_list)

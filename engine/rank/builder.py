@@ -30,7 +30,7 @@ from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.models.layers import Shard
 from engine.rank.models.vision import encoder_of
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
-from engine.rank.parallel import Inboxes, Parallel, Single, make_inboxes
+from engine.rank.parallel import Inboxes, Parallel, make_inboxes
 from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.vision_geometry import VisionGeometry
@@ -96,8 +96,7 @@ def load_rank(
     model = architecture.build(geometry, parallel, dtype, device)
     reading = partial(load, model, architecture.tensors, folder, progress=first, weights=weights)
     _fill(model, architecture.tensors, source, reading, weights)
-    drafter = _drafter(config, geometry, parallel, dtype, device, source)
-    encoders = _encoders(config, source, dtype, device, progress=first)
+    drafter, encoders = _drafter(config, model, source), _encoders(config, model, source)
     width = geometry.hidden * (2 if geometry.moe else 1)
     inboxes = make_inboxes(parallel, inbox_rows(config, geometry), width, dtype, sequence_rows(config, geometry))
     if new_gpu and inboxes is not None:
@@ -107,24 +106,20 @@ def load_rank(
     return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks), drafter, encoders)
 
 
-def _drafter(
-    config: EngineConfig, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device, source: str
-) -> Assistant | None:
+def _drafter(config: EngineConfig, model: Model, source: str) -> Assistant | None:
     """Load the model's assistant, if drafts are asked for, filled as the model is."""
     if config.widest == 1:
         return None
     folder = Path(str(config.mtp.model))
-    shape = read_assistant(folder, geometry)
-    check_shards(shape, geometry, parallel.size)
-    drafter = Assistant(shape, parallel, dtype, device)
-    _fill(drafter, ASSISTANT_TENSORS, source, partial(load_assistant, drafter, folder, progress=parallel.rank == 0))
+    shape = read_assistant(folder, model.geometry)
+    check_shards(shape, model.geometry, model.parallel.size)
+    drafter = Assistant(shape, model.parallel, model.dtype, model.device)
+    _fill(drafter, ASSISTANT_TENSORS, source, partial(load_assistant, drafter, folder, progress=model.parallel.rank == 0))
     return drafter
 
 
-def _encoders(
-    config: EngineConfig, source: str, dtype: torch.dtype, device: torch.device, *, progress: bool
-) -> dict[MediaKind, MediaEncoder]:
-    """Load what the checkpoint has for media, whole on every rank; source: what fills it."""
+def _encoders(config: EngineConfig, model: Model, source: str) -> dict[MediaKind, MediaEncoder]:
+    """Load what the model's checkpoint has for media, whole on every rank; source: what fills it."""
     folder = Path(config.model)
     made: dict[MediaGeometry, MediaEncoder] = {}
     shapes = read_media(folder, language_model_only=config.language_model_only)
@@ -132,8 +127,8 @@ def _encoders(
         if shape in made:
             continue
         build, tensors = _ENCODERS[type(shape)]
-        encoder = made[shape] = build(shape, Single(), dtype, device)
-        _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder, progress))
+        encoder = made[shape] = build(shape, model.dtype, model.device)
+        _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder, progress=model.parallel.rank == 0))
     return {kind: made[shape] for kind, shape in shapes.items()}
 
 

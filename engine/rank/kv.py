@@ -47,11 +47,6 @@ class GroupCache:
         """Returns the view [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""
         return self._layers[layer_index]
 
-    def gather(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-        """Gather the page ids that rows (slot, position), int32 each, read -> out int32 [sequences, read_width]
-        (`gather_pages`)."""
-        gather_pages(self.table, slots, positions, self.group.page, self.group.window, out)
-
 
 class KVCache:
     """All groups of a rank, found by layer."""
@@ -67,10 +62,13 @@ class KVCache:
         """Returns the group that holds what `layer` reads: its own K and V, or its producer's."""
         return self._of[layer.kv_source]
 
-    def gather(self, slots: Tensor, positions: Tensor, width: int = 1) -> tuple[Tensor, ...]:
-        """Gather as `GroupCache.gather` for `width` rows of each sequence, of each group in new memory."""
-        count, device = len(slots) // width, slots.device
-        pages = tuple(torch.zeros((count, group.read_width), dtype=torch.int32, device=device) for group in self.groups)
-        for group, page_ids in zip(self.groups, pages, strict=True):
-            group.gather(slots, positions, page_ids)
+    def page_rows(self, sequences: int) -> tuple[Tensor, ...]:
+        """Allocate int32 [sequences, read_width] of each group."""
+        return tuple(torch.zeros((sequences, cache.read_width), dtype=torch.int32, device=cache.table.device) for cache in self)
+
+    def gather(self, slots: Tensor, positions: Tensor, pages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gather the page ids that rows (slot, position), int32 each, read -> `pages`, `page_rows` of their sequences
+        (`gather_pages`), which it returns."""
+        for cache, page_ids in zip(self, pages, strict=True):
+            gather_pages(cache.table, slots, positions, cache.group.page, cache.group.window, page_ids)
         return pages

@@ -112,13 +112,12 @@ class Single:
         """None: there are no other ranks."""
 
 
+@dataclass
 class FirstOfGroup:
     """Rank 0 of a group whose other ranks do not exist, on the meta device."""
 
+    size: int
     rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

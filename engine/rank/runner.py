@@ -88,10 +88,10 @@ class Runner:
         cache: KVCache,
         config: EngineConfig,
         geometry: Geometry,
-        inboxes: Inboxes | None = None,
-        failed_checks: FailedChecks = (),
-        drafter: Assistant | None = None,
-        encoders: Mapping[MediaKind, MediaEncoder] | None = None,
+        inboxes: Inboxes | None,
+        failed_checks: FailedChecks,
+        drafter: Assistant | None,
+        encoders: Mapping[MediaKind, MediaEncoder],
     ) -> None:
         device = self._device = next(iter(cache)).table.device
         on_gpu = config.device == "cuda"  # or, on the meta device, as if
@@ -132,8 +132,8 @@ class Runner:
 
     @property
     def state_hash(self) -> int:
-        """The state hash after the last finished step (`StateHash`)."""
-        return self.report_stage.state.value
+        """The state hash after the last finished step (`Launched.fold`)."""
+        return self.report_stage.state_hash
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[int] | None = None) -> None:
@@ -313,7 +313,6 @@ class Runner:
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
         """Start the sampling of a step, with `masks` if it has masked rows, and the copy of its outputs."""
         plan, final = step.plan, step.final
-        self.report_stage.state.launched(plan.step, step.data, masks)
         if plan.masked:
             self._set_masks(plan.step, masks)
         width = 1 if final.batch is None else final.batch.width
@@ -341,7 +340,7 @@ class Runner:
             sampled = self.sample_stage.with_prompts(sampled, final.prompts)
         if self.report_stage.debug_hash:
             self.slots.check_tables()
-        launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start)
+        launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start, (step.data, masks))
         self._encode(plan, step.media)
         return launched
 

@@ -74,12 +74,17 @@ class Sampler:
         """
         reported = _index(special.reported, logits.device)
         raw = logits[reported] if len(reported) else None
+        first, parts = self._parallel.rank * logits.shape[1], parts_of(logits.shape[1], len(logits), self._processors)
         if batch.adjustments is not None:
-            batch = adjust(logits, batch, self._first(logits), self._parts(logits))
-        chosen = self._argmax(logits, batch, inbox)
+            batch = adjust(logits, batch, first, parts)
+        best = local_best(logits, batch, first, parts)
+        if inbox is None:
+            best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
+        chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
+        choose_best(best, batch, chosen, inbox)
         if special.small_top_k:
-            best = candidates(logits, block_peaks(logits, batch), batch, self._first(logits))
-            choose_candidates(self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, 2), batch, chosen)
+            few = candidates(logits, block_peaks(logits, batch), batch, first)
+            choose_candidates(self._parallel.all_gather(few.flatten(1)).view(len(logits), -1, 2), batch, chosen)
         for rows in self._pieces(_index(special.filtered, logits.device), logits):
             self._filter(logits, batch, chosen, rows)
         if raw is None:
@@ -92,12 +97,13 @@ class Sampler:
         """Compute the logprobs of `ids`. logits fp32 [R, vocab share], -inf behind the vocabulary's end, ids int64 [R] -> int32 [R,
         2 + 2 alternatives], as `engine.protocol.PromptLogprobs` has them, of `ids`. The host waits for nothing."""
         rows, share = logits.shape
-        mine = ids - self._first(logits)
+        first = self._parallel.rank * share
+        mine = ids - first
         here = (mine >= 0) & (mine < share)
         capped = cap(logits, self._softcap).masked_fill_(logits.isneginf(), -torch.inf)
         own = capped.gather(1, mine.clamp(0, share - 1)[:, None]).masked_fill(~here[:, None], -torch.inf)
         best = capped.topk(alternatives, dim=-1)
-        best_ids = (best.indices + self._first(logits)).float()  # an id is exact below 2^24
+        best_ids = (best.indices + first).float()  # an id is exact below 2^24
         parts = torch.cat([capped.logsumexp(-1, keepdim=True), own, best.values, best_ids], dim=1)
         parts = self._parallel.all_gather(parts).view(rows, self._parallel.size, -1)
         total, chosen = parts[:, :, 0].logsumexp(-1, keepdim=True), parts[:, :, 1].amax(-1, keepdim=True)
@@ -106,15 +112,6 @@ class Sampler:
         top = parts[:, :, 2 + alternatives :].flatten(1).gather(1, order)
         numbers = [(chosen - total).view(torch.int32), ahead.int(), top.int(), (values - total).view(torch.int32)]
         return torch.cat(numbers, dim=1)
-
-    def _argmax(self, logits: Tensor, batch: SamplingBatch, inbox: ArgmaxInbox | None) -> Tensor:
-        """Returns int32 [R, 2], the best of all ranks. Overwrites logits of forbidden ids."""
-        best = local_best(logits, batch, self._first(logits), self._parts(logits))
-        if inbox is None:
-            best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
-        chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
-        choose_best(best, batch, chosen, inbox)
-        return chosen
 
     def _filter(self, logits: Tensor, batch: SamplingBatch, chosen: Tensor, rows: Tensor) -> None:
         """Sample `rows` int64 [n] from their whole logits, into `chosen` and the token table."""
@@ -131,13 +128,6 @@ class Sampler:
     def _pieces(self, rows: Tensor, logits: Tensor) -> Sequence[Tensor]:
         """Cut rows int64 [n] into pieces of PIECE_LOGITS logits each."""
         return rows.split(max(1, PIECE_LOGITS // logits.shape[1])) if len(rows) else ()
-
-    def _first(self, logits: Tensor) -> int:
-        """Returns the first id of this rank's slice."""
-        return self._parallel.rank * logits.shape[1]
-
-    def _parts(self, logits: Tensor) -> int:
-        return parts_of(logits.shape[1], len(logits), self._processors)
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ Chunk rows lie before the decode rows in the same buffers.
 import bisect
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -59,9 +60,7 @@ class StepBuffers:
         self._slots, self._frequencies, self.sizes = slots, frequencies, sizes
         rows = prefill + self._most * widest
         self.ids, self.positions, self.slots = torch.zeros((3, rows), dtype=torch.int32, device=device).unbind()
-        self._pages = tuple(
-            torch.zeros((self._most, cache.read_width), dtype=torch.int32, device=device) for cache in slots.cache
-        )
+        self._pages = slots.cache.page_rows(self._most)
         self._rope = {
             key: torch.zeros((rows, 2 * len(frequency)), dtype=torch.float32, device=device)
             for key, frequency in frequencies.items()
@@ -72,8 +71,7 @@ class StepBuffers:
         capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
-        self._turn = 0
+        self._staging = cycle([torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)])
 
     def bucket(self, decodes: int) -> int:
         """Returns the rows that `decodes` decode rows are padded to."""
@@ -84,8 +82,7 @@ class StepBuffers:
         size = len(plan.fixed)
         if size > len(self.plan):
             return torch.from_numpy(_unique_appends(plan)).to(self.plan.device)
-        self._turn = (self._turn + 1) % len(self._staging)
-        staging = self._staging[self._turn][:size]
+        staging = next(self._staging)[:size]
         staging.numpy()[:] = _unique_appends(plan) if plan.admissions else plan.fixed
         self.plan[:size].copy_(staging, non_blocking=True)
         return self.plan
@@ -131,10 +128,7 @@ class StepBuffers:
 
     def _gathered(self, slots: Tensor, positions: Tensor, sequences: int) -> tuple[Tensor, ...]:
         """Gather the page ids that each of the rows' sequences reads, of each KV group."""
-        pages = tuple(page_ids[:sequences] for page_ids in self._pages)
-        for cache, page_ids in zip(self._slots.cache, pages, strict=True):
-            cache.gather(slots, positions, page_ids)
-        return pages
+        return self._slots.cache.gather(slots, positions, tuple(page_ids[:sequences] for page_ids in self._pages))
 
     def _rotary(self, positions: Tensor) -> dict[RopeKey, Tensor]:
         """Make cos and sin of the positions of a batch's rows, int32 [T], for each rotary embedding."""

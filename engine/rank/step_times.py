@@ -99,7 +99,7 @@ class _Probe:
         slots.lengths.zero_()
         if self._runner.pages is not None:
             self._runner.pages.clear()
-        self._runner.report_stage.state.value = 0
+        self._runner.report_stage.state_hash = 0
 
     def _decoding(self, rows: int, context: int) -> StepPlan:
         """Make a plan that admits sequences to the first slots, with pages for all rows that are timed."""

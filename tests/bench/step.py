@@ -102,7 +102,7 @@ def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) 
     report.debug_hash = True
     runs = []
     for runner.graphs in (graphs, None):
-        report.state.value = 0
+        report.state_hash = 0
         plans = [encode_plan(bench.admission(rows, args.context, args.steps, 1))]
         plans += [encode_plan(StepPlan(at, rows=single_rows(range(rows)))) for at in range(2, 10)]
         results, _ = bench.run(plans)

@@ -29,7 +29,7 @@ def test_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch, fault: bool) -> No
     device = torch.device("cuda")
     model = encoder(SHAPES["e2b"], torch.bfloat16, device)
     shown = [Prompt([]).picture(picture, 9).media[0] for picture in pictures((4, 5), (4, 5), (4, 5))]
-    stage = EncodeStage({"image": model}, device, Single())
+    stage = EncodeStage({"image": model}, device, Single(), 0)
     stage.warm(graphs=True)
     alone = [model([picture.to(device)]) for picture in pictures((4, 5), (4, 5), (4, 5))]
     assert [(rows + 1).cpu().isfinite().all() for rows in alone]  # a kernel's first launch waits for all that run

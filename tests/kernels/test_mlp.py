@@ -36,7 +36,7 @@ def test_embed() -> None:
     """The sum over shards is the whole table's lookup bit for bit, ids at both ends of a shard included; each id has one owner."""
     table = torch.randn(64, 12).bfloat16()
     ids = torch.tensor([0, 15, 16, 17, 31, 32, 63, 63, 5])
-    parts = [embed(ids, shard, 16 * rank) for rank, shard in enumerate(table.chunk(4))]
+    parts = [embed(ids, shard, 16 * rank, torch.zeros(0, dtype=torch.int32), 0) for rank, shard in enumerate(table.chunk(4))]
     assert torch.equal(torch.stack(parts).sum(0), table[ids])
     assert torch.stack([part.any(-1) for part in parts]).sum(0).tolist() == [1] * len(ids)
     assert not torch.equal(torch.stack(parts[:3]).sum(0), table[ids])

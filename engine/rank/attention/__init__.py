@@ -36,15 +36,16 @@ class AttentionConfig:
         return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
 
 
+@dataclass(frozen=True)
 class SpanExtend:
     """Chunks by `usual`; those of a step in which tokens see each other both ways by `own`, which alone masks them so."""
 
-    def __init__(self, usual: AttentionPart, own: AttentionPart) -> None:
-        self._usual, self._own = usual, own
+    usual: AttentionPart
+    own: AttentionPart
 
     def prepare(self, block: RowBlock) -> tuple[AttentionPart, Any]:
         """Choose the part; returns it, and what it prepared."""
-        part = self._own if block.has_spans else self._usual
+        part = self.own if block.has_spans else self.usual
         return part, part.prepare(block)
 
     def attend(

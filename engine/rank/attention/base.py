@@ -80,16 +80,16 @@ def normed_queries(
     return q, pool
 
 
+@dataclass(frozen=True)
 class AttentionBackend:
     """Sends each block of a step's rows to the part for its kind of rows and KV group. parts: by kind, in the groups' order."""
 
-    def __init__(self, parts: Mapping[RowKind, Sequence[AttentionPart]]) -> None:
-        self._parts = parts
+    parts: Mapping[RowKind, Sequence[AttentionPart]]
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
         """Make what `attend` needs, once a step. Of decode rows alone it asks the host nothing, so that a graph can hold the
         step."""
-        return tuple(tuple(part.prepare(block) for part in self._parts[block.kind]) for block in batch.blocks)
+        return tuple(tuple(part.prepare(block) for part in self.parts[block.kind]) for block in batch.blocks)
 
     def attend(
         self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, cache: GroupCache, out: Tensor
@@ -102,5 +102,5 @@ class AttentionBackend:
         """
         index = cache.group.index
         for block, prepared in zip(batch.blocks, plan, strict=True):
-            part = self._parts[block.kind][index]
+            part = self.parts[block.kind][index]
             part.attend(qkv[block.rows], layer, norms, block, prepared[index], out[block.rows])

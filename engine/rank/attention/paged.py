@@ -18,7 +18,7 @@ from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
 from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_cut
-from kernels.launch import processors
+from kernels.launch import enabled, processors
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.verify import verify_attention
 
@@ -39,9 +39,8 @@ class PagedDecode:
     def prepare(self, block: RowBlock) -> None:
         """Prepares nothing: the block holds what a sequence reads."""
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: None, out: Tensor) -> None:
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, _plan: None, out: Tensor) -> None:
         """As `AttentionPart.attend`."""
-        assert plan is None, plan
         cache, group, settings = self._cache, self._cache.group, self._settings
         pages = block.pages[group.index]
         index = bisect.bisect_left(settings.buckets, len(pages))
@@ -66,7 +65,8 @@ class PagedExtend:
         """Make the tiles, int32 [n, 4], and what rows see where images are among them (`kernels.prefill.extend_attention`). Without
         images it asks the host nothing."""
         assert block.chunk_list is not None
-        tiles = extend_tiles(block.chunk_list, self._tokens, len(block.slots))
+        rows = len(block.slots)
+        tiles = extend_tiles(block.chunk_list, self._tokens if enabled(block.slots) else rows, rows)  # torch takes chunks whole
         if not (self._cache.group.bidirectional and block.has_spans):
             return tiles, None
         last_seen = torch.cat([_last_seen(chunk) for chunk in block.chunks])

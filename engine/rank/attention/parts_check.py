@@ -14,9 +14,8 @@ from engine.attention.backend_entry import RowKind
 from engine.geometry import Geometry, KVGroup, Layer
 from engine.rank.attention import paged
 from engine.rank.attention.base import AttentionPart, AttentionParts, Norms, PartSettings
-from engine.rank.batch import Chunk, ForwardBatch, eager_batch
+from engine.rank.batch import Chunk, ForwardBatch, eager_batch, frequencies_of
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
-from kernels.qkv import inverse_frequencies
 from kernels.selfcheck import TOLERANCE, row_error
 
 ROWS = 5  # of a check, at most
@@ -77,11 +76,9 @@ def _poisoned_sequences(
         if end % group.page:
             pool[pages[-1], :, :, end % group.page :] = _POISON
     cache.pool[0] = pool.to(device, _DTYPE)
-    rope = layer.rope
-    frequencies = {(rope, layer.head_dim): inverse_frequencies(rope.theta, rope.pairs, layer.head_dim, rope.factor).to(device)}
     slots = torch.cat([torch.full((end - start,), slot) for slot, (start, end) in enumerate(spans)]).to(device)
     positions = torch.cat([torch.arange(*span) for span in spans]).to(device)
-    return cache, eager_batch(KVCache([cache]), frequencies, torch.zeros_like(slots), slots, positions, chunks)
+    return cache, eager_batch(KVCache([cache]), frequencies_of([layer], device), torch.zeros_like(slots), slots, positions, chunks)
 
 
 def _norms_and_qkv(layer: Layer, settings: PartSettings, rows: int, group: KVGroup) -> tuple[Norms, Tensor]:

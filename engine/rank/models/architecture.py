@@ -16,7 +16,7 @@ from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.allreduce_norm import AllReduceNorm, Peers
 from engine.rank.models.layers import Shard, VocabTable
-from engine.rank.parallel import Parallel
+from engine.rank.parallel import Parallel, Single
 
 
 class Model(Shard, ABC):
@@ -56,11 +56,11 @@ class Model(Shard, ABC):
 
 
 class MediaEncoder(Shard, ABC):
-    """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings. `out`: the last
-    product, whose `width` is that of the embeddings."""
+    """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings; every rank has all of
+    it. `out`: the last product, whose `width` is that of the embeddings."""
 
-    def __init__(self, geometry: MediaGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(geometry, parallel, dtype, device)
+    def __init__(self, geometry: MediaGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, Single(), dtype, device)
         self.out = self.matrix(geometry.model, geometry.output)
 
     @property

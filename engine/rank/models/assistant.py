@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
-from engine.rank.batch import RopeKey
+from engine.rank.batch import RopeKey, frequencies_of
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
-from engine.rank.models.gemma4 import Block, LayerStep, frequencies_of, with_next_norms
+from engine.rank.models.gemma4 import Block, LayerStep, with_next_norms
 from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
@@ -87,9 +87,8 @@ class Assistant(Shard):
         self.blocks = nn.ModuleList(Block(self, layer) for layer in geometry.layers)
         self.norm = self.parameter(geometry.hidden)
         self.post = self.matrix(geometry.backbone, geometry.hidden)
-        self.head: DenseHead | OrderedHead
-        self.head = OrderedHead(self, geometry) if geometry.centroids else DenseHead(self)
-        self.frequencies: dict[RopeKey, Tensor] = frequencies_of(geometry, device)
+        self.head: DenseHead | OrderedHead = OrderedHead(self, geometry) if geometry.centroids else DenseHead(self)
+        self.frequencies: dict[RopeKey, Tensor] = frequencies_of(geometry.layers, device)
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
         """embedded and hidden [R, backbone] of decode rows -> final rows [R, hidden]; `post` of them is the next pass's `hidden`.

@@ -22,7 +22,6 @@ from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import Shard
 from engine.rank.models.module import Module
-from engine.rank.parallel import Parallel
 from engine.rank.upload import uploaded
 from kernels.norm import rms_norm
 
@@ -39,7 +38,8 @@ class Before:
     @classmethod
     def of(cls, lengths: Sequence[int], count: int, device: torch.device) -> "Before":
         """Makes the table for clips of so many rows, one behind the other."""
-        first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]).repeat_interleave(torch.tensor(lengths))
+        counts = torch.tensor(lengths)
+        first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
         none = rows < first[:, None]
         return cls(uploaded(rows.masked_fill(none, 0), device), uploaded(none, device))
@@ -138,7 +138,7 @@ class AudioBlock(Module):
 
 
 class AudioEncoder(MediaEncoder):
-    """One rank's encoder of clips. Its geometry is an `AudioGeometry`."""
+    """An encoder of clips. Its geometry is an `AudioGeometry`."""
 
     geometry: AudioGeometry
 
@@ -166,8 +166,8 @@ class AudioEncoder(MediaEncoder):
 class AudioTower(AudioEncoder):
     """The tower."""
 
-    def __init__(self, geometry: AudioGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(geometry, parallel, dtype, device)
+    def __init__(self, geometry: AudioGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, dtype, device)
         self.subsample = Subsample(self, geometry)
         self.blocks = nn.ModuleList(AudioBlock(self, geometry) for _ in geometry.layers)
         self.last, self.bias = self.parameter(geometry.output, geometry.hidden), self.parameter(geometry.output)
@@ -182,9 +182,9 @@ class AudioTower(AudioEncoder):
         return functional.linear(x, self.last, self.bias)
 
 
-def audio_encoder(geometry: AudioGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
+def audio_encoder(geometry: AudioGeometry, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
     """The empty encoder of a geometry."""
-    return (AudioEncoder if geometry.unified else AudioTower)(geometry, parallel, dtype, device)
+    return (AudioEncoder if geometry.unified else AudioTower)(geometry, dtype, device)
 
 
 def _distances(geometry: AudioGeometry) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
-from engine.rank.batch import ForwardBatch, RopeKey, SoftTokens
+from engine.rank.batch import ForwardBatch, SoftTokens, frequencies_of
 from engine.rank.kv import KVCache
 from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.models.architecture import Architecture, Model
@@ -29,7 +29,6 @@ from engine.rank.models.layers import Experts, Mlp, NormWeights, Router, Shard, 
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
 from kernels.ple import per_layer_inputs
-from kernels.qkv import inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class LayerStep:
         rows = self.batch.logit_rows
         assert rows is not None
         slots, positions = self.batch.slots[rows], self.batch.positions[rows]
-        pages = self.cache.gather(slots, positions, self.batch.width)
+        pages = self.cache.gather(slots, positions, self.cache.page_rows(len(rows) // self.batch.width))
         rope = {key: table[rows] for key, table in self.batch.rope.items()}
         batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
@@ -187,7 +186,7 @@ class Gemma4(Model):
         self.norm = self.parameter(geometry.hidden)
         self.own_head = None if geometry.tied else VocabTable(self, geometry.vocab, geometry.hidden)
         self._sharing = max(layer.kv_source for layer in geometry.layers) + 1
-        self.frequencies = frequencies_of(geometry, device)
+        self.frequencies = frequencies_of(geometry.layers, device)
 
     @property
     def head(self) -> VocabTable:
@@ -213,12 +212,6 @@ class Gemma4(Model):
             if h.shape[0]:
                 h, x = block(h, x, next_norm, step)
         return (h[batch.logit_rows], whole(x)[batch.logit_rows]) if narrow else (h, whole(x))
-
-
-def frequencies_of(geometry: Geometry, device: torch.device) -> dict[RopeKey, Tensor]:
-    """fp32 [pairs] of each rotary embedding."""
-    keys = dict.fromkeys((layer.rope, layer.head_dim) for layer in geometry.layers)
-    return {(rope, d): inverse_frequencies(rope.theta, rope.pairs, d, rope.factor).to(device) for rope, d in keys}
 
 
 GEMMA4 = Architecture(read_geometry, TENSORS, Gemma4)

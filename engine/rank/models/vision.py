@@ -23,24 +23,23 @@ from torch.nn import functional
 from engine.geometry import Layer
 from engine.memory import ENCODER_ROWS
 from engine.rank.graphs import StageGraphs
+from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.captured_layers import SIZES, CapturedLayers, Rows
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import NormWeights, Shard
 from engine.rank.models.module import Module
-from engine.rank.parallel import Parallel
 from engine.rank.upload import uploaded
 from engine.vision_geometry import CELL, PATCH, SIDE, VisionGeometry
 from kernels.activation import geglu
 from kernels.axial_rope import axial_tables, head_norm, norm_axial_rope
-from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies
 from kernels.ragged_attention import ragged_attention
 
 
 class VisionEncoder(MediaEncoder):
-    """One rank's encoder of pictures and video. Its geometry is a `VisionGeometry`."""
+    """An encoder of pictures and video. Its geometry is a `VisionGeometry`."""
 
     geometry: VisionGeometry
 
@@ -75,6 +74,7 @@ class VisionBlock(Module):
         self.down = ClippedProduct(shard, hidden, layer.intermediate)
         self.q_norm, self.k_norm = shard.parameter(layer.head_dim), shard.parameter(layer.head_dim)
         self.norms = NormWeights(shard, ("pre_attention", "post_attention", "pre_mlp", "post_mlp"))
+        self._add = AllReduceNorm(shard.parallel, None, self._eps)
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
@@ -88,16 +88,12 @@ class VisionBlock(Module):
         attended = ragged_attention(q, k, head_norm(v, self._eps), rows.starts, rows.longest)
         return self.o(attended.flatten(1))  # type: ignore[no-any-return]
 
-    def _add(self, part: Tensor, h: Tensor, post: Tensor, next_norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        h, x = fused_allreduce_norm(part, h, Norms(post, next_norm), self._eps)
-        return h, h if x is None else x
-
 
 class Tower(VisionEncoder):
     """The towers."""
 
-    def __init__(self, geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(geometry, parallel, dtype, device)
+    def __init__(self, geometry: VisionGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, dtype, device)
         self.patches = self.matrix(geometry.hidden, 3 * PATCH**2)
         self.positions = self.parameter(2, geometry.positions, geometry.hidden)
         self.blocks = nn.ModuleList(VisionBlock(self, layer) for layer in geometry.layers)
@@ -179,8 +175,8 @@ class Affine(Module):
 class VisionEmbedder(VisionEncoder):
     """The 12B's."""
 
-    def __init__(self, geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(geometry, parallel, dtype, device)
+    def __init__(self, geometry: VisionGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, dtype, device)
         hidden, cell = geometry.hidden, 3 * SIDE**2
         self.patch_norm, self.dense, self.dense_norm = Affine(self, cell), Affine(self, hidden, cell), Affine(self, hidden)
         self.positions, self.position_norm = self.parameter(geometry.positions, 2, hidden), Affine(self, hidden)
@@ -211,6 +207,6 @@ def patch_positions(rows: int, columns: int, cell: int) -> np.ndarray:
     return np.stack([cell * cell_x + x, cell * cell_y + y])
 
 
-def encoder_of(geometry: VisionGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
+def encoder_of(geometry: VisionGeometry, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
     """The empty encoder of a geometry."""
-    return (VisionEmbedder if geometry.unified else Tower)(geometry, parallel, dtype, device)
+    return (VisionEmbedder if geometry.unified else Tower)(geometry, dtype, device)

@@ -61,20 +61,19 @@ class EncodeShare:
 
 
 class EncodeStage:
-    """A rank's encoders of media, by kind, and their outputs. cached, host: bytes of outputs that are kept by digest on the device,
-    and behind them on the host."""
+    """A rank's encoders of media, by kind, and their outputs, ENCODER_CACHE_BYTES of which are kept by digest on the device. host:
+    bytes of those that are kept behind them on the host."""
 
     def __init__(
         self,
         encoders: Mapping[MediaKind, MediaEncoder],
         device: torch.device,
         parallel: Parallel,
-        host: int = 0,
-        cached: int = ENCODER_CACHE_BYTES,
+        host: int,
     ) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
         self._slot_items = defaultdict[int, list[EncodedItem]](list)
-        self._cache = OutputCache(device, cached, host)
+        self._cache = OutputCache(device, ENCODER_CACHE_BYTES, host)
         self._stopwatch, self._counts = Stopwatch(device), Counter[str]()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
@@ -97,8 +96,14 @@ class EncodeStage:
     def figures(self) -> EncoderFigures:
         """What the encoders have done since boot; the time is that of work that the device has ended."""
         cache = self._cache
-        held = {"cached_bytes": cache.on_device.bytes, "host_bytes": cache.on_host.bytes}
-        return EncoderFigures(self._stopwatch.us, host_hits=cache.host_hits, evictions=cache.evictions, **held, **self._counts)
+        return EncoderFigures(
+            self._stopwatch.us,
+            cached_bytes=cache.on_device.bytes,
+            host_bytes=cache.on_host.bytes,
+            host_hits=cache.host_hits,
+            evictions=cache.evictions,
+            **self._counts,
+        )
 
     @property
     def ended(self) -> int:
@@ -123,7 +128,9 @@ class EncodeStage:
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
         self._shares = [self._share_out(encoder, items, data) for encoder, items in of_kinds if items]
-        self._items = [EncodedItem(_positions(item), _key(item), item.end) for item in items]
+        self._items = [
+            EncodedItem(np.concatenate([np.arange(*run) for run in item.runs]), _key(item), item.end) for item in items
+        ]
         for slot, item in zip(slots, self._items, strict=True):
             self._slot_items[slot].append(item)
         self._pieces = self._launches()
@@ -249,10 +256,6 @@ def reaches_encodes(plan: PlanView) -> bool:
     """Returns whether a chunk of the plan has positions of an item that the same plan encodes."""
     ends = dict(plan.chunks[:, [0, 2]].tolist())
     return any(first < ends.get(slot, 0) for slot, first in plan.encodes[:, :2].tolist())
-
-
-def _positions(item: MediaItem) -> np.ndarray:
-    return np.concatenate([np.arange(*run) for run in item.runs])
 
 
 def _key(item: MediaItem) -> Key:

@@ -46,25 +46,25 @@ class FinalRows:
     prompts: ScoredBatch | None = None
 
 
+@dataclass
 class ForwardStage:
-    """Runs the model over a step's rows. `inboxes`: the group's; None: sums over ranks are collectives."""
+    """Runs the model over a step's rows.
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        attention: AttentionBackend,
-        inputs: StepBuffers,
-        inboxes: Inboxes | None,
-        pages: PageCheck | None,
-    ) -> None:
-        self.model, self._cache, self._attention = model, cache, attention
-        self._inputs, self._inboxes, self._pages = inputs, inboxes, pages
-        self.soft_tokens: SoftTokens | None = None  # of padded steps, at fixed addresses
+    inboxes      the group's; None: sums over ranks are collectives
+    soft_tokens  of padded steps, at fixed addresses
+    """
+
+    model: Model
+    cache: KVCache
+    attention: AttentionBackend
+    inputs: StepBuffers
+    inboxes: Inboxes | None
+    pages: PageCheck | None
+    soft_tokens: SoftTokens | None = None
 
     def allocate_soft_tokens(self, rows: int) -> None:
         """Let padded steps have up to `rows` soft tokens."""
-        ids = self._inputs.ids
+        ids = self.inputs.ids
         values = torch.zeros((rows, self.model.geometry.hidden), dtype=self.model.dtype, device=ids.device)
         self.soft_tokens = SoftTokens(torch.full((rows,), -1, device=ids.device), values)
 
@@ -77,10 +77,10 @@ class ForwardStage:
 
     def decode(self, bucket: int, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
         """Returns inputs and final hidden rows of decode rows, padded to `bucket` sequences of `width` tokens. Capturable."""
-        self._inputs.apply(plan)
-        batch = self._inputs.decodes(plan, bucket, width=width)
-        if self._pages is not None:
-            self._pages.check(batch)
+        self.inputs.apply(plan)
+        batch = self.inputs.decodes(plan, bucket, width=width)
+        if self.pages is not None:
+            self.pages.check(batch)
         return batch, self.run(batch)
 
     def mixed(self, sizes: MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
@@ -91,10 +91,10 @@ class ForwardStage:
         return ends, self.run(batch)
 
     def _mixed(self, sizes: MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
-        self._inputs.apply(plan)
-        batch, ends = self._inputs.mixed(plan, sizes, width)
-        if self._pages is not None:
-            self._pages.check(batch)
+        self.inputs.apply(plan)
+        batch, ends = self.inputs.mixed(plan, sizes, width)
+        if self.pages is not None:
+            self.pages.check(batch)
         return batch, ends
 
     def eager(
@@ -110,8 +110,8 @@ class ForwardStage:
         uploaded: the plan on the device; scorings: of slots that report logprobs of their prompts; media: has the soft tokens.
         """
         if not len(plan.chunks):
-            self._inputs.apply(uploaded)
-            return FinalRows(self._inputs.ids[:0])
+            self.inputs.apply(uploaded)
+            return FinalRows(self.inputs.ids[:0])
         chunks = chunks_of(plan)
         batch, ends = self._mixed(MixedSizes.of(plan), uploaded, width)
         batch = replace(batch, chunks=chunks, soft=None if media is None else media.soft_tokens(chunks))
@@ -122,8 +122,8 @@ class ForwardStage:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Returns the final hidden rows of `batch.logit_rows`, in a buffer that the next forward may write."""
-        peers: Peers = inboxes_of(self._inboxes, batch.rows)[0]
-        if peers is None and self._inboxes is not None and (sequence := self._inboxes.sequence) is not None:
+        peers: Peers = inboxes_of(self.inboxes, batch.rows)[0]
+        if peers is None and self.inboxes is not None and (sequence := self.inboxes.sequence) is not None:
             least = sequence.rows.start * (sequence.size if batch.chunks else 1)  # not captured: with fewer the host is the bound
             peers = sequence.begin(batch.rows) if least <= batch.rows < sequence.rows.stop else None
-        return self.model.forward(batch, self._cache, self._attention, peers)
+        return self.model.forward(batch, self.cache, self.attention, peers)

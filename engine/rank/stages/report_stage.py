@@ -4,6 +4,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -23,74 +24,37 @@ from engine.rank.upload import downloaded
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
 
-class CopyOut:
-    """An asynchronous copy of device tensors to the host; done at once on a CPU.
-
-    It also marks the end of a step without outputs: a step is done when the device is done with it.
-    """
-
-    def __init__(self, outputs: dict[str, Tensor], device: torch.device, **pinned: Tensor) -> None:
-        """outputs: device tensors by name; pinned: host memory of some of them, of equal shape; the others get new memory."""
-        self._host = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
-        self.end = record_event(device)
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self.end.query()
-
-    def wait(self) -> dict[str, np.ndarray]:
-        """Wait for the copies; returns the tensors on the host."""
-        self.end.synchronize()
-        return {name: tensor.numpy() for name, tensor in self._host.items()}
-
-
-class StateHash:
-    """A checksum of the finished steps: of each (plan | its masks | tokens and flags | with debug_hash the bits of its last hidden
-    rows), chained. Ranks that ran the same plans and sampled the same tokens agree on it, and so does a replay."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._plans: deque[tuple[int, bytes, bytes]] = deque()
-
-    def launched(self, step: int, plan: bytes, masks: bytes) -> None:
-        """Keep the bytes of a step's plan and masks until `fold`."""
-        self._plans.append((step, plan, masks))
-
-    def fold(self, step: int, host: dict[str, np.ndarray]) -> None:
-        """Chain one finished step. host: its outputs."""
-        expected, plan, masks = self._plans.popleft()
-        assert step == expected, f"step {step} finished before step {expected}"
-        value = checksum(masks, checksum(plan, self.value))
-        for name in ("chosen", "hidden"):
-            if name in host:
-                value = zlib.crc32(host[name].tobytes(), value)
-        self.value = value
-
-
 @dataclass(frozen=True)
 class Launched:
     """A launched step: call `result`, then `fold`, each once and in plan order.
 
-    rows  those that sample;   scored  those that give logprobs of prompt tokens
+    hashed  the bytes of its plan and of its masks
+    rows    those that sample;   scored  those that give logprobs of prompt tokens
+    copies  its outputs on the host, by name, once its end has come: that of the copies, or where there are none of its work
     """
 
     step: int
+    hashed: tuple[bytes, bytes]
     rows: ResultRows | None
     scored: Sequence[ScoredRows]
-    copy: CopyOut
+    copies: dict[str, Tensor]
     clock: StepClock
     stage: "ReportStage"
 
     @property
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        return self.copy.done
+        return self.clock.end.query()
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Wait for the step; its outputs by name."""
+        self.clock.end.synchronize()
+        return {name: tensor.numpy() for name, tensor in self.copies.items()}
 
     def result(self) -> bytes:
         """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
         PageViolation: a page table was wrong (`debug_pages`)."""
-        host, pages, encodes = self.copy.wait(), self.stage.pages, self.stage.encodes
+        host, pages, encodes = self.outputs(), self.stage.pages, self.stage.encodes
         if pages is not None:
             pages.verify(self.step, host["violations"])
         encoded = 0 if encodes is None else encodes.ended
@@ -113,8 +77,18 @@ class Launched:
         return encode_rows(self.step, table, self._logprobs(rows, host, table[:, 2]), prompts, encoded)
 
     def fold(self) -> None:
-        """Fold this step into the rank's state hash."""
-        self.stage.state.fold(self.step, self.copy.wait())
+        """Fold this step into the rank's state hash: a checksum of the finished steps, of each (plan | its masks | tokens and flags
+        | with debug_hash the bits of its last hidden rows), chained. Ranks that ran the same plans and sampled the same tokens
+        agree on it, and so does a replay."""
+        expected = self.stage.launched.popleft()
+        assert self.step == expected, f"step {self.step} finished before step {expected}"
+        host, value = self.outputs(), self.stage.state_hash
+        for given in self.hashed:
+            value = checksum(given, value)
+        for name in ("chosen", "hidden"):
+            if name in host:
+                value = zlib.crc32(host[name].tobytes(), value)
+        self.stage.state_hash = value
 
     def finish(self) -> bytes:
         """Call `result`, then `fold`."""
@@ -143,22 +117,31 @@ class ReportStage:
         self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage | None, *, debug_hash: bool
     ) -> None:
         self._device, self.pages, self.encodes, self.debug_hash = device, pages, encodes, debug_hash
-        self.state = StateHash()
+        self.launched: deque[int] = deque()  # steps that are not folded yet
+        self.state_hash = 0
         pinned = device.type == "cuda"
-        self._host = [torch.zeros((rows, 2), dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)]
+        self._host = cycle([torch.zeros((rows, 2), dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)])
         self.last_end: torch.cuda.Event | None = None  # of the step started last
 
     def start(
-        self, plan: PlanView, rows: ResultRows, sampled: StepTokens | None, hidden: Tensor, start: torch.cuda.Event
+        self,
+        plan: PlanView,
+        rows: ResultRows,
+        sampled: StepTokens | None,
+        hidden: Tensor,
+        start: torch.cuda.Event,
+        hashed: tuple[bytes, bytes],
     ) -> Launched:
         """Start the copy of a step's outputs. rows: those that sample; hidden: their final hidden rows; start: the step's start
-        event."""
-        self._host.append(self._host.pop(0))
-        copy = CopyOut(self._outputs(sampled, hidden, rows), self._device, chosen=self._host[-1][: len(rows.slots)])
-        clock = StepClock(self.last_end if len(plan.rows) else None, start, copy.end)
-        self.last_end = copy.end
+        event; hashed: as `Launched` has it."""
+        pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # the others get new memory
+        outputs = self._outputs(sampled, hidden, rows)
+        copies = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
+        clock = StepClock(self.last_end if len(plan.rows) else None, start, record_event(self._device))
+        self.last_end = clock.end
+        self.launched.append(plan.step)
         scored = sampled.scored if sampled is not None else ()
-        return Launched(plan.step, None if sampled is None else rows, scored, copy, clock, self)
+        return Launched(plan.step, hashed, None if sampled is None else rows, scored, copies, clock, self)
 
     def _outputs(self, sampled: StepTokens | None, hidden: Tensor, rows: ResultRows) -> dict[str, Tensor]:
         """Returns the device tensors to copy to the host, by name."""

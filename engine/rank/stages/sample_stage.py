@@ -46,11 +46,15 @@ def captured_sampler(rows: ResultRows) -> str | None:
     return f"adjusted_{name}" if rows.adjusted else name
 
 
+@dataclass
 class SampleStage:
     """Samples from this rank's slice of the logits. inboxes: the group's, if it has any; share: logits of a row on this rank."""
 
-    def __init__(self, model: Model, sampler: Sampler, slots: SlotState, inboxes: Inboxes | None, share: int) -> None:
-        self.model, self.sampler, self.slots, self.inboxes, self._share = model, sampler, slots, inboxes, share
+    model: Model
+    sampler: Sampler
+    slots: SlotState
+    inboxes: Inboxes | None
+    share: int
 
     def captured(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
         """Sample the batch's rows by one of SAMPLERS. Capturable."""
@@ -77,4 +81,4 @@ class SampleStage:
         def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
             return self.sampler.token_logprobs(self.model.logits(prompts.hidden[rows]), ids, alternatives)
 
-        return token_logprobs(prompts.scored, prompts.batch, self.slots.tokens, report, self._share)
+        return token_logprobs(prompts.scored, prompts.batch, self.slots.tokens, report, self.share)

@@ -69,7 +69,8 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
         group.table[0, : 512 // 32] = order[: 512 // 32].int()
     ids = (torch.arange(length) * 37 + 11) % 900 + 100
     slots, positions = torch.zeros(length, dtype=torch.int32), torch.arange(length)
-    batch = eager_batch(cache, target.frequencies, ids, slots, positions, (Chunk(0, 0, length, 0),), torch.tensor([length - 1]))
+    batch = eager_batch(cache, target.frequencies, ids, slots, positions, (Chunk(0, 0, length, 0),))
+    batch = replace(batch, logit_rows=torch.tensor([length - 1]))
     attention = attention_backend(AttentionConfig(), geometry, cache, 1, (1,), CPU)
     with torch.inference_mode():
         _, hidden = target.states(batch, cache, attention)

@@ -15,7 +15,6 @@ from engine.rank.models import audio
 from engine.rank.models.audio import AudioEncoder, AudioTower, Before, audio_encoder
 from engine.rank.models.audio_weights import TENSORS
 from engine.rank.models.clipped import load_encoder
-from engine.rank.parallel import Single
 from tests.conftest import Nano
 from tests.support.judge.oracle import load_oracle
 
@@ -35,7 +34,7 @@ def clips(geometry: Any) -> list[Tensor]:
 def encoder(folder: Path) -> AudioEncoder:
     geometry = read_audio(folder)
     assert geometry is not None
-    model = audio_encoder(geometry, Single(), torch.float32, torch.device("cpu"))
+    model = audio_encoder(geometry, torch.float32, torch.device("cpu"))
     load_encoder(model, TENSORS, folder)
     return model
 

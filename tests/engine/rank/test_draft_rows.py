@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.rank.batch import ForwardBatch
+from engine.rank.kv import KVCache
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, ours, relative, scene
 
 pytestmark = pytest.mark.cpu
@@ -19,7 +20,7 @@ def drafted(it: Scene, width: int = WIDTH) -> Scene:
     """The scene whose chunks are decode rows with their drafts."""
     batch, cache = it.batch, it.cache
     pages = torch.zeros((len(STARTS), cache.table.shape[1]), dtype=torch.int32)
-    cache.gather(batch.slots, batch.positions, pages)
+    KVCache([cache]).gather(batch.slots, batch.positions, (pages,))
     rows = ForwardBatch(batch.ids, batch.positions, batch.slots, batch.rope, (pages,), width=width)
     return replace(it, batch=rows, settings=replace(it.settings, width=width))
 

@@ -62,7 +62,9 @@ def stage_of(cached: int = 1 << 20, parallel: Parallel = Single(), host: int = 0
     """A stage, and the sizes of its encoder's batches."""
     encoder = Counting()
     kinds: tuple[MediaKind, ...] = ("image", "video")
-    return EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host, cached), encoder.calls
+    stage = EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host)
+    stage._cache = output_cache.OutputCache(CPU, cached, host)
+    return stage, encoder.calls
 
 
 def admit(stage: EncodeStage, *slots: int) -> None:

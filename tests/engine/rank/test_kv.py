@@ -34,7 +34,7 @@ def test_a_row_reads_its_own_pages(window: int | None, width: int) -> None:
     cache.table.copy_(torch.arange(24).view(3, 8))
     slots, positions = torch.tensor([2, 0, 1, 2], dtype=torch.int32), torch.tensor([200, 5, -1, 95], dtype=torch.int32)
     out = torch.full((4, width), -7, dtype=torch.int32)
-    cache.gather(slots, positions, out)
+    KVCache([cache]).gather(slots, positions, (out,))
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         first = 0 if window is None else max(0, position - window + 1) // 32
         read = [8 * slot + entry for entry in range(first, position // 32 + 1)] if position >= 0 else []

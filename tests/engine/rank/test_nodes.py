@@ -74,9 +74,9 @@ def met(runner: Runner, prompts: int, decodes: int, width: int) -> set[str]:
 def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(
     member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the prompt tokens of a step, its decode rows and their drafts. Planted fault: where no step with prompts is captured,
-    prefills of a whole budget alone leave more to be compiled while requests wait than prefills of several sizes do. Decode steps
-    compile all that the E2B's few layers of all rows need."""
+    """Whatever the prompt tokens of a step, its decode rows and their drafts. Planted fault: where no step with prompts is
+    captured, prefills of a whole budget alone leave more to be compiled while requests wait than prefills of several sizes do.
+    Decode steps compile all that the E2B's few layers of all rows need."""
     runner, ready = started(member, tmp_path)
     sizes = ((1, 0), (1, 3), (3, 0), (7, 2), (13, 3), (31, 1), (50, 2), (64, 0), (97, 6), (200, 1), (509, 3), (600, 5), (1001, 7))
     some = set().union(*(met(runner, *size, width) for size in sizes for width in runner._mixed_widths))

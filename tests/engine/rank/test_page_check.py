@@ -16,7 +16,7 @@ from engine.plan import Admission, StepPlan, encode_plan, single_rows
 from engine.protocol import SamplingParams
 from engine.rank.attention import trtllm
 from engine.rank.builder import Rank, build
-from engine.rank.kv import GroupCache
+from engine.rank.kv import KVCache
 from engine.rank.page_check import PageCheck
 from engine.rank.runner import Runner
 from tests.conftest import Nano
@@ -127,13 +127,14 @@ def test_a_planted_fault_is_found_in_its_step(runner: Runner, plant: Plant) -> N
 
 def test_what_rows_gather_is_checked(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that is right and a row whose page ids are not: the row and its position are named."""
-    gather = GroupCache.gather
+    gather = KVCache.gather
 
-    def wrong(self: GroupCache, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-        gather(self, slots, positions, out)
-        out[0, 0] += 1
+    def wrong(self: KVCache, slots: Tensor, positions: Tensor, pages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for page_ids in gather(self, slots, positions, pages):
+            page_ids[0, 0] += 1
+        return pages
 
-    monkeypatch.setattr(GroupCache, "gather", wrong)
+    monkeypatch.setattr(KVCache, "gather", wrong)
     assert re.search(rf"row 0 at position \d+, slot {decoding(STEP)}, group \w+, entry \d+: reads", violation(runner, STEP - 1))
 
 

@@ -193,8 +193,8 @@ def test_captured_steps_need_fewer_rows(rows: int, captured: object, launched: o
     launched kernel by kernel, where the host is the bound below; with more than there is memory for it has collectives."""
     stage = ForwardStage.__new__(ForwardStage)
     inbox, sequence = MagicMock(rows=8), MagicMock(rows=range(12, 99), size=2, begin=lambda rows: rows)
-    stage._inboxes = Inboxes(inbox, MagicMock(), sequence)
-    stage.model, stage._cache, stage._attention = MagicMock(forward=lambda *given: given[-1]), MagicMock(), MagicMock()
+    stage.inboxes = Inboxes(inbox, MagicMock(), sequence)
+    stage.model, stage.cache, stage.attention = MagicMock(forward=lambda *given: given[-1]), MagicMock(), MagicMock()
 
     def peers(*chunks: Chunk) -> object:
         return stage.run(MagicMock(rows=rows, chunks=chunks))

@@ -18,7 +18,6 @@ from engine.rank.models import captured_layers, vision
 from engine.rank.models.clipped import ClippedProduct, load_encoder
 from engine.rank.models.vision import Tower, VisionBlock, VisionEncoder, encoder_of
 from engine.rank.models.vision_weights import TENSORS
-from engine.rank.parallel import Single
 from engine.vision_geometry import CELL, read_vision
 from kernels.ragged_attention import ragged_attention
 from tests.conftest import Nano
@@ -39,7 +38,7 @@ SIZES = ((1, 1), (2, 5), (5, 2), (4, 4), (2, 5))  # cells, rows and columns
 def encoder(folder: Path) -> VisionEncoder:
     geometry = read_vision(folder)
     assert geometry is not None
-    model = encoder_of(geometry, Single(), torch.float32, torch.device("cpu"))
+    model = encoder_of(geometry, torch.float32, torch.device("cpu"))
     load_encoder(model, TENSORS, folder)
     return model
 
@@ -125,7 +124,7 @@ def test_few_pictures_have_captured_layers(nano: Nano, member: str, fault: bool,
         if fault:
             captured._rows = replace(captured._rows, starts=captured._rows.starts.clone())
     assert {size for _, (size, _), _ in graphs.replayed} == set(sizes)
-    assert max(errors[1:4]) > FAULT if fault else max(errors) < TOLERANCE
+    assert not all(each <= FAULT for each in errors[1:4]) if fault else max(errors) < TOLERANCE  # NaN where memory had it
     assert max(errors[4:]) == 0
 
 

@@ -30,7 +30,7 @@ def forced(
     found = []
     for at, plan in enumerate(plans):
         launched = runner.launch(encode_plan(plan), masks.get(plan.step, b""))
-        result, host = decode_result(launched.result()), launched.copy.wait()
+        result, host = decode_result(launched.result()), launched.outputs()
         launched.fold()
         found.append(Sampled(result, _hidden(host.get("hidden"), runner)))
         if recorded is not None:

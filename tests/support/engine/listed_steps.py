@@ -8,13 +8,13 @@ import torch
 
 from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank.attention import AttentionConfig, attention_backend
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import ForwardBatch, frequencies_of
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
 from engine.rank.models.assistant import Assistant
 from engine.rank.models.assistant_geometry import read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
-from engine.rank.models.gemma4 import Gemma4, frequencies_of
+from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import FirstOfGroup, make_inboxes
 from engine.rank.sampler import Sampler
@@ -63,9 +63,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
         ids, positions, slots = int32(rows), int32(rows), int32(rows)
         apply_plan(plan, LAYOUT, [group.table for group in cache], lengths)
         decode_inputs(plan, LAYOUT, tokens, lengths, SLOTS - 1, ids, positions, slots)
-        pages = tuple(int32(rows, group.read_width) for group in cache)
-        for group, out in zip(cache, pages, strict=True):
-            group.gather(slots, positions, out)
+        pages = cache.gather(slots, positions, cache.page_rows(rows))
         rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
@@ -83,7 +81,7 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
         assistant = read_assistant(drafters.write(model_folder(f"dummy:{member}"), Path(folder)), shape)
     drafter, stage = Assistant(assistant, FirstOfGroup(TP), torch.bfloat16, META), sampling(shape, count)
     allocate(drafter, ASSISTANT_TENSORS)
-    inputs = StepBuffers(stage.slots, frequencies_of(shape, META), 512, (rows,), 1 + count)
+    inputs = StepBuffers(stage.slots, frequencies_of(shape.layers, META), 512, (rows,), 1 + count)
     attention = attention_backend(AttentionConfig(), assistant, stage.slots.cache, TP, (rows,), META)
     drafting, (batch, hidden) = DraftStage(drafter, count, attention, inputs, stage), final(shape, rows, 1 + count)
     with record(target=(9, 0)) as nodes:

@@ -6,7 +6,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -163,15 +163,15 @@ def _batch(step: Step, ids: Sequence[Tensor], model: Gemma4, cache: KVCache) -> 
     rows = (*step.chunks, *step.decodes)
     places = [(slot, position) for slot, start, end in rows for position in range(start, end)]
     offsets = [sum(end - start for _, start, end in step.chunks[:index]) for index in range(len(step.chunks))]
-    return eager_batch(
+    batch = eager_batch(
         cache,
         model.frequencies,
         torch.stack([ids[slot][position] for slot, position in places]),
         torch.tensor([slot for slot, _ in places]),
         torch.tensor([position for _, position in places]),
         tuple(Chunk(*row, offset, _spans(step, *row)) for row, offset in zip(step.chunks, offsets, strict=True)),
-        torch.tensor(step.wanted, dtype=torch.int64),
     )
+    return replace(batch, logit_rows=torch.tensor(step.wanted, dtype=torch.int64))
 
 
 def _spans(step: Step, slot: int, start: int, end: int) -> tuple[tuple[int, int], ...]:
