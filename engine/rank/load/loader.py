@@ -29,7 +29,7 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: 
     head, table = by_name.get(HEAD), by_name.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
         return geometry
-    tied = _are_equal(head, table)
+    tied = head.shape == (geometry.vocab, geometry.hidden) and _are_equal(head, table)  # another shape is refused by `load`
     if progress:
         what = "equals the embedding, dropped" if tied else "differs from the embedding, loaded beside it"
         sys.stderr.write(f"{head.name}: {what}\n")

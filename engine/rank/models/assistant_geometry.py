@@ -7,6 +7,8 @@ target's last layer of its kind that owns K and V, and what does not fit the tar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from engine.checkpoint import read_json
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, Layer, parse_config, shard_kv_heads
@@ -35,12 +37,15 @@ def read_assistant(folder: Path, target: Geometry) -> AssistantGeometry:
         text = {**config["text_config"], "num_kv_shared_layers": 0}
         ordered, backbone = config["use_ordered_embeddings"], config["backbone_hidden_size"]
         centroids = (config["num_centroids"], config["centroid_intermediate_top_k"]) if ordered else (0, 0)
+        shape = parse_config({**config, "model_type": kind.removesuffix(_SUFFIX), "text_config": text}, str(path))
+        layers = tuple(replace(layer, kv_source=_source(layer, target, path), drafts=True) for layer in shape.layers)
+        fields = {**vars(shape), "prefix": "model.", "layers": layers}
+        assistant = AssistantGeometry(**fields, backbone=backbone, centroids=centroids[0], centroid_top_k=centroids[1])
+        msgspec.convert(msgspec.to_builtins(assistant), AssistantGeometry)  # every number is one
     except KeyError as error:
         raise CheckpointError(f"{path}: the key {error.args[0]!r} is missing") from error
-    shape = parse_config({**config, "model_type": kind.removesuffix(_SUFFIX), "text_config": text}, str(path))
-    layers = tuple(replace(layer, kv_source=_source(layer, target, path), drafts=True) for layer in shape.layers)
-    fields = {**vars(shape), "prefix": "model.", "layers": layers}
-    assistant = AssistantGeometry(**fields, backbone=backbone, centroids=centroids[0], centroid_top_k=centroids[1])
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
     if wrong := _unlike(assistant, target):
         raise CheckpointError(f"{folder} is no drafter of this model: {'; '.join(wrong)}")
     return assistant
@@ -69,6 +74,8 @@ def _unlike(assistant: AssistantGeometry, target: Geometry) -> list[str]:
     wrong = [f"{name} {own}, not {other}" for name, (own, other) in pairs.items() if own != other]
     if assistant.centroids and assistant.vocab % assistant.centroids:
         wrong.append(f"{assistant.vocab} ids are no whole number for each of {assistant.centroids} centroids")
+    if assistant.centroids and not 0 < assistant.centroid_top_k <= assistant.centroids:
+        wrong.append(f"{assistant.centroid_top_k} of {assistant.centroids} centroids cannot be looked at")
     return wrong
 
 

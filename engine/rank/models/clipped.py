@@ -1,11 +1,13 @@
 """Products whose input and output have bounds, which towers' checkpoints hold as 0-d tensors beside the matrix."""
 
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.errors import CheckpointError
 from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import headers, opened
@@ -42,6 +44,8 @@ def load_encoder(model: Shard, tensors: TensorTable, folder: Path, progress: boo
         with opened(path) as file:
             for name, header in by_name.items():
                 if header.path == path and name.endswith(BOUNDS):
+                    if math.prod(header.shape) != 1:
+                        raise CheckpointError(f"{folder}: {header.name} has shape {list(header.shape)}, not []")
                     scalars[name] = file.get_tensor(header.name).to(model.dtype).item()
     for name, piece in pieces(tensors, model.geometry).items():
         names = [f"{name.removesuffix(_MATRIX)}.{bound}" for bound in BOUNDS]

@@ -1,5 +1,6 @@
 """Our drafters against transformers' assistants, over the same K and V of the target."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.checkpoint import JsonObject
 from engine.errors import CheckpointError
 from engine.geometry import Layer, kv_groups, read_geometry
 from engine.protocol import GenerateRequest
@@ -31,6 +33,7 @@ from tests.conftest import Nano
 from tests.engine.rank.test_drafts import guessing
 from tests.nano.nano_shapes import SHAPES
 from tests.nano.test_drafters import FAULTS, Plant
+from tests.support.engine import drafters
 from tests.support.engine.answers import answers, texts
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.ranks import run, single
@@ -256,6 +259,29 @@ def test_a_drafter_of_another_model_is_refused(nano: Nano, tmp_path: Path) -> No
     check_shards(drafter, target, 4)
     with pytest.raises(CheckpointError, match="12 query heads cannot be cut for 8 ranks"):
         check_shards(replace(drafter, heads=12), target, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"text_config": None}, "config.json: 'NoneType' object is not a mapping"),
+        ({"num_centroids": "64"}, "config.json: Expected `int`, got `str` - at `\\$.centroids`"),
+        ({"centroid_intermediate_top_k": None}, "config.json: Expected `int`, got `null` - at `\\$.centroid_top_k`"),
+        ({"centroid_intermediate_top_k": 65}, "65 of 64 centroids cannot be looked at"),
+        ({"centroid_intermediate_top_k": 0}, "0 of 64 centroids cannot be looked at"),
+        ({"centroid_intermediate_top_k": 64}, None),
+    ],
+)
+def test_a_drafter_whose_numbers_are_none_is_refused(nano: Nano, tmp_path: Path, changed: JsonObject, says: str | None) -> None:
+    """When it is read, not by the first step that drafts. All centroids may be looked at."""
+    target = read_geometry(nano("e2b"))
+    path = drafters.write(nano("e2b"), tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    if says is None:
+        assert read_assistant(tmp_path, target).centroid_top_k == 64
+        return
+    with pytest.raises(CheckpointError, match=says):
+        read_assistant(tmp_path, target)
 
 
 def test_an_order_that_is_no_permutation_is_refused(nano: Nano, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ LENGTH = 24
 PAGES = 8
 TEXT = "model.language_model."
 HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
 
 Nano = Callable[[str], Path]
 
@@ -77,7 +78,7 @@ def transformers_logits(folder: Path) -> Tensor:
 
 
 def add_head(folder: Path, head: Callable[[Tensor], Tensor]) -> None:
-    rewrite(folder, lambda tensors: tensors | {HEAD: head(tensors[TEXT + "embed_tokens.weight"])})
+    rewrite(folder, lambda tensors: tensors | {HEAD: head(tensors[TEXT + EMBEDDING])})
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -121,6 +122,18 @@ def test_a_rank_looks_for_a_head(copy: Path, load_format: str) -> None:
     rank = single(config)
     assert rank.geometry.tied == (load_format == "dummy")
     assert bool(rank.model.head.head.weight.any()) == rank.geometry.tied
+
+
+@pytest.mark.parametrize("cut", [torch.flatten, lambda table: table[:, :0], lambda table: table[0, 0], lambda table: table[:-1]])
+def test_a_head_like_an_embedding_of_a_wrong_shape_is_refused(copy: Path, cut: Callable[[Tensor], Tensor]) -> None:
+    """As any tensor of a wrong shape is, by its name; beside it a head of the right shape is one of its own."""
+    add_head(copy, torch.zeros_like)
+    geometry = with_head(read_geometry(copy), TENSORS, copy)
+    checked_headers(copy, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
+    rewrite(copy, lambda tensors: tensors | {name: cut(tensors[TEXT + EMBEDDING]).clone() for name in (TEXT + EMBEDDING, HEAD)})
+    geometry = with_head(geometry, TENSORS, copy)
+    with pytest.raises(CheckpointError, match=rf"{EMBEDDING} has shape .* {HEAD} has shape"):
+        checked_headers(copy, pieces(TENSORS, geometry, 0, 1), TENSORS, geometry)
 
 
 def test_heads_are_compared_to_the_last_row(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

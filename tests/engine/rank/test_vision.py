@@ -1,5 +1,6 @@
 """Vision towers and the 12B's embedder against transformers', picture by picture and all at once."""
 
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -100,6 +101,23 @@ def test_a_batch_is_its_pictures(both: Both, member: str) -> None:
     assert error(model(batch[::-1]), torch.cat(single[::-1])) < TOLERANCE
     video = torch.stack([batch[1], batch[4]])
     assert error(model(model.inputs(video)), torch.cat([single[1], single[4]])) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (0,)])
+def test_bounds_are_one_number_each(nano: Nano, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A bound of another shape is refused by name; beside it those of one number are loaded."""
+    folder = Path(shutil.copytree(nano("e2b"), tmp_path / "copy"))
+    bound = "model.vision_tower.encoder.layers.0.self_attn.q_proj.input_min"
+    rewrite(folder, lambda tensors: tensors | {bound: torch.full(shape, -3.0)})
+    if math.prod(shape) == 1:
+        model = encoder(folder)
+        assert isinstance(model, Tower)
+        product = model.get_submodule("blocks.0.q")
+        assert isinstance(product, ClippedProduct)
+        assert (product.bounds or (0.0,))[0] == -3.0
+        return
+    with pytest.raises(CheckpointError, match=re.escape(f"q_proj.input_min has shape {list(shape)}, not []")):
+        encoder(folder)
 
 
 @torch.inference_mode()
