@@ -18,7 +18,6 @@ from kernels.paged_attention import attend_rows, pages_of
 from kernels.qkv import qkv_post
 from kernels.slots import first_page
 from kernels.splitkv import ROWS, decode_kernel
-from kernels.tiles import LARGE_SHARED
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     return min(options, key=lambda splits: max(turns(splits, held) / fewest[held] for held in lengths))
 
 
-def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int = 2, shared: int = LARGE_SHARED) -> DecodeTile:
+def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared: int) -> DecodeTile:
     """The cut for a head dim, a page size, rows x KV heads x splits, and the most pages that a split reads.
 
     The fastest of those tried on an H200 (tests/bench/attention.py). Where CTAs are few, latency counts: V's columns are shared

@@ -74,9 +74,7 @@ def linear_gelu_mul(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
 
 
 def _linear_reference(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    if out.dtype == x.dtype:
-        return torch.mm(x, weight.t(), out=out)
-    if x.is_cuda:
+    if x.is_cuda and out.dtype != x.dtype:
         return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
     return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
 

@@ -55,8 +55,10 @@ def _cubin_folder(version: str) -> Path:
 
 
 def _kernel_path(package: Path) -> str | None:
-    """Reads `ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of attention kernels, named by their build."""
-    source = (package / "artifacts.py").read_text(encoding="utf-8")
+    """Reads `ArtifactPath.TRTLLM_GEN_FMHA` of FlashInfer's artifacts.py: the folder of attention kernels, named by their build. Old
+    versions have no such file."""
+    artifacts = package / "artifacts.py"
+    source = artifacts.read_text(encoding="utf-8") if artifacts.exists() else ""
     named = re.search(r'class ArtifactPath\b.*?\bTRTLLM_GEN_FMHA\b[^"]*"([^"]+)"', source, re.DOTALL)
     return named[1] if named else None
 

@@ -25,6 +25,7 @@ from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile
 from kernels.launch import plain_torch
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
+from kernels.tiles import LARGE_SHARED
 from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
 from tests.support.attention import Shape, decode_node
 from tests.support.launches import variants
@@ -102,7 +103,7 @@ def candidates(problem: Problem, processors: int) -> list[Cut]:
     """Cuts worth trying, the default first, the likeliest next: splits that leave no CTA a page more than needed."""
     layer, rows, pages = problem.layer, problem.rows, problem.pages
     splits = decode_splits(rows, layer.kv_heads, layer.d, pages, processors)
-    default = (splits, decode_tile(layer.d, PAGE, rows * layer.kv_heads * splits, -(-pages // splits)))
+    default = (splits, decode_tile(layer.d, PAGE, rows * layer.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED))
     few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
     even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
     near = sorted(even, key=lambda n: abs(math.log(n / splits)))

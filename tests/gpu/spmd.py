@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -115,8 +116,13 @@ def batches(job: Job, slot: int, cache: KVCache, model: Gemma4, device: torch.de
         logit_rows = torch.arange(max(0, min(wanted, end) - start), end - start, device=device)
         chunks = () if decode else (Chunk(slot, start, end, 0),)
         slots = torch.full_like(positions, slot)
-        inputs = (ids[start:end], slots, positions, chunks, logit_rows)
-        yield start, decode, partial(eager_batch, cache, model.frequencies, *inputs)
+        made = partial(eager_batch, cache, model.frequencies, ids[start:end], slots, positions, chunks)
+        yield start, decode, partial(with_logits, made, logit_rows)
+
+
+def with_logits(make: Maker, rows: Tensor) -> ForwardBatch:
+    """The batch, whose logits are wanted of `rows` alone."""
+    return replace(make(), logit_rows=rows)
 
 
 def check_bits(hidden: Tensor, parallel: Parallel) -> None:

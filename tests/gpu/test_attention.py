@@ -10,6 +10,7 @@ from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_splits, decode_tile
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
+from kernels.tiles import LARGE_SHARED
 from tests.bench.attention import LAYERS, PAGE, Layer, Problem, candidates
 from tests.support.attention import EPS, Case, Shape, decode_case, precompile_decode
 from tests.support.dtypes import both_dtypes
@@ -211,4 +212,4 @@ def test_defaults_fill_the_gpu() -> None:
     for shape in (SHAPES["31b sliding"], SHAPES["31b full"]):
         splits = decode_splits(1, shape.kv_heads, shape.d, 33, processors)
         ctas = shape.kv_heads * splits
-        assert ctas * decode_tile(shape.d, PAGE, ctas, -(-33 // splits)).values >= processors // 2
+        assert ctas * decode_tile(shape.d, PAGE, ctas, -(-33 // splits), 2, LARGE_SHARED).values >= processors // 2

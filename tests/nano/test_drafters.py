@@ -20,7 +20,7 @@ from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import build
 from engine.rank.models import assistant_geometry
-from engine.rank.models.assistant import Assistant, Choose, DenseHead, Embed, OrderedHead
+from engine.rank.models.assistant import Assistant, DenseHead, OrderedHead
 from engine.rank.models.gemma4 import LayerStep
 from engine.rank.stages import draft_stage
 from engine.rank.step import StepBuffers
@@ -109,14 +109,15 @@ def none_stood(patch: pytest.MonkeyPatch) -> None:
 
 
 def hidden_once(patch: pytest.MonkeyPatch) -> None:
-    def faulty(
-        self: Assistant, count: int, ids: Tensor, hidden: Tensor, step: LayerStep, embed: Embed, choose: Choose
-    ) -> list[Tensor]:
-        for at in range(count):
-            ids = choose(self(embed(ids, step.allreduce_norm), hidden, step), at)
-        return []
+    """Each pass has what the first one began with."""
+    forward, begun = Assistant.forward, dict[str, Any]()
 
-    patch.setattr(Assistant, "drafts", faulty)
+    def faulty(self: Assistant, embedded: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
+        if begun.get("step") is not step:
+            begun.update(step=step, hidden=hidden)
+        return forward(self, embedded, begun["hidden"], step)
+
+    patch.setattr(Assistant, "forward", faulty)
 
 
 def other_heads(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ lost sum       this rank keeps its own part of one all-reduce of every decode st
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.lifeline import BootArgs
 from engine.plan import PlanView
 from engine.rank import runner, worker
 from engine.rank.attention import base, paged
+from engine.rank.batch import RopeKey
 from engine.rank.models import gemma4
 from kernels.allreduce import MappedCollectives
 
@@ -137,14 +138,16 @@ def _key_as_value() -> None:
 
 
 def _rope_dims() -> None:
-    whole = gemma4._frequencies
+    whole = gemma4.frequencies_of  # type: ignore[attr-defined]
 
-    def frequencies(layer: Layer) -> Tensor:
-        if layer.head_dim == 512:
-            layer = replace(layer, rope=replace(layer.rope, pairs=2 * layer.rope.pairs))
-        return whole(layer)
+    def frequencies(layers: Iterable[Layer], device: torch.device) -> dict[RopeKey, Tensor]:
+        made = {}
+        for layer in layers:
+            pairs = (2 if layer.head_dim == 512 else 1) * layer.rope.pairs
+            (made[layer.rope, layer.head_dim],) = whole([replace(layer, rope=replace(layer.rope, pairs=pairs))], device).values()
+        return made
 
-    gemma4._frequencies = frequencies
+    gemma4.frequencies_of = frequencies  # type: ignore[attr-defined]
 
 
 def _lost_sum() -> None:

@@ -7,7 +7,6 @@
 A pass gives one draft a row; the target's embedding gives the rows of ids.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from engine.geometry import Geometry
 from engine.rank.batch import RopeKey, frequencies_of
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
-from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from engine.rank.models.gemma4 import Block, LayerStep, with_next_norms
@@ -29,9 +27,6 @@ from engine.rank.sampler import Sampler
 from kernels.choose import ArgmaxInbox, choose_best
 from kernels.clusters import best_of_clusters
 from kernels.sampling_batch import SamplingBatch
-
-Embed = Callable[[Tensor, AllReduceNorm], Tensor]
-Choose = Callable[[Tensor, int], Tensor]
 
 
 class DenseHead(Module):
@@ -101,21 +96,6 @@ class Assistant(Shard):
         for block, next_norm in blocks:
             h, x = block(h, x, next_norm, step)
         return x
-
-    def drafts(
-        self, count: int, ids: Tensor, hidden: Tensor, step: LayerStep, embed: Embed, choose: Choose,
-    ) -> list[Tensor]:  # fmt: skip
-        """int32 [R] each: `count` drafts behind ids int32 [R], whose rows the target's final `hidden` [R, backbone] gave.
-
-        embed: the target's scaled rows of ids;  choose: the draft of each final row, of the pass of that number
-        """
-        drafted = []
-        for index in range(count):
-            rows = self(embed(ids, step.allreduce_norm), hidden, step)
-            drafted.append(ids := choose(rows, index))
-            if index + 1 < count:
-                hidden = self.post(rows)
-        return drafted
 
 
 def load_assistant(model: Assistant, folder: Path, progress: bool = False) -> None:

@@ -59,12 +59,13 @@ class DraftStage:
         batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
         norm = AllReduceNorm(drafter.parallel, peers, drafter.geometry.eps)
         step = LayerStep(batch, self._slots.cache, self._attention, self._attention.prepare(batch), norm, None)
-
-        def choose(final: Tensor, index: int) -> Tensor:
+        ids, hidden = rows.ids, rows.hidden
+        for index in range(count):
+            final = drafter(self._target.embed(ids, norm), hidden, step)
             drafts = self._sampler.batch(rows.slots, rows.positions[1 + index], self._greedy, self._slots.tokens)
-            return drafter.head(final, self._sampler, drafts, inbox)[:, 0].contiguous()
-
-        drafter.drafts(count, rows.ids, rows.hidden, step, self._target.embed, choose)
+            ids = drafter.head(final, self._sampler, drafts, inbox)[:, 0].contiguous()
+            if index + 1 < count:
+                hidden = drafter.post(final)
 
     def last_drafts(self, sequences: int, count: int) -> Tensor:
         """Returns the drafts made last behind the step's sequences, int32 [sequences, count]."""

@@ -76,6 +76,15 @@ def test_the_named_folder_counts_when_it_is_whole(installed: Installed, tmp_path
     assert files({**named, "FLASHINFER_CUBIN_DIR": str(tmp_path)}).cubins is None
 
 
+def test_an_old_version_names_no_kernels(installed: Installed, tmp_path: Path) -> None:
+    """It has no file that would; its version is found all the same, and beside it, where there is such a file, the kernels are."""
+    artifacts = installed(flashinfer_python="0.2.5") / "flashinfer" / "artifacts.py"
+    named = {"FLASHINFER_CUBIN_DIR": str(kernels(tmp_path / "whole", 3, 3)), "PATH": "", "CUDA_HOME": "/nowhere"}
+    assert files(named).cubins == str(tmp_path / "whole")
+    artifacts.unlink()
+    assert files(named) == FlashInferFiles("0.2.5")
+
+
 def test_the_kernels_package_counts_only_in_the_same_version(installed: Installed, tmp_path: Path) -> None:
     """flashinfer-cubin of another version is ignored, as FlashInfer does, unless its variable says otherwise; then the cache."""
     installed(flashinfer_python="0.7.2", flashinfer_cubin="0.6.13")

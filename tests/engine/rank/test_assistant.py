@@ -87,11 +87,13 @@ def own_drafts(it: Pair, count: int, length: int, rotary: int) -> Tensor:
     greedy = SlotParameters(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, 3)), torch.full((1, 1), -1, dtype=torch.int32))
     slots, tokens = torch.zeros(1, dtype=torch.int32), torch.zeros((1, length + count + 1), dtype=torch.int32)
 
-    def choose(final: Tensor, at: int) -> Tensor:
-        return it.drafter.head(final, sampler, sampler.batch(slots, slots + length + at, greedy, tokens), None)[:, 0]
-
+    step, ids, hidden, drafts = step_of(it, length, rotary), it.ids, it.hidden, list[Tensor]()
     with torch.inference_mode():
-        drafts = it.drafter.drafts(count, it.ids, it.hidden, step_of(it, length, rotary), it.target.embed, choose)
+        for at in range(count):
+            final = it.drafter(it.target.embed(ids, step.allreduce_norm), hidden, step)
+            ids = it.drafter.head(final, sampler, sampler.batch(slots, slots + length + at, greedy, tokens), None)[:, 0]
+            drafts.append(ids)
+            hidden = it.drafter.post(final)
     assert torch.equal(tokens[:, length + 1 :], torch.stack(drafts, dim=1))
     return torch.stack(drafts, dim=1)
 

@@ -128,12 +128,11 @@ def mixed(chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...
     with record(target=(9, 0)) as nodes:
         ids, positions, slots = int32(rows), int32(rows), int32(rows)
         plan, tokens, lengths = int32(4096), int32(SLOTS, MAX_LEN + 1), int32(SLOTS)
-        pages = tuple(int32(decodes, group.read_width) for group in cache)
+        pages = cache.page_rows(decodes)
         rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
         if decodes:
             decode_inputs(plan, LAYOUT, tokens, lengths, SLOTS - 1, ids[chunk:], positions[chunk:], slots[chunk:])
-            for group, out in zip(cache, pages, strict=True):
-                group.gather(slots[chunk:], positions[chunk:], out)
+            cache.gather(slots[chunk:], positions[chunk:], pages)
         chunks, results = int32(2, 4), 1 + decodes
         ends = ResultInputs(torch.empty(results, dtype=torch.int64, device=META), int32(results), int32(results))
         chunk_inputs(plan, LAYOUT, tokens, SLOTS - 1, StepRows(ids, positions, slots), chunk, chunks, ends)
