@@ -1,22 +1,7 @@
 """Faults of one line that a user or an operator would notice, and the tests that should: for `python -m tests.support.mutation`."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`old` occurs once in `file`, and becomes `new`. `id` says what goes wrong then.
-
-    tests     files below tests/, nearest first;   survives  why none of them can see it
-    """
-
-    id: str
-    file: str
-    old: str
-    new: str
-    tests: str
-    survives: str = ""
-
+from tests.support.fault import Fault
+from tests.support.installed_mutants import INSTALLED
 
 _CORE = (
     Fault(
@@ -204,27 +189,6 @@ _RANK = (
     Fault(
         "broken-model-starts", "engine/rank/start_checks.py",
         "if not rms >= MIN", "if rms < MIN", "engine/rank/test_weights.py",
-    ),
-    Fault(
-        "heads-of-any-shape-are-compared", "engine/rank/load/loader.py",
-        "head.shape == (geometry.vocab, geometry.hidden) and ", "", "engine/rank/test_odd_checkpoints.py",
-    ),
-    Fault(
-        "bounds-of-any-shape-are-read", "engine/rank/models/clipped.py",
-        "if math.prod(header.shape) != 1:", "if False:", "engine/rank/test_vision.py",
-    ),
-    Fault(
-        "drafter-looks-at-more-clusters-than-there-are", "engine/rank/models/assistant_geometry.py",
-        "not 0 < assistant.centroid_top_k <= assistant.centroids", "not 0 < assistant.centroid_top_k",
-        "engine/rank/test_assistant.py",
-    ),
-    Fault(
-        "drafters-numbers-are-not-checked", "engine/rank/models/assistant_geometry.py",
-        "msgspec.convert(msgspec.to_builtins(assistant), AssistantGeometry)", "pass", "engine/rank/test_assistant.py",
-    ),
-    Fault(
-        "old-flashinfer-ends-the-start", "engine/attention/flashinfer_files.py",
-        ' if artifacts.exists() else ""', "", "engine/attention/test_flashinfer_files.py",
     ),
     Fault(
         "ranks-disagree-on-a-fault", "engine/rank/start_checks.py",
@@ -518,4 +482,4 @@ _LEAVES = (
     ),
 )
 
-FAULTS = (*_CORE, *_RANK, *_FRONT, *_EDGE, *_KERNELS, *_LEAVES)
+FAULTS = (*_CORE, *_RANK, *_FRONT, *_EDGE, *_KERNELS, *_LEAVES, *INSTALLED)
