@@ -19,6 +19,7 @@ from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, kv_groups, read_geometry
 from engine.weight_formats import FORMATS, weight_format
 
+Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 ToolGrammar = Literal["strict", "names", "off"]
 Thinking = Literal["on", "off", "auto"]
@@ -138,7 +139,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: str
-    device: Literal["cpu", "cuda"]
+    device: Device
     load_format: LoadFormat = "safetensors"
     page: Literal[16, 32, 64] = PAGE_SIZE
     suppress: tuple[int, ...] = ()
