@@ -23,9 +23,9 @@ from deploy.edge.edge_settings import (
     Seconds,
     TracingSettings,
 )
-from deploy.edge.key_types import FrozenStruct
 from engine.config import EngineSettings, LoadFormat, Thinking, ToolGrammar
 from engine.errors import ConfigError
+from engine.protocol import FrozenStruct
 
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"

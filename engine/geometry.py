@@ -112,6 +112,11 @@ class Geometry:
         return self.moe is not None or self.ple > 0
 
     @property
+    def summed_width(self) -> int:
+        """Elements of a row that ranks add in one sum, at most: two branches' where experts run beside an MLP."""
+        return self.hidden * (2 if self.moe else 1)
+
+    @property
     def embedding_scale(self) -> float:
         """sqrt(hidden), unrounded; rounded to the weight's dtype where it is used."""
         return math.sqrt(self.hidden)

@@ -25,14 +25,14 @@ import msgspec
 from engine.channel import map_shared
 from engine.config import EngineConfig
 from engine.errors import QuartetError
-from engine.protocol import FrameReader, frame
+from engine.protocol import FrameReader, FrozenStruct, frame
 from engine.rank_status import StatusBlock
 
 HEARTBEAT_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
-class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
+class BootArgs(FrozenStruct, kw_only=True):
     """argv[1] of a child, as JSON: its role, and the inherited descriptors by purpose.
 
     `plan` is the ring core -> ranks, `masks` another for the masks of its steps, `media` for what they encode; `result` the ring
@@ -61,30 +61,30 @@ class BootArgs(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp if self.role == "core" else self.index
 
 
-class TaggedMessage(msgspec.Struct, frozen=True, tag=True):
+class TaggedMessage(FrozenStruct, tag=True):
     """A message of the boot handshake; the name of its class goes with it."""
 
 
-class Configure(TaggedMessage, frozen=True):
+class Configure(TaggedMessage):
     """replica -> child, first message."""
 
     config: EngineConfig
 
 
-class Loaded(TaggedMessage, frozen=True):
+class Loaded(TaggedMessage):
     """rank -> replica: weights are in place; bytes left for KV pages."""
 
     kv_bytes: int
     weight_bytes: int
 
 
-class Allocate(TaggedMessage, frozen=True):
+class Allocate(TaggedMessage):
     """replica -> ranks and core: pages of each KV group, null page included."""
 
     pages: tuple[int, ...]
 
 
-class StepTimes(msgspec.Struct, frozen=True):
+class StepTimes(FrozenStruct):
     """Measured step times: (rows, milliseconds), ascending in rows.
 
     decodes     steps of decode rows alone, with short contexts;   prefills  steps of prompt tokens alone
@@ -110,7 +110,7 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     return StepTimes(decodes, prefills, mixed, max(context_ms), max(read_ms), max(attend_ms), tiles[0])
 
 
-class Ready(TaggedMessage, frozen=True):
+class Ready(TaggedMessage):
     """child -> replica: it is ready for the first plan. `note` is for the log; `step_times`: what a rank has measured, if it did;
     `fallbacks`: what its checks found wrong and what runs instead, a sentence each."""
 
@@ -119,13 +119,13 @@ class Ready(TaggedMessage, frozen=True):
     fallbacks: tuple[str, ...] = ()
 
 
-class RanksReady(TaggedMessage, frozen=True):
+class RanksReady(TaggedMessage):
     """replica -> core: every rank is ready; how long their steps take, if they have measured it."""
 
     step_times: StepTimes | None
 
 
-class Failed(TaggedMessage, frozen=True):
+class Failed(TaggedMessage):
     """child -> replica: it cannot go on, and exits; `user`: the message is fit for the user as it is (a QuartetError)."""
 
     error: str

@@ -59,7 +59,7 @@ def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def _inbox_row_bytes(config: EngineConfig, geometry: Geometry) -> int:
-    return 5 * (config.tp + 1) * geometry.hidden * (2 if geometry.moe else 1) * ITEMSIZE[config.dtype]
+    return 5 * (config.tp + 1) * geometry.summed_width * ITEMSIZE[config.dtype]
 
 
 def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:

@@ -245,9 +245,7 @@ def _packed(section: Section) -> bytes:
     return struct.pack(f"<{len(numbers)}i", *numbers)
 
 
-def largest_plan(
-    seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int
-) -> int:
+def largest_plan(seqs: int, max_len: int, budget: int, page: int, groups: int, *, width: int) -> int:
     """Returns the bytes that no plan of the core exceeds: `seqs` sequences, rows of up to `width` positions, and `budget` prompt
     tokens, each perhaps a media item with a span."""
     budget = max(budget, MAX_SPAN)

@@ -8,7 +8,7 @@ import enum
 import struct
 from array import array
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 import msgspec
 
@@ -21,6 +21,11 @@ MAX_SPAN = 2048  # tokens of a media item that see each other both ways: a chunk
 _LENGTH = struct.Struct("<I")
 
 MediaKind = Literal["image", "video", "audio"]
+
+
+@dataclass_transform(frozen_default=True)
+class FrozenStruct(msgspec.Struct, frozen=True):
+    """What is decoded and never changed; all that derive from it are frozen, too."""
 
 
 class FinishReason(enum.StrEnum):
@@ -43,7 +48,7 @@ class AbortReason(enum.StrEnum):
     sibling_failed = "sibling_failed"  # another choice of the same request ended in error
 
 
-class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+class Grammar(FrozenStruct, omit_defaults=True):
     """The grammar of a reply: `text` as `engine.matcher` reads it, checked at the edge.
 
     `trigger`: tokens are free until this id, and again once what follows it is complete; None: the grammar covers the whole reply.
@@ -53,7 +58,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     trigger: int | None = None
 
 
-class ThoughtBudget(msgspec.Struct, frozen=True):
+class ThoughtBudget(FrozenStruct):
     """The thinking budget: the most tokens of all thoughts of a reply; after the last of them only `end` may come.
 
     Counted are the tokens after `begin` and its `label` tokens, up to `end` or (with tools) `begin_call`. `open_label`: tokens of
@@ -68,7 +73,7 @@ class ThoughtBudget(msgspec.Struct, frozen=True):
     open_label: int | None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
     """How one request samples; validated once at the edge, the seed resolved there.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of alternatives reported a token (0:
@@ -99,7 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.grammar is not None or self.thought is not None
 
 
-class MediaItem(msgspec.Struct, frozen=True):
+class MediaItem(FrozenStruct):
     """An image, a video or a clip in a prompt: its tokens are those at [first, first + length).
 
     `digest`: sha256 of what the encoder gets. `spans`: each [begin, end) of positions that see each other both ways; a video's
@@ -131,7 +136,7 @@ class MediaItem(msgspec.Struct, frozen=True):
         return sum(end - begin for begin, end in self.runs)
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
     """Front -> core: generate from `prompt` (token ids, int32). `id` is the front's own and returns in every TokenBatch entry.
 
     `clip`: max_tokens was a default, so it may be lowered to what fits instead of refusing. `salt`: only requests of the same salt
@@ -152,27 +157,27 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
         return array("i", self.prompt)
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+class Abort(FrozenStruct, kw_only=True, tag="abort"):
     """Front -> core: end request `id`. Idempotent; an unknown id is no error (it may just have ended)."""
 
     id: int
     reason: AbortReason
 
 
-class Control(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
+class Control(FrozenStruct, kw_only=True, tag="control"):
     """Front -> core: `stop` ends the core after the plan in flight; `report` asks for an empty TokenBatch with the load figures."""
 
     action: Literal["stop", "report"]
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+class Logprobs(FrozenStruct, array_like=True):
     """The logprob of a token, and the `logprobs` most likely (id, logprob), best first; natural log, fp32."""
 
     chosen: float
     top: list[tuple[int, float]]
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class PromptLogprobs(FrozenStruct, array_like=True):
     """Logprobs of the prompt's tokens at positions first, first + 1, ...: natural log, fp32, of the capped logits.
 
     words: little-endian, 2 + 2 * `alternatives` of four bytes a token: its logprob fp32; its rank int32, 1 for the likeliest; the
@@ -210,7 +215,7 @@ def token_bytes(alternatives: int) -> int:
     return 4 * (2 + 2 * alternatives)
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class Output(FrozenStruct, kw_only=True, omit_defaults=True, gc=False):
     """What a step gave a request. With `finish`, the request has ended and this is its last entry.
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
@@ -232,7 +237,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     prompt_logprobs: list[PromptLogprobs] = []
 
 
-class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
+class PoolLoad(FrozenStruct, kw_only=True):
     """Pages of one KV group: `total` without the null page, `used` by running sequences, `cached` by the prefix cache alone."""
 
     name: str
@@ -246,7 +251,7 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.used / self.total if self.total else 0.0
 
 
-class DraftPosition(msgspec.Struct, frozen=True):
+class DraftPosition(FrozenStruct):
     """How many of the first drafts (or second ones, ...) were verified, and accepted with all before them."""
 
     position: int
@@ -254,7 +259,7 @@ class DraftPosition(msgspec.Struct, frozen=True):
     accepted: int
 
 
-class DraftSwitches(msgspec.Struct, frozen=True):
+class DraftSwitches(FrozenStruct):
     """How often the number of drafts was changed for that reason."""
 
     cause: str
@@ -321,7 +326,7 @@ class Load(Counters, kw_only=True):
         return max((pool.usage for pool in self.pools), default=0.0)
 
 
-class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
+class TokenBatch(FrozenStruct, kw_only=True):
     """Core -> front: the outputs since the last one, the requests that were scheduled for the first time, the load figures."""
 
     outputs: list[Output]

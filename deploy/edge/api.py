@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from deploy.edge.ask import Ask
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
-from deploy.edge.key_types import FrozenStruct
 from deploy.edge.response_format import ResponseFormat, ServedModel
 from deploy.edge.service import Service
+from engine.protocol import FrozenStruct
 
 JSON = "application/json"
 

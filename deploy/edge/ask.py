@@ -7,10 +7,10 @@ from typing import Any
 
 from msgspec.structs import force_setattr
 
-from deploy.edge.key_types import FrozenStruct, JsonObject
+from deploy.edge.key_types import JsonObject
 from deploy.edge.raw_json import invalid
 from engine.front.constraints import ToolChoice
-from engine.protocol import MediaKind
+from engine.protocol import FrozenStruct, MediaKind
 
 
 class Text(FrozenStruct):

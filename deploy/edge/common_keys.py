@@ -9,7 +9,7 @@ from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
 from deploy.edge.raw_json import ANYTHING, Json, decode, invalid, not_null
 from engine.front.template import MAX_VALUES
-from engine.protocol import MediaKind
+from engine.protocol import FrozenStruct, MediaKind
 
 MESSAGES = 4096
 PARTS = 1024
@@ -24,20 +24,20 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 _DETAILS: Mapping[Detail | None, int] = {"low": 70, "high": 1120, "original": 1120}
 
 
-class InputAudio(kt.FrozenStruct):
+class InputAudio(FrozenStruct):
     """All of a clip, in base64."""
 
     data: str | None = None
     format: str | None = None
 
 
-class TextForm(kt.FrozenStruct):
+class TextForm(FrozenStruct):
     """`format`: of the text."""
 
     format: kt.RawObject = UNSET
 
 
-class CommonSamplingKeys(kt.FrozenStruct):
+class CommonSamplingKeys(FrozenStruct):
     """How tokens are chosen, and when they end."""
 
     temperature: kt.Temperature | None = None

@@ -20,8 +20,8 @@ How an error looks is for error_response.py and anthropic/error_object.py.
 
 from collections.abc import Mapping
 
-from deploy.edge.key_types import FrozenStruct
 from engine.errors import EngineDead, GenerationFailed, InvalidRequest, ModelNotFound, Overloaded, QuartetError, SlowReader
+from engine.protocol import FrozenStruct
 
 RESTART_S = 5
 

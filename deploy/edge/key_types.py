@@ -1,18 +1,13 @@
 """Types of what JSON holds: an object, a request's short texts and bounded numbers, and raw JSON with what the API's document says
 of it."""
 
-from typing import Annotated, Any, dataclass_transform
+from typing import Annotated, Any
 
-from msgspec import Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, UnsetType
 
 from engine.protocol import MAX_ALTERNATIVES
 
 JsonObject = dict[str, Any]  # as it is decoded, or as it will be encoded
-
-
-@dataclass_transform(frozen_default=True)
-class FrozenStruct(Struct, frozen=True):
-    """What is decoded and never changed; all that derive from it are frozen, too."""
 
 
 def array(items: JsonObject, **bounds: int) -> JsonObject:

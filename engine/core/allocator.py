@@ -114,7 +114,7 @@ class Allocator:
 
     def _uncut_pages(self, sequence: Sequence, pages: int) -> int:
         """The most of its first pages, at most so many, that end within no span."""
-        while sequence.spans and (end := sequence.last_end(pages * self.page)) < pages * self.page:
+        while (end := sequence.last_end(pages * self.page)) < pages * self.page:
             pages = end // self.page
         return pages
 

@@ -179,7 +179,7 @@ class Drafting:
             middle = self._options[len(self._options) // 2] if self._tokens(1.0)[-1] > WORTH else 0
             drafts = measured.get(nearest, middle)
             if stats is None or stats.chosen.drafts != drafts:
-                options = [Option(drafts, [0.0, 0.0]) for drafts in self._options]
+                options = [Option(count, [0.0, 0.0]) for count in self._options]
                 chosen = options[self._options.index(drafts)]
                 stats = self._by_rows[size] = RowStats(options, chosen, self._trial(chosen))
         return stats

@@ -236,14 +236,12 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         most = min(draft.budget, draft.scored) if sequence.reports_prompt else draft.budget
-        count, least = min(sequence.ready, share, most), 1
+        count, least = min(sequence.ready, share, most), sequence.shortest_chunk
         if count < 1:
             return
-        if sequence.media:
-            least = sequence.shortest_chunk
-            count = max(least, sequence.last_end(sequence.high + count) - sequence.high)
-            if count > sequence.ready or (count > most and draft.plan.chunks):
-                return  # a span that is longer than the budget has a step without other chunks
+        count = max(least, sequence.last_end(sequence.high + count) - sequence.high)
+        if count > sequence.ready or (count > most and draft.plan.chunks):
+            return  # a span that is longer than the budget has a step without other chunks
         size = self._fitting(sequence, count, least)
         if size < least:
             size = least if may_preempt and self._preempt_for(sequence, least) else 0
@@ -258,7 +256,7 @@ class Scheduler:
         size = fitting(sequence, count, headroom=len(self.requests.running) - 1)
         if size < least:
             size = fitting(sequence, count)
-        return sequence.last_end(sequence.high + size) - sequence.high if sequence.spans else size
+        return sequence.last_end(sequence.high + size) - sequence.high
 
     def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
         """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.

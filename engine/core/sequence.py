@@ -11,6 +11,7 @@ At most `limit - 1` positions are needed: the last token is sampled from positio
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Literal
 
@@ -125,11 +126,17 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def shortest_chunk(self) -> int:
         """Tokens of the shortest chunk that can be its next: a whole span, if one begins there."""
-        return next((end - begin for begin, end in self.spans if begin == self.high), 1)
+        return self._uncut_ends(self.high + 1)[1] - self.high
 
     def last_end(self, end: int) -> int:
         """The last position up to `end` that is within no span: there a chunk may end."""
-        return next((first for first, behind in self.spans if first < end < behind), end)
+        return self._uncut_ends(end)[0]
+
+    def _uncut_ends(self, end: int) -> tuple[int, int]:
+        """The nearest positions before and behind `end` at which a chunk may end: itself, if it is within no span."""
+        index = bisect_left(self.spans, (end,))
+        span = self.spans[index - 1] if index else (0, 0)
+        return span if end < span[1] else (end, end)
 
     @property
     def reports_prompt(self) -> bool:

@@ -11,9 +11,9 @@ that RequestStarted and RequestFinished agree with the core's counters.
 
 import asyncio
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic, monotonic_ns
 from typing import cast
 
 import msgspec
@@ -73,7 +73,6 @@ class EngineClient(asyncio.Protocol):
         self.load: Load | None = None
         self.dead: str | None = None
         self._sink = sink
-        self._clock = time.monotonic
         self._frames = FrameReader()
         self._requests: dict[int, _Request] = {}
         self._stepped = 0.0  # when the core last reported a step, or work where it had none
@@ -104,7 +103,7 @@ class EngineClient(asyncio.Protocol):
         Raises InvalidRequest only if it cannot be sent as it is.
         """
         self._last_id += 1
-        stream = Stream(self._last_id, self.abort, Clock(self._clock()))
+        stream = Stream(self._last_id, self.abort, Clock(monotonic()))
         request = GenerateRequest(
             id=stream.id, prompt=pack_tokens(prompt), params=params, clip=clip, salt=salt, priority=priority, media=media
         )
@@ -114,7 +113,7 @@ class EngineClient(asyncio.Protocol):
         except ValueError as error:
             raise InvalidRequest(f"the request is too large: {error}") from error
         if not self._requests:
-            self._waiting_since = time.monotonic_ns()
+            self._waiting_since = monotonic_ns()
         self._requests[stream.id] = _Request(stream, len(prompt))
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
@@ -126,7 +125,7 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.get(request)
         if entry is None or entry.aborted is not None:
             return
-        entry.aborted, entry.aborted_at = reason, self._clock()
+        entry.aborted, entry.aborted_at = reason, monotonic()
         self._send(Abort(id=request, reason=reason))
 
     def health(self) -> None:
@@ -213,13 +212,13 @@ class EngineClient(asyncio.Protocol):
         if entry is None:
             return
         clock = entry.stream.clock
-        now = clock.scheduled = self._clock()
+        now = clock.scheduled = monotonic()
         if entry.aborted is None:
             self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
         """Count the tokens of one message, and report them; not those of requests that have ended or are being aborted."""
-        now, total, gaps = self._clock(), 0, list[float]()
+        now, total, gaps = monotonic(), 0, list[float]()
         for output in outputs:
             entry, count = self._requests.get(output.id), len(output.tokens)
             if entry is None or entry.aborted is not None or not count:
@@ -241,7 +240,7 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.pop(request)
         if error is not None:
             entry.stream.fail(error)
-        ended, clock = entry.aborted_at if entry.aborted is not None else self._clock(), entry.stream.clock
+        ended, clock = entry.aborted_at if entry.aborted is not None else monotonic(), entry.stream.clock
         first, last, count = clock.first, clock.last, clock.output_tokens
         ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
@@ -253,7 +252,7 @@ class EngineClient(asyncio.Protocol):
         last_step = before.step if before is not None and before.running + before.waiting else None
         if load.step == last_step:
             return None
-        now, since = self._clock(), self._stepped
+        now, since = monotonic(), self._stepped
         self._stepped = now
         return None if last_step is None else now - since
 

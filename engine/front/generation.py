@@ -202,9 +202,11 @@ class Generation:
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
         markers, skip = Markers.of(text) if job.is_chat else None, job.skip_special_tokens
-        self._reader: ReplyParser | PlainText = PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
-        if markers is not None:
-            self._reader = ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not skip)
+        self._reader: ReplyParser | PlainText = (
+            PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
+            if markers is None
+            else ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not skip)
+        )
         self._one_call = job.one_call
         self._may_stop_early = bool(job.stops) or job.one_call
         self._stops = StopStrings(job.stops)

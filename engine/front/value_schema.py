@@ -148,8 +148,8 @@ def json_kind(text: str) -> str | None:
 def types_of(schema: Any) -> list[str]:
     """The JSON types that one schema allows, without its alternatives; none where it does not say."""
     branch = _mapping(schema)
-    types = [str(name).lower() for name in listed(branch.get("type"))]
-    types = types or [_PYTHON_TYPES.get(type(value), "string") for value in _constants_of(branch) or ()]
+    named = [str(name).lower() for name in listed(branch.get("type"))]
+    types = named or [_PYTHON_TYPES.get(type(value), "string") for value in _constants_of(branch) or ()]
     return [*types, "null"] if types and branch.get("nullable") is True else types
 
 

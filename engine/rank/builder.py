@@ -97,8 +97,7 @@ def load_rank(
     reading = partial(load, model, architecture.tensors, folder, progress=first, weights=weights)
     _fill(model, architecture.tensors, source, reading, weights)
     drafter, encoders = _drafter(config, model, source), _encoders(config, model, source)
-    width = geometry.hidden * (2 if geometry.moe else 1)
-    inboxes = make_inboxes(parallel, inbox_rows(config, geometry), width, dtype, sequence_rows(config, geometry))
+    inboxes = make_inboxes(parallel, inbox_rows(config, geometry), geometry.summed_width, dtype, sequence_rows(config, geometry))
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         with torch.inference_mode():

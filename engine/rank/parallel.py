@@ -62,9 +62,7 @@ class Inboxes:
     sequence: SequenceParallel | None = None
 
 
-def make_inboxes(
-    parallel: Parallel, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)
-) -> Inboxes | None:
+def make_inboxes(parallel: Parallel, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> Inboxes | None:
     """Makes a rank's inboxes in `Parallel.peer_memory`, for steps of up to `rows` rows and fused norms of up to `width` elements a
     row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is no such memory.
 

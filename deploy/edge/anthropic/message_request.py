@@ -31,7 +31,6 @@ from deploy.edge.common_keys import (
 from deploy.edge.key_types import (
     Count,
     Fraction,
-    FrozenStruct,
     JsonObject,
     Kind,
     ModelName,
@@ -46,6 +45,7 @@ from deploy.edge.key_types import (
 )
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null
 from engine.front.constraints import ToolChoice
+from engine.protocol import FrozenStruct
 
 # Anthropic's that are not there, and those of OpenAI's chats that would change the answer.
 _REFUSED = ("compaction", "container", "thread", "frequency_penalty", "logit_bias", "max_completion_tokens", "n",

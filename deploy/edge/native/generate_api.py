@@ -13,13 +13,14 @@ from msgspec import UNSET, Raw
 from deploy.edge.api import GenerationApi, ParsedRequest
 from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
-from deploy.edge.key_types import Count, FrozenStruct, JsonObject, Name, Natural, Priority, RawIds, RawObject, Seed
+from deploy.edge.key_types import Count, JsonObject, Name, Natural, Priority, RawIds, RawObject, Seed
 from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
 from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
 from deploy.edge.response_format import OneChoice, Usage
 from engine.front.generation import Delta
+from engine.protocol import FrozenStruct
 
 _MAX_NEW_TOKENS = 128  # SGLang's default
 _PARAMS_BYTES = 64 << 10

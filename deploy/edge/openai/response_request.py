@@ -44,7 +44,6 @@ from deploy.edge.common_keys import (
 from deploy.edge.key_types import (
     STRING,
     Count,
-    FrozenStruct,
     Kind,
     ModelName,
     Name,
@@ -58,6 +57,7 @@ from deploy.edge.key_types import (
 from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import Json, ListReader, invalid, read_text
+from engine.protocol import FrozenStruct
 
 ENCRYPTED = "reasoning.encrypted_content"
 _OWN = "quartet:"  # what we hand out as encrypted content: nothing is secret in it, but clients send back nothing else

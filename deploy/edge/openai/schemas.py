@@ -24,7 +24,6 @@ from deploy.edge.key_types import (
     STRINGS,
     Alternatives,
     Count,
-    FrozenStruct,
     ModelName,
     Natural,
     Priority,
@@ -43,6 +42,7 @@ from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import ListReader, check_commas, first_characters, invalid, not_null, read_text, token_ids
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
+from engine.protocol import FrozenStruct
 
 PROMPTS = 32
 PROMPT_IDS = 1 << 20

@@ -18,6 +18,7 @@ from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
 from deploy.edge.response_format import OneChoice, Usage
 from engine.front.generation import Delta
+from engine.protocol import FrozenStruct
 
 _ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
 _INSTRUCTION = """Transcribe the following speech segment in {language}.
@@ -27,7 +28,7 @@ Follow these specific instructions for formatting the output:
 * When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
 
 
-class TranscriptionRequest(kt.FrozenStruct):
+class TranscriptionRequest(FrozenStruct):
     """POST /v1/audio/transcriptions, as a form."""
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]

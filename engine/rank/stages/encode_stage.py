@@ -64,13 +64,7 @@ class EncodeStage:
     """A rank's encoders of media, by kind, and their outputs, ENCODER_CACHE_BYTES of which are kept by digest on the device. host:
     bytes of those that are kept behind them on the host."""
 
-    def __init__(
-        self,
-        encoders: Mapping[MediaKind, MediaEncoder],
-        device: torch.device,
-        parallel: Parallel,
-        host: int,
-    ) -> None:
+    def __init__(self, encoders: Mapping[MediaKind, MediaEncoder], device: torch.device, parallel: Parallel, host: int) -> None:
         self._encoders, self._device, self._parallel = encoders, device, parallel
         self._slot_items = defaultdict[int, list[EncodedItem]](list)
         self._cache = OutputCache(device, ENCODER_CACHE_BYTES, host)

@@ -135,8 +135,7 @@ class ReportStage:
         """Start the copy of a step's outputs. rows: those that sample; hidden: their final hidden rows; start: the step's start
         event; hashed: as `Launched` has it."""
         pinned = {"chosen": next(self._host)[: len(rows.slots)]}  # the others get new memory
-        outputs = self._outputs(sampled, hidden, rows)
-        copies = {name: downloaded(output, pinned.get(name)) for name, output in outputs.items()}
+        copies = {name: downloaded(output, pinned.get(name)) for name, output in self._outputs(sampled, hidden, rows).items()}
         clock = StepClock(self.last_end if len(plan.rows) else None, start, record_event(self._device))
         self.last_end = clock.end
         self.launched.append(plan.step)

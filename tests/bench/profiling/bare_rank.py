@@ -79,8 +79,8 @@ def build(
     batches  of which steps are captured; None: all up to max_seqs
     """
     if isinstance(rank.parallel, Loopback):
-        rows, width = inbox_rows(rank.config, rank.geometry), rank.geometry.hidden * (2 if rank.geometry.moe else 1)
-        rank = replace(rank, inboxes=rank.parallel.inboxes(rows, width, rank.model.dtype))
+        rows = inbox_rows(rank.config, rank.geometry)
+        rank = replace(rank, inboxes=rank.parallel.inboxes(rows, rank.geometry.summed_width, rank.model.dtype))
     runner = build_runner(rank, pages)
     for cache in runner.slots.cache:
         for layer in cache.pool:

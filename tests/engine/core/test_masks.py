@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from engine.core.masks import Masks
-from engine.core.requests import Requests
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.front.call_grammar import CallGrammar
@@ -33,7 +32,7 @@ from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_
 from tests.support.engine.masked_serving import MAX_LEN, PAGES, MaskedRun, Model, request, serve
 from tests.support.engine.schemas import members, tools_of
 from tests.support.engine.walker import choice_of
-from tests.support.engine.world_faults import thoughts_end_late
+from tests.support.engine.world_faults import thoughts_end_late, without_cuts
 
 pytestmark = pytest.mark.pure
 
@@ -177,14 +176,7 @@ def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(Matcher, "fill_ahead", not_taken_back)
         assert differs()
 
-    add = Requests.add
-
-    def uncut(requests: Requests, request: GenerateRequest) -> Sequence | None:
-        if (sequence := add(requests, request)) is not None:
-            sequence.cut_ids = frozenset()
-        return sequence
-
-    monkeypatch.setattr(Requests, "add", uncut)
+    without_cuts(monkeypatch)
     assert differs()
 
 

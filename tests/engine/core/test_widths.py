@@ -10,15 +10,14 @@ import pytest
 
 from engine.core import results
 from engine.core.masks import MaskedRow, MaskState
-from engine.core.requests import Requests
 from engine.core.results import InFlightStep, Results
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.plan import ResultRow, StepResult
-from engine.protocol import FinishReason, GenerateRequest, Output, SamplingParams, ThoughtBudget
+from engine.protocol import FinishReason, Output, SamplingParams, ThoughtBudget
 from tests.support.engine.plans import decode_rows, result_of
 from tests.support.engine.scheduling import request_of, two_groups
-from tests.support.engine.world_faults import caught
+from tests.support.engine.world_faults import caught, without_cuts
 from tests.support.engine.worlds import World
 
 pytestmark = pytest.mark.pure
@@ -149,18 +148,6 @@ def drafts_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Results, "_take", take)
 
 
-def no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens behind the one at which masks begin are kept."""
-    honest = Requests.add
-
-    def add(self: Requests, request: GenerateRequest) -> Sequence | None:
-        if (sequence := honest(self, request)) is not None:
-            sequence.cut_ids = frozenset()
-        return sequence
-
-    monkeypatch.setattr(Requests, "add", add)
-
-
 def cut_without_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' tokens behind a cut stay, and their next row goes on from there."""
     monkeypatch.setattr(Sequence, "step_back", lambda self: None)
@@ -233,8 +220,8 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("fault", [
-    width_ignored, low_by_width, drafts_forgotten, no_cut, cut_without_step_back, bound_taken_for_index, thoughts_of_single_rows,
-    masks_of_other_drafts, masks_shifted, free_behind_a_call, drafts_while_ending,
+    width_ignored, low_by_width, drafts_forgotten, without_cuts, cut_without_step_back, bound_taken_for_index,
+    thoughts_of_single_rows, masks_of_other_drafts, masks_shifted, free_behind_a_call, drafts_while_ending,
 ])  # fmt: skip
 def test_wrong_widths_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Planted faults: what rows of several tokens give is committed wrongly, or masked wrongly."""

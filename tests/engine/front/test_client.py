@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -60,7 +61,6 @@ def run_story(story: Story, sink: Sink = no_sink, clock: Callable[[], float] = t
     async def main() -> None:
         core = FakeCore()
         client = EngineClient(core.front, sink=to_each(outcomes, sink))
-        client._clock = clock
         await client.start()
         try:
             async with asyncio.timeout(60):
@@ -71,7 +71,8 @@ def run_story(story: Story, sink: Sink = no_sink, clock: Callable[[], float] = t
             core.close()
         assert outcomes.open == client.open == 0
 
-    asyncio.run(main())
+    with patch("engine.front.client.monotonic", clock):
+        asyncio.run(main())
     return outcomes
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from unittest.mock import patch
 
 import pytest
 
@@ -26,7 +27,6 @@ class StoryRun:
         self.core = FakeCore()
         self.told = asyncio.Event()
         self.client = EngineClient(self.core.front, sink=self.receive)
-        self.client._clock = lambda: self.now
 
     def receive(self, event: Event) -> None:
         self.events.append(event)
@@ -49,12 +49,13 @@ class StoryRun:
 def run_story(story: Story) -> StoryRun:
     async def main() -> StoryRun:
         ran = StoryRun()
-        await ran.client.start()
-        try:
-            await story(ran)
-        finally:
-            await ran.client.close()
-            ran.core.close()
+        with patch("engine.front.client.monotonic", lambda: ran.now):
+            await ran.client.start()
+            try:
+                await story(ran)
+            finally:
+                await ran.client.close()
+                ran.core.close()
         return ran
 
     return asyncio.run(main())

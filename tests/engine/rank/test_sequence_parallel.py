@@ -218,7 +218,7 @@ def test_inboxes_hold_steps_that_do_not_norm_own_rows(member: str, tp: int, budg
     mtp = Mtp(model="drafter", drafts=drafts) if drafts else Mtp()
     config = EngineConfig(model="", tp=tp, device="cuda", dtype="bfloat16", max_seqs=100, prefill_budget=budget, mtp=mtp)
     assert inbox_rows(config, geometry) == rows
-    width, by_rows = geometry.hidden * (2 if geometry.moe else 1), sequence_rows(config, geometry)
+    width, by_rows = geometry.summed_width, sequence_rows(config, geometry)
     taken = AllReduceInbox.bytes(tp, rows, width, torch.bfloat16)
     assert taken <= INBOX_BYTES
     if by_rows:

@@ -52,7 +52,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     allocate(model, TENSORS)
     caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
     cache = KVCache(caches)
-    shared = make_inboxes(FirstOfGroup(TP), 256, shape.hidden * (2 if shape.moe else 1), torch.bfloat16)
+    shared = make_inboxes(FirstOfGroup(TP), 256, shape.summed_width, torch.bfloat16)
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )

@@ -1,4 +1,4 @@
-"""Whether a planted fault shows in random worlds, and a fault that several tests plant."""
+"""Whether a planted fault shows in random worlds, and faults that several tests plant."""
 
 import itertools
 from collections.abc import Callable
@@ -7,6 +7,9 @@ from itertools import islice
 import pytest
 
 from engine.core.masks import ThoughtLimit
+from engine.core.requests import Requests
+from engine.core.sequence import Sequence
+from engine.protocol import GenerateRequest
 from tests.support.engine.worlds import World, check_ends, simulate
 
 
@@ -20,6 +23,18 @@ def thoughts_end_late(patch: pytest.MonkeyPatch) -> None:
     ends_at = ThoughtLimit.ends_at.fget
     assert ends_at is not None
     patch.setattr(ThoughtLimit, "ends_at", property(lambda limit: None if (end := ends_at(limit)) is None else end + 1))
+
+
+def without_cuts(patch: pytest.MonkeyPatch) -> None:
+    """Planted fault: tokens behind the one at which masks begin are kept."""
+    honest = Requests.add
+
+    def add(self: Requests, request: GenerateRequest) -> Sequence | None:
+        if (sequence := honest(self, request)) is not None:
+            sequence.cut_ids = frozenset()
+        return sequence
+
+    patch.setattr(Requests, "add", add)
 
 
 def caught(
