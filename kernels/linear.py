@@ -6,7 +6,7 @@
 
 x [T, n], W [m, n], contiguous. A decode step reads every weight once, so of few rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
-(kernels.launch), x after. One row: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64: `tl.dot` on
+(kernels.launch), x after. One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64: `tl.dot` on
 tiles in shared memory (`_gemm`), rows padded. Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result
 depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
@@ -104,8 +104,8 @@ def _run(
         peers, buffer = sent[0], sent[1].buffer
         pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
     kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
-    rows = (len(x),) if tile.kind == "gemm" else ()
-    launch(kernel, (cdiv(m, tile.bn), tile.splits), x, weight, up, out, pointers, rank, buffer, *rows)
+    rows, second = ((len(x),), tile.splits) if tile.kind == "gemm" else ((), len(x) // tile.rows)
+    launch(kernel, (cdiv(m, tile.bn), second), x, weight, up, out, pointers, rank, buffer, *rows)
     return out
 
 
@@ -113,9 +113,9 @@ def _run(
 def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inbox_rows: int, width: int, empty: int) -> Configured:
     return configured(
         {"gemv": _gemv, "gemm": _gemm}[tile.kind],
-        M=m, K=k, GATED=gated, UP=up, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
+        M=m, K=k, ROWS=tile.rows, GATED=gated, UP=up, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
         SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty,
-        **({"ROWS": tile.rows, "SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {}),
+        **({"SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {}),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -153,11 +153,11 @@ def _add_products(sums, tile, values):
 @triton.jit(do_not_specialize=["rank", "buffer"])
 def _gemv(
     x, weight, up, out, pointers, rank, buffer,
-    M: constexpr, K: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr, START: constexpr,
-    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
+    START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of one row. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last. The loop
-    over K is unrolled, so that EARLY weight tiles are always on their way."""
+    """BN outputs of ROWS of the rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last. The
+    loop over K is unrolled, so that EARLY weight tiles are always on their way."""
     if START:
         trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
@@ -170,23 +170,29 @@ def _gemv(
         for matrix in tl.static_range(MATRICES):
             tiles += (_load(base + matrix * M * K, i, K, BK, "evict_first"),)
     wait(PDL)
-    sums = tl.zeros([BN, BK // 8], tl.float32)
-    second = sums
+    first = tl.program_id(1) * ROWS
+    x += first * K
+    sums: tl.tuple = ()
+    for _ in tl.static_range(ROWS * MATRICES):
+        sums += (tl.zeros([BN, BK // 8], tl.float32),)
     for i in tl.static_range(TILES):
         if i + EARLY < TILES:
             for matrix in tl.static_range(MATRICES):
                 tiles += (_load(base + matrix * M * K, i + EARLY, K, BK, "evict_first"),)
-        values = _load(x + tl.zeros([1, 1], tl.int32), i, K, BK, "").to(tl.float32)
-        sums = _add_products(sums, tiles[i * MATRICES], values)
+        added: tl.tuple = ()
+        for row in tl.static_range(ROWS):
+            values = _load(x + tl.full([1, 1], row * K, tl.int32), i, K, BK, "").to(tl.float32)
+            for matrix in tl.static_range(MATRICES):
+                added += (_add_products(sums[row * MATRICES + matrix], tiles[i * MATRICES + matrix], values),)
+        sums = added
+    live = column < M
+    for row in tl.static_range(ROWS):
+        total, at = tl.sum(sums[row * MATRICES], 1), tl.full([BN], row, tl.int32) + first
         if GATED:
-            second = _add_products(second, tiles[i * MATRICES + 1], values)
-    total, live = tl.sum(sums, 1), column < M
-    if GATED:
-        total = gelu(total) * tl.sum(second, 1)
-    if UP > 0:
-        total = gelu(total) * tl.load(up + column, live, 0.0).to(tl.float32)
-    row = tl.zeros([BN], tl.int32)
-    _store(total, out, row, column, live, x.dtype.element_ty, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
+            total = gelu(total) * tl.sum(sums[row * MATRICES + 1], 1)
+        if UP > 0:
+            total = gelu(total) * tl.load(up + at * UP + column, live, 0.0).to(tl.float32)
+        _store(total, out, at, column, live, x.dtype.element_ty, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
 @triton.jit

@@ -15,6 +15,8 @@ from kernels.launch import cdiv
 
 Kind = Literal["gemv", "gemm"]
 MOST_ROWS = 64  # of a tile of ours
+_GEMV_ROWS = 2  # of any product: at three, its arithmetic takes as long as what the padded tiles of an MMA lose
+_SMALL, _SMALL_ROWS = 1 << 20, 8  # weights of a product that fills few processors: a gemv's CTAs of a row each read them from L2
 _PROCESSORS, _LEAST_TURNS = 132, 4  # of an H200, one for a CTA of a product that is cut finer; turns of a part's CTA
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
 
@@ -23,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tile:
-    """One variant of a kernel. `rows` of x a CTA takes (gemv: one), `bn` of its outputs, `bk` of the inner dimension a turn.
+    """One variant of a kernel. `rows` of x a CTA takes (gemv: exactly), `bn` of its outputs, `bk` of the inner dimension a turn.
 
     `early`: weight tiles asked for before the kernel waits for its predecessors, into registers (gemv) or L2 (gemm).
     `swap`: the weight is the MMA's left operand, whose 64 rows it fills, and x the right one. `stages`: depth of gemm's pipeline.
@@ -64,8 +66,7 @@ class GemmShape(NamedTuple):
 
 
 # Tiles by the most rows that they take; above, cuBLAS. The fastest of those tried on an H200 for 31B at TP=4. Of 16 to 64 rows
-# measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit. Two rows by `gemv` took
-# longer than four by the tile of 16, which does no less for two.
+# measured in a whole captured step: 84 CTAs need deep pipelines, beside which the next kernel's still fit.
 _SHALLOW = Tile("gemm", 16, 64, 128, 4, stages=4, swap=True)
 TABLE: dict[GemmShape, dict[int, Tile]] = {
     **{
@@ -96,21 +97,25 @@ TABLE: dict[GemmShape, dict[int, Tile]] = {
 def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False) -> Tile | None:
     """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS.
 
-    Where a product's outputs leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile
-    that was measured for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
+    Up to `_GEMV_ROWS` rows take the tile for one row, and with small weights up to `_SMALL_ROWS`, a CTA each. Where a product's outputs
+    leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile that was measured for another
+    shape takes fewer outputs, unless they are the MMA's rows (`swap`).
     """
     if rows > MOST_ROWS:
         return None
     tiles = TABLE[_nearest(shape)]
+    if rows <= _GEMV_ROWS:
+        return replace(tiles[1], rows=rows)
+    if rows <= _SMALL_ROWS and shape.m * shape.n <= _SMALL:
+        return tiles[1]
     tile = fit(tiles[min(most for most in tiles if rows <= most)], shape.gated, shared)
-    if tile.kind == "gemm":
-        if parts:
-            finer = 2
-            while finer * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (finer * tile.bk * _LEAST_TURNS) == 0:
-                tile, finer = replace(tile, splits=finer), 2 * finer
-        elif shape not in TABLE and not tile.swap:
-            while 2 * cdiv(shape.m, tile.bn) <= _PROCESSORS and tile.bn > 16:
-                tile = replace(tile, bn=tile.bn // 2)
+    if parts:
+        finer = 2
+        while finer * cdiv(shape.m, tile.bn) <= _PROCESSORS and shape.n % (finer * tile.bk * _LEAST_TURNS) == 0:
+            tile, finer = replace(tile, splits=finer), 2 * finer
+    elif shape not in TABLE and not tile.swap:
+        while 2 * cdiv(shape.m, tile.bn) <= _PROCESSORS and tile.bn > 16:
+            tile = replace(tile, bn=tile.bn // 2)
     return tile
 
 

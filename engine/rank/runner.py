@@ -251,7 +251,9 @@ class Runner:
             batch = replace(self._inputs.mixed(uploaded, MixedSizes.of(plan))[0], chunks=chunks_of(plan))
             every = self.forward_stage.run(replace(batch, logit_rows=None))
             record_event(self._device).synchronize()  # the plan's staging memory is used again
-        hidden = self.forward_stage.run(batch)
+        assert batch.logit_rows is not None
+        for results in (2, 1):  # for which products have variants of their own
+            hidden = self.forward_stage.run(replace(batch, logit_rows=batch.logit_rows.repeat(results)))
         sizes = {rows * width for rows in self._buckets for width in self._widths}
         for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others
             everything = SpecialRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)

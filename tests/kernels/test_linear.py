@@ -24,6 +24,7 @@ TILES = [
     gemv(4, 64, early=4),
     gemv(2, 256, early=1),
     gemv(4, 64, early=9),
+    replace(gemv(4, 64, early=4), rows=2),
     gemm(16, 32, 64, stages=2, early=1),
     gemm(32, 16, 32, stages=3, swap=True),
 ]
@@ -70,7 +71,8 @@ def test_under_the_interpreter() -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def interpreted_kernels(tile: Tile, gated: bool, dtype: torch.dtype) -> None:
     """Each kernel is the formula, also where no tile divides the sizes; a lost column or swapped halves are not."""
-    for rows, m, n in ((1, 14, 200), (max(1, tile.rows - 1), 8, 256)):
+    few, many = (tile.rows, 3 * tile.rows) if tile.kind == "gemv" else (1, tile.rows - 1)
+    for rows, m, n in ((few, 14, 200), (many, 8, 256)):
         x, weight = case(rows, m, n, dtype, gated)
         out, want = run(tile, x, weight, gated), product(x, weight, gated)
         assert error(out, want) < TOLERANCE[dtype]
@@ -82,16 +84,17 @@ def interpreted_kernels(tile: Tile, gated: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def interpreted_rows_do_not_touch_each_other(tile: Tile) -> None:
     """A row's bits are the same beside rows of NaN, in another place, and alone; those of another row are not."""
-    x, weight = case(tile.rows, 12, 150, torch.bfloat16, False)
+    least = tile.rows if tile.kind == "gemv" else 1
+    x, weight = case(max(tile.rows, 2 * least), 12, 150, torch.bfloat16, False)
     whole = run(tile, x, weight, False)
     poisoned = torch.full_like(x, torch.nan)
     poisoned[-1] = x[0]
     assert torch.equal(run(tile, poisoned, weight, False)[-1], whole[0])
-    assert torch.equal(run(tile, x[:1], weight, False)[0], whole[0])
-    assert tile.rows == 1 or not torch.equal(whole[1], whole[0])
+    assert torch.equal(run(tile, x[:least], weight, False)[0], whole[0])
+    assert not torch.equal(whole[1], whole[0])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
 def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
     """On shapes that nobody measured the wrappers still compute the formula, in one launch, fp32 if asked."""
     x, weight = case(rows, 24, 96, torch.bfloat16, True)
@@ -107,7 +110,7 @@ def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("rows", [1, 5, 40, 130])
+@pytest.mark.parametrize("rows", [1, 2, 5, 40, 130])
 def interpreted_gelu_mul(rows: int, dtype: torch.dtype) -> None:
     """A product's GELU times rows that lie apart is the formula, in one launch of ours; times the next rows' it is not."""
     x, weight = case(rows, 40, 96, dtype, False)
@@ -120,13 +123,13 @@ def interpreted_gelu_mul(rows: int, dtype: torch.dtype) -> None:
     assert error(out, gelu * ups[:, 2]) > 10 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 130])
+@pytest.mark.parametrize("rows", [1, 5, 9, 130])
 def interpreted_parts(rows: int) -> None:
-    """Few outputs of a long inner dimension come in parts that add up to the product; one part less does not. Of one row, and of
-    more than tiles hold, the product is whole."""
+    """Few outputs of a long inner dimension come in parts that add up to the product; one part less does not. Of one row, of few
+    rows and small weights, and of more rows than tiles hold, the product is whole."""
     x, weight = case(rows, 24, 4096, torch.bfloat16, False)
     parts = linear_parts(x, weight)
-    if rows != 5:
+    if rows != 9:
         assert torch.equal(parts, linear(x, weight))
         return
     assert parts.shape[1:] == (rows, 24)
@@ -170,7 +173,8 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_every_shape_has_tiles_for_up_to_most_rows() -> None:
-    """The table is whole; tiles hold their rows, gemv one; `swap` needs the MMA's 64 rows; the least that fits is taken."""
+    """The table is whole; tiles hold their rows, gemv one or two; `swap` needs the MMA's 64 rows; the least that fits is taken; few
+    rows of small weights take a CTA each."""
     for shape, tiles in TABLE.items():
         assert max(tiles) == MOST_ROWS, shape
         for rows, tile in tiles.items():
@@ -179,7 +183,9 @@ def test_every_shape_has_tiles_for_up_to_most_rows() -> None:
             assert not tile.swap or tile.bn % 64 == 0
             assert tile == fit(tile, shape.gated, 232448), (shape, tile)
     taken = [choose(rows, GemmShape(4096, 5376)) for rows in (1, 2, 9, 16, 17, 64, 65, 129)]
-    assert [tile and tile.rows for tile in taken] == [1, 16, 16, 16, 32, 64, None, None]
+    assert [tile and tile.rows for tile in taken] == [1, 2, 16, 16, 32, 64, None, None]
+    small = [choose(rows, GemmShape(256, 2560)) for rows in (2, 3, 8, 9)]
+    assert [tile and (tile.kind, tile.rows) for tile in small] == [("gemv", 2), ("gemv", 1), ("gemv", 1), ("gemm", 16)]
 
 
 def test_a_missing_shape_takes_the_nearest_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
