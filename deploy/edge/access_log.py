@@ -38,7 +38,7 @@ class AccessLog:
             return
         began = scope.get(BEGAN, time.monotonic())
         deadline = began + self.service.settings.limits.request_timeout_s
-        endpoint = endpoint_of(scope["path"].removeprefix(scope.get("root_path", "")))
+        endpoint = endpoint_of(scope)
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         record = RequestRecord(request_id(scope["headers"]), method, endpoint.path, send, began, deadline, endpoint.operation)
         record.traceparent = only(scope["headers"], b"traceparent")

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from starlette.types import Scope
+
 from deploy.edge.anthropic.messages_api import COUNT_TOKENS, MESSAGES_API
 from deploy.edge.api import HttpEndpoint, Right
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
@@ -25,8 +27,9 @@ _OTHER = [HttpEndpoint(path=path, right=right) for right, paths in _OTHERS.items
 ENDPOINTS: dict[str, HttpEndpoint] = {endpoint.path: endpoint for endpoint in (*GENERATION_APIS, *TOKEN_APIS, *_OTHER)}
 
 
-def endpoint_of(path: str) -> HttpEndpoint:
-    """What is served at `path`, or UNKNOWN."""
+def endpoint_of(scope: Scope) -> HttpEndpoint:
+    """What is served at a request's path below http_options.root_path, which uvicorn puts in front, or UNKNOWN."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path, UNKNOWN)
 
 

@@ -29,7 +29,7 @@ class KeyGate:
             record = record_of(scope)
             record.key = key.name
             if not _is_open(scope):
-                check_right(key, scope["path"])
+                check_right(key, scope)
                 record.grant = self.ring.open(key)
         return True
 
@@ -38,7 +38,7 @@ class KeyGate:
         try:
             key = await self._identify(scope)
             if key is not None:
-                check_right(key, scope["path"])
+                check_right(key, scope)
         except QuartetError:  # the application says it, with an access line
             return False
         return True
@@ -62,9 +62,9 @@ def credentials(headers: Headers) -> list[bytes]:
     return presented
 
 
-def check_right(key: ApiKey, path: str) -> None:
-    """Forbidden: the holder may not ask for `path`."""
-    endpoint = endpoint_of(path)
+def check_right(key: ApiKey, scope: Scope) -> None:
+    """Forbidden: the holder may not ask for the request's path."""
+    endpoint = endpoint_of(scope)
     if endpoint.right == "all":
         if not key.rights.issuperset(RIGHTS):
             raise Forbidden("This path needs an API key with all rights.")
@@ -74,7 +74,7 @@ def check_right(key: ApiKey, path: str) -> None:
 
 def _is_open(scope: Scope) -> bool:
     """Whether the path answers anybody."""
-    return endpoint_of(scope["path"]).right == "open"
+    return endpoint_of(scope).right == "open"
 
 
 def _what_is_wrong(given: list[bytes]) -> str:

@@ -132,7 +132,7 @@ class Limits:
 
     async def _take_in(self, scope: Scope, receive: Receive, upload: Upload) -> bool:
         """Whether nothing of the body is left to be sent."""
-        if self._open > self.limits.requests and scope["path"] not in _PROBES:
+        if self._open > self.limits.requests and not scope["path"].endswith(_PROBES):
             raise Overloaded("Too many requests at once; please try again shortly.")
         check_head(scope, self.limits)
         known = self.check_key is None or await self.check_key(scope)

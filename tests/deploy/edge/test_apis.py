@@ -19,8 +19,8 @@ def test_the_shape_of_an_error_by_its_path() -> None:
 
 def test_every_endpoint_is_known_by_its_path() -> None:
     """No two have one path, a model's path is that of any model, and only what generates is traced."""
-    assert all(endpoint_of(path) is endpoint for path, endpoint in ENDPOINTS.items())
-    assert endpoint_of("/v1/models/a/b") is ENDPOINTS["/v1/models/{model}"]
-    assert endpoint_of("/v1/chat/completions/") is UNKNOWN
+    assert all(endpoint_of({"path": path}) is endpoint for path, endpoint in ENDPOINTS.items())
+    assert endpoint_of({"path": "/v1/models/a/b"}) is ENDPOINTS["/v1/models/{model}"]
+    assert endpoint_of({"path": "/v1/chat/completions/"}) is UNKNOWN
     traced = {path for path, endpoint in ENDPOINTS.items() if endpoint.operation is not None}
     assert traced == {api.path for api in GENERATION_APIS}

@@ -35,7 +35,7 @@ from engine.events import KeyDecision, KeyTokens
 from engine.front.generation import Job
 from tests.conftest import Nano
 from tests.support.edge.api_client import chat_body, error_of
-from tests.support.edge.http_edge import Edge, Edges, until
+from tests.support.edge.http_edge import Edge, Edges, until, with_ids
 
 pytestmark = pytest.mark.pure
 
@@ -151,7 +151,7 @@ def test_a_path_that_answers_without_a_key_is_noticed(edge: Edge, monkeypatch: p
 
 def test_every_route_has_a_right(edge: Edge) -> None:
     """None is left to the rule for what is not listed, which would shut out whoever has not all rights."""
-    assert [path for _, path in routes(edge) if endpoint_of(path) is UNKNOWN] == []
+    assert [path for _, path in routes(edge) if endpoint_of({"path": path}) is UNKNOWN] == []
 
 
 ACCEPTED = [
@@ -185,6 +185,19 @@ def test_a_key_may_what_its_line_says(edge: Edge) -> None:
     with httpx.Client(base_url=edge.url, headers=bearer(ALICE)) as client:
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json", "/nothing")] == [200, 200, 404]
         assert client.get("/openapi.json").json()["security"] == [{"bearer": []}, {"x-api-key": []}]
+
+
+def test_rights_hold_below_a_root_path(edge: Edge) -> None:
+    """It stands before every path, as uvicorn has http_options.root_path. Planted: without it these are paths that nobody knows."""
+    asked = [("/health/live", {}), ("/v1/models", bearer(READER)), ("/docs", bearer(READER))]
+
+    async def statuses(root: str) -> list[int]:
+        transport = httpx.ASGITransport(with_ids(create_app(edge.service)), root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/llm") as client:
+            return [(await client.get(path, headers=headers)).status_code for path, headers in asked]
+
+    assert edge.run(statuses("/llm")) == [200, 200, 403]
+    assert edge.run(statuses("")) == [401, 403, 403]
 
 
 def test_health_tells_addresses_to_key_holders_only(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
