@@ -76,10 +76,10 @@ class ContentBlock(FrozenStruct):
     type: Kind
     text: str | None = None
     thinking: str | None = None
-    id: Name | None = None
+    id: str | None = None
     name: Name | None = None
     input: RawObject = UNSET
-    tool_use_id: Name | None = None
+    tool_use_id: str | None = None
     content: "_Content | None" = None
     source: MediaSource | None = None
 

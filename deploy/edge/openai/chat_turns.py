@@ -24,6 +24,7 @@ from deploy.edge.raw_json import ANYTHING, ListReader, decode, invalid, not_null
 from engine.protocol import FrozenStruct, MediaKind
 
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
+_TEXTS = ("text", "refusal")  # kinds of parts that are text
 _URL_PARTS: Mapping[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 
 
@@ -38,10 +39,11 @@ _Url = MediaUrl | str | None  # a text: Mistral's clients
 
 
 class ContentPart(FrozenStruct):
-    """A text, an image, a video or a clip."""
+    """A text, which may be a refusal, an image, a video or a clip."""
 
-    type: Annotated[str, one_of("text", *_URL_PARTS, "input_audio")]
+    type: Annotated[str, one_of(*_TEXTS, *_URL_PARTS, "input_audio")]
     text: str | None = None
+    refusal: str | None = None
     image_url: _Url = None
     video_url: _Url = None
     audio_url: _Url = None
@@ -59,7 +61,7 @@ class ToolCall(FrozenStruct):
     """A call in the history."""
 
     function: FunctionCall
-    id: Name | None = None
+    id: str | None = None
     type: Kind | None = None
 
 
@@ -70,13 +72,13 @@ class Message(FrozenStruct):
     content: str | Annotated[list[ContentPart], Meta(max_length=PARTS)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
-    tool_call_id: Name | None = None
+    tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     # What OpenAI's replies have, clients send back.
     function_call: None = None
     audio: None = None
-    refusal: None = None
 
 
 class ProcessorKeys(FrozenStruct, forbid_unknown_fields=True):
@@ -121,7 +123,7 @@ def _messages(raw: Raw) -> list[ChatMessage]:
 
 
 def _message(message: Message, where: str) -> ChatMessage:
-    content = message.content
+    content = message.refusal if message.content is None else message.content
     if content is None and message.role == "user":
         raise invalid(f"{where}.content", "a user's message needs content, not null")
     return ChatMessage(
@@ -142,7 +144,7 @@ def _part(part: ContentPart, where: str) -> Part:
         value: _Url = getattr(part, part.type)
         media = value if isinstance(value, MediaUrl) else MediaUrl(value)
         return media_part(kind, media.url, where, media.detail if kind == "image" else None)
-    return text_part(part.type, part.text, where)
+    return text_part(part.type, part.refusal or part.text, where, _TEXTS)
 
 
 def _call(call: ToolCall) -> PastCall:

@@ -66,7 +66,7 @@ _NEVER_THERE = ("code_interpreter_call.", "computer_call_output.", "file_search_
 _ITEMS_SCHEMA = array(component("InputItem"), minItems=1, maxItems=MESSAGES)
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text")  # kinds of parts that are text
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "refusal")  # kinds of parts that are text
 _ORDER = ("reasoning", "message", "function_call")  # of the items of one message
 _ABSENT: AbsentKeys = {
     "previous_response_id": (),
@@ -86,6 +86,7 @@ class InputPart(FrozenStruct):
 
     type: Annotated[str, one_of(*_TEXTS, "input_image", "input_audio")]
     text: str | None = None
+    refusal: str | None = None
     image_url: str | None = None
     detail: Detail | None = None
     input_audio: InputAudio | None = None
@@ -100,7 +101,7 @@ class InputItem(FrozenStruct):
     type: Kind | None = None
     role: Annotated[str, Meta(max_length=32)] | None = None
     content: _Content = None
-    call_id: Name | None = None
+    call_id: str | None = None
     name: Name | None = None
     namespace: Name | None = None
     arguments: str | None = None
@@ -294,7 +295,7 @@ def _part(part: InputPart, where: str) -> Part:
         return media_part("image", part.image_url, where, part.detail)
     if part.type == "input_audio":
         return audio_part(part.input_audio, where)
-    return text_part(part.type, part.text, where, _TEXTS)
+    return text_part(part.type, part.refusal or part.text, where, _TEXTS)
 
 
 def _content(content: _Content, where: str) -> str | list[Part]:

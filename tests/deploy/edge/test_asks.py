@@ -142,8 +142,10 @@ NO_CALL: list[tuple[str, str, list[Any], list[Any], str]] = [
 
 @pytest.mark.parametrize(("path", "key", "called", "result", "place"), NO_CALL, ids=[case[0] for case in NO_CALL])
 def test_a_result_is_of_an_earlier_call(path: str, key: str, called: list[Any], result: list[Any], place: str) -> None:
-    """One of no call, of another or of a later one is refused by its id and its path; a call may have several."""
-    ask_of(path, **{key: [user("x"), *called, *result, *result]})
+    """One of no call, of another or of a later one is refused by its id and its path; a call may have several, and a long id."""
+    good = {key: [user("x"), *called, *result, *result]}
+    ask_of(path, **good)
+    ask_of(path, **json.loads(json.dumps(good).replace('"a"', json.dumps("a" * 5000))))
     other = json.loads(json.dumps(called).replace('"a"', '"b"'))
     for before, after in ([], []), (other, []), ([], called):
         with pytest.raises(InvalidRequest) as caught:
@@ -176,6 +178,19 @@ def test_parts_are_typed() -> None:
         assert chat_of(path, messages=[user(parts)]).messages[0].content == [Text("a"), Text("b")]
     items = [user([{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}])]
     assert chat_of(RESPONSES, input=items).messages[0].content == "ab"
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    """As OpenAI's answers have it, in a chat's message or as a part of it or of an item. Planted: other words are another turn."""
+    part = {"type": "refusal", "refusal": "No."}
+    told = [
+        chat_of(CHAT, messages=[user("x"), {"role": "assistant", "content": None, "refusal": "No."}]),
+        chat_of(CHAT, messages=[user("x"), {"role": "assistant", "content": [part]}]),
+        chat_of(RESPONSES, input=[user("x"), {"type": "message", "role": "assistant", "content": [part]}]),
+    ]
+    assert [chat.messages[-1].content for chat in told] == ["No.", [Text("No.")], "No."]
+    said = chat_of(CHAT, messages=[user("x"), {"role": "assistant", "content": "Yes.", "refusal": None}])
+    assert said.messages[-1].content == "Yes."
 
 
 def test_a_raw_prompt_in_two_apis() -> None:

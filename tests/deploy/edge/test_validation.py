@@ -45,7 +45,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         [user("a" * 1_000_000)],
         [*MESSAGES, {"role": "user"}],
         [*MESSAGES, {"role": "assistant", "content": None, "function_call": {"name": "f"}}],
-        [*MESSAGES, {"role": "assistant", "refusal": "No."}],
+        [*MESSAGES, {"role": "assistant", "refusal": {"text": "No."}}],
         [*MESSAGES, {"role": "assistant", "audio": {"id": "a"}}],
     ),
     "temperature": (-0.1, 2.1, "hot"),
