@@ -38,6 +38,8 @@ def register(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit code. ConfigError: it cannot run like this."""
+    if not args.drain >= 0:
+        raise ConfigError("--drain: expected seconds, 0 or more")
     config = read_config(args.config)
     settings = read_settings(config, str(args.config))
     environment.refuse_kernels_distribution()

@@ -11,17 +11,19 @@ Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 AbsolutePath = Annotated[str, Meta(pattern="^/")]
+Host = Annotated[str, Meta(pattern="^([^/:]+|[^/]*:[^/]*:[^/]*)$")]  # without a port
+Origin = Annotated[str, Meta(pattern="^([*]|null|[^/A-Z]+://[^/A-Z]+)$")]
 SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have
 
 
 class LimitSettings(FrozenStruct):
     """What one request may ask for, and how much of all there may be at once; beyond it the answer is a 4xx before any work."""
 
-    hosts: tuple[str, ...] | None = None
+    hosts: tuple[Host, ...] | None = None
     """names in the Host header that are answered to, without ports; none: loopback's and that of http_options where the launcher
     starts Serve, there are no API keys and the address is no wildcard, any elsewhere"""
-    cors_origins: tuple[str, ...] = ()
-    """origins of web pages that may use the API; "*": all"""
+    cors_origins: tuple[Origin, ...] = ()
+    """origins of web pages that may use the API, as https://page.example:8443; "*": all"""
     body_bytes: Annotated[int, Meta(ge=1024)] = 32 << 20
     """bytes of a request's body; more get 413"""
     header_bytes: Annotated[int, Meta(ge=1024)] = 32 << 10
@@ -64,7 +66,7 @@ class MediaSettings(FrozenStruct):
     """seconds of a video in a container"""
     waiting_bytes: Annotated[int, Meta(ge=1 << 20)] = 2 << 30
     """bytes of decoded media that may wait for their prefill; one request always may"""
-    fetch: tuple[str, ...] = ()
+    fetch: tuple[Host, ...] = ()
     """hosts that media are fetched from by http(s), besides data: URLs; "*": any at a public address, while a host that is named
     may be inside"""
     fetch_bytes: Annotated[int, Meta(ge=1024, le=1 << 28)] = 24 << 20

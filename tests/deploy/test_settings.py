@@ -44,6 +44,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"ttft_objective_s": 0}}, "metrics.ttft_objective_s: "),
     ({"metrics": {"discovery": {"prot": 1}}}, "metrics.discovery.prot: unknown setting"),
     ({"limits": {"n": 0}}, "limits.n: "),
+    ({"limits": {"hosts": ["llm.example:8000"]}}, "limits.hosts: "),
+    ({"limits": {"cors_origins": ["https://page.example/"]}}, "limits.cors_origins: "),
+    ({"limits": {"cors_origins": ["https://Page.example"]}}, "limits.cors_origins: "),
+    ({"media": {"fetch": ["https://cdn.example"]}}, "media.fetch: "),
     ({"logs": {"format": "xml"}}, "logs.format: "),
     ({"tracing": {"endpoint": "localhost:4318"}}, "tracing.endpoint: "),
     ({"tracing": {"sample_ratio": 1.5}}, "tracing.sample_ratio: "),
@@ -80,6 +84,14 @@ def test_a_bad_setting_is_named_in_one_line(args: dict[str, Any], complaint: str
 def test_words_of_a_command_line_are_numbers() -> None:
     """`serve run deploy.app:build model=a/b tp=4` hands on text."""
     assert Settings.read({"model": "a/b", "tp": "4", "prefix_cache": "false"}) == Settings(model="a/b", tp=4, prefix_cache=False)
+
+
+def test_hosts_and_origins_as_they_are_compared() -> None:
+    """Names, addresses of IPv6, and any; the table above refuses what would never be equal to what a client sends."""
+    hosts, origins = ("localhost", "[::1]", "Box_1.lan"), ("*", "null", "https://page.example:8443", "vscode-webview://1a")
+    args = {"model": "a/b", "limits": {"hosts": hosts, "cors_origins": origins}, "media": {"fetch": ("*", "::1", "cdn.example")}}
+    settings = Settings.read(args)
+    assert (settings.limits.hosts, settings.limits.cors_origins) == (hosts, origins)
 
 
 def test_all_bad_settings_are_named_at_once() -> None:

@@ -40,6 +40,13 @@ def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err == "quartet: /no/such.yaml: No such file or directory\n"
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_a_drain_of_no_seconds_is_one_line(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    """It would cut what is open at once. None at all may be asked for."""
+    assert [main(["serve", "/no/such.yaml", "--drain", drain]) for drain in (seconds, "0")] == [2, 2]
+    assert capsys.readouterr().err.splitlines()[0] == "quartet: --drain: expected seconds, 0 or more"
+
+
 def test_a_taken_port_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Said before Ray starts; nothing is left in /tmp."""
     monkeypatch.setattr(launcher, "_TMP", str(tmp_path))
