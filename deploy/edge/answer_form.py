@@ -75,7 +75,9 @@ def _response_format(value: Any, key: str) -> str | None:
     match value:
         case {"type": "text"}:
             return None
-        case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema" | "json_object", "schema": schema}:
+        case (
+            {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema" | "json_object", "schema": schema}
+        ) if schema is not None:
             return _schema(schema, key)
         case {"type": "json_object"}:
             return json_answer()

@@ -81,7 +81,7 @@ class ContentBlock(FrozenStruct):
     input: RawObject = UNSET
     tool_use_id: str | None = None
     content: "_Content | None" = None
-    source: MediaSource | None = None
+    source: MediaSource | str | None = None
 
 
 _Content = str | Annotated[list[ContentBlock], Meta(max_length=PARTS)]
@@ -145,8 +145,8 @@ class CountRequest(FrozenStruct):
 
     def _system_message(self) -> list[ChatMessage]:
         texts = [part.text for part in _parts(self.system, "system", _text)]
-        kept = [text for text in texts if not text.lstrip().startswith(_BILLING)]
-        return [ChatMessage("system", "\n\n".join(kept))] if kept else []
+        text = "\n\n".join(text for text in texts if not text.lstrip().startswith(_BILLING))
+        return [ChatMessage("system", text)] if text else []
 
     def _turns(self) -> list[ChatMessage]:
         turns = _TURNS.read(self.messages, "messages")
@@ -217,7 +217,7 @@ def _choice(choice: ToolUseChoice | None) -> ToolChoice:
 
 def _part(block: ContentBlock, where: str) -> Part:
     if block.type == "image":
-        return media_part("image", block.source.address if block.source else None, where)
+        return media_part("image", block.source.address if isinstance(block.source, MediaSource) else None, where)
     return _text(block, where)
 
 

@@ -193,6 +193,14 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
     assert said.messages[-1].content == "Yes."
 
 
+def test_an_empty_system_prompt_is_none() -> None:
+    """Clients that always send the key. Planted: one that says something is a turn."""
+    for empty in ("", [], [{"type": "text", "text": ""}]):
+        assert chat_of(MESSAGES, system=empty) == chat_of(MESSAGES)
+    assert chat_of(RESPONSES, instructions="") == chat_of(RESPONSES)
+    assert chat_of(MESSAGES, system="x") != chat_of(MESSAGES)
+
+
 def test_a_raw_prompt_in_two_apis() -> None:
     """Ids, limit, seed and stop are the same values in a completion and in SGLang's words; the prompt has the key it came by."""
     text = ask_of(TEXT, prompt=[5, 6], max_tokens=3, min_tokens=2, seed=7, stop="S", priority=4)

@@ -214,6 +214,7 @@ BAD: dict[str, tuple[Any, ...]] = {
 }
 BAD_CONTENT: list[tuple[Any, str]] = [
     ([IMAGE], "reads no images"),
+    ([{"type": "search_result", "source": "https://a.example", "content": []}], "[0]: parts of type 'search_result' are not"),
     ("word " * 400, "tokens"),
 ]
 REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]

@@ -53,6 +53,7 @@ def accepts(matcher: Matcher, tokens: list[int]) -> bool:
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, '{"b":[1]}', "[1]"),
+    ({"response_format": {"type": "json_object", "schema": None, "json_schema": None}}, '{"b":[1]}', "[1]"),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a":5}', '{"a":"b"}'),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, '{"a":5}', '{"a":"b"}'),
     ({"response_format": {"type": "structural_tag", **TAG}}, 'so <f>{"a":1}</f> it', "so <f>{}</f>"),
