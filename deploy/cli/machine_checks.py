@@ -169,7 +169,7 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def ports(api: int = 8000) -> Findings:
+def ports(api: int) -> Findings:
     """Tries the ports that the launcher listens on."""
     for port in (api, *HAPROXY_PORTS.values()):
         remedy = "quartet serve --port chooses another" if port == api else "quartet serve takes a free one by itself"

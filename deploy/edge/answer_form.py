@@ -121,10 +121,10 @@ def _schema(value: Any, key: str) -> str:
     return json_answer({} if schema is True else schema)
 
 
-def _any_object(value: Any, key: str) -> str | None:
-    if not isinstance(value, bool):
+def _any_object(value: Any, key: str) -> str:
+    if value is not True:
         raise InvalidRequest(f"{key}: must be true or false")
-    return json_answer() if value else None
+    return json_answer()
 
 
 def _text(make: Callable[[str], str], value: Any, key: str) -> str:

@@ -40,8 +40,8 @@ class PastCall(FrozenStruct):
     """A call in the history. `arguments`: a JSON value, or JSON as text, whose numbers are rendered as they are written."""
 
     name: str
-    arguments: Any = None
-    id: str | None = None
+    arguments: Any
+    id: str | None
 
     def plain(self) -> JsonObject:
         """Return the call as chat templates take it."""

@@ -72,12 +72,12 @@ def short_value(raw: Json, key: str) -> Any:
     return decode(raw, key, ANYTHING) if len(memoryview(raw)) <= _SMALL_BYTES else ...
 
 
-def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V]) -> V:
-    """The value of the request's `key`, or for "" its body. InvalidRequest: it is not what `decoder` takes."""
+def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: Any = None) -> V:
+    """The value of the request's `key`, or for "" its body. InvalidRequest: it is not what `decoder` takes, a `kind`."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _complaint(error, key, decoder.type) from None
+        raise _complaint(error, key, kind or decoder.type) from None
 
 
 def token_ids(raw: Json, key: str, most: int) -> list[int]:
@@ -112,28 +112,23 @@ def check_large(body: bytes) -> None:
 class ListReader:
     """Reads arrays of at most `most` elements; one that is absent, or null, is empty.
 
-    In ON_LOOP_BYTES there is nothing that would need a bound while it is decoded. An element's own list needs none where each of
-    its elements has a string: `check_strings` bounds those.
+    Decoding ends at the first element too many: a bound on a list is looked at when all of the list is in memory. An element's own
+    list needs none where each of its elements has a string: `check_strings` bounds those.
     """
 
     def __init__(self, element: Any, most: int) -> None:
-        self._most = most
-        self._small = msgspec.json.Decoder(list[element])
-        # Decoding it ends at the first element too many: a bound on a list is looked at when all of the list is in memory.
+        self._kind = list[element]
         fields = [(f"_{index}", element | UnsetType, UNSET) for index in range(most)]
-        large = msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
-        self._large = msgspec.json.Decoder(large)
+        self._decoder = msgspec.json.Decoder(
+            msgspec.defstruct(f"AtMost{most}", fields, array_like=True, forbid_unknown_fields=True)
+        )
 
     def read(self, raw: Json, key: str) -> list[Any]:
         """The elements. InvalidRequest: they are none, or too many."""
         if (given := not_null(raw)) is None:
             return []
-        if len(memoryview(given)) > ON_LOOP_BYTES:
-            return [value for value in msgspec.structs.astuple(decode(given, key, self._large)) if value is not UNSET]
-        values = decode(given, key, self._small)
-        if len(values) > self._most:
-            raise invalid(key, f"more than {self._most} elements")
-        return values
+        values = (*msgspec.structs.astuple(decode(given, key, self._decoder, self._kind)), UNSET)
+        return list(values[: values.index(UNSET)])
 
 
 def read_small(raw: Json, key: str, decoder: msgspec.json.Decoder[V], most: int) -> V | None:

@@ -67,7 +67,7 @@ class MediaSource(FrozenStruct):
     @property
     def address(self) -> str | None:
         """As a URL."""
-        return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else self.url
+        return f"data:{self.media_type};base64,{self.data}" if self.data else self.url
 
 
 class ContentBlock(FrozenStruct):

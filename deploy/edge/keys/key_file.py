@@ -44,9 +44,9 @@ class ApiKey:
 
     digest: bytes
     name: str
-    rights: frozenset[str] = frozenset(RIGHTS)
-    quota: Quota = Quota()
-    expires: datetime | None = None
+    rights: frozenset[str]
+    quota: Quota
+    expires: datetime | None
 
     def has_expired(self, now: datetime) -> bool:
         """Whether it is refused at `now`."""

@@ -41,7 +41,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
     digest: bytes
     text: str
-    runs: int = 1
+    runs: int
     clips: tuple[int, ...] = ()
 
 

@@ -125,7 +125,7 @@ class OfferedFunction(FrozenStruct):
 
     tool: DeclaredTool
     path: str
-    namespace: DeclaredTool | None = None
+    namespace: DeclaredTool | None
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Text
 from deploy.edge.openai.schemas import CHAT_READER
+from engine.errors import InvalidRequest
 from tests.support.edge.api_client import error_of, user
 from tests.support.edge.http_edge import Edge
 
@@ -160,20 +161,25 @@ def test_a_good_request_beside_it_is_served(edge: Edge, path: str, body: str) ->
     assert len(edge.core.requests) == 1
 
 
-def test_a_large_body_is_read_as_a_small_one() -> None:
-    """The same turns, parts and all, whichever of the two ways they were decoded; another text would show."""
+@pytest.mark.parametrize("count", [0, 4095, 4096])
+@pytest.mark.parametrize("size", [1, 70_000])
+def test_a_list_is_read_to_its_bound(count: int, size: int) -> None:
+    """All turns of small bodies and of large ones, and not one too many; a wrong one is named, with what it may be."""
 
-    def messages(body: str) -> Any:
-        prompt = CHAT_READER.read(body.encode()).ask().prompt
+    def messages(turns: list[Any]) -> Any:
+        prompt = CHAT_READER.read(chat(messages=turns).encode()).ask().prompt
         assert isinstance(prompt, ChatPrompt)
         return prompt.messages
 
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    turns = [user(parts), user("c")]
-    padded = json.dumps({"model": "nano", "messages": turns}).replace("}, {", "}, " + " " * 70_000 + "{", 1)
-    asked = [ChatMessage("user", [Text("a"), Text("b")]), ChatMessage("user", "c")]
-    assert messages(padded) == messages(chat(messages=turns)) == asked
-    assert messages(padded.replace('"b"', '"x"')) != asked
+    turns = [*([user("c")] * count), user([{"type": "text", "text": "a" * size}, {"type": "text", "text": "b"}])]
+    if count == 4096:
+        with pytest.raises(InvalidRequest, match=r"^messages: Expected `array` of at most length 4096"):
+            messages(turns)
+        return
+    asked = [*([ChatMessage("user", "c")] * count), ChatMessage("user", [Text("a" * size), Text("b")])]
+    assert messages(turns) == asked != messages([*turns[:-1], user("x")])
+    with pytest.raises(InvalidRequest, match=rf"^messages\[{count}\]\.role: .* not one of assistant, developer, system, tool"):
+        messages([*turns[:-1], {"role": "wizard", "content": "a" * size}])
 
 
 def test_the_context_error_has_both_numbers(edge: Edge) -> None:
