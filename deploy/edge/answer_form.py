@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Raw
 
 from deploy.edge.ask import AnswerForm, LazyForm
-from deploy.edge.key_types import JsonObject
 from deploy.edge.raw_json import ANYTHING, Json, not_null, read_small
+from engine.checkpoint import JsonObject
 from engine.errors import InvalidRequest
 from engine.front.grammar import MAX_SCHEMA_BYTES, Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
 from engine.protocol import FrozenStruct

@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
 from deploy.edge.raw_json import ANYTHING, Json, decode, invalid, not_null
+from engine.checkpoint import JsonObject
 from engine.front.template import MAX_VALUES
 from engine.protocol import FrozenStruct, MediaKind
 
@@ -99,7 +100,7 @@ def content_of(parts: list[Part]) -> str | list[Part]:
     return "".join(texts) if len(texts) == len(parts) else parts
 
 
-def declared_function(name: str | None, tool: Any, parameters: Json) -> kt.JsonObject:
+def declared_function(name: str | None, tool: Any, parameters: Json) -> JsonObject:
     """Return a function as chat templates take it; what is wrong with it is found by engine.front.tools.
 
     `tool`: it has a `description`, and whether it is `strict`.

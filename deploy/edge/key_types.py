@@ -1,13 +1,11 @@
-"""Types of what JSON holds: an object, a request's short texts and bounded numbers, and raw JSON with what the API's document says
-of it."""
+"""Types of what JSON holds: a request's short texts and bounded numbers, and raw JSON with what the API's document says of it."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Raw, UnsetType
 
+from engine.checkpoint import JsonObject
 from engine.protocol import MAX_ALTERNATIVES
-
-JsonObject = dict[str, Any]  # as it is decoded, or as it will be encoded
 
 
 def array(items: JsonObject, **bounds: int) -> JsonObject:

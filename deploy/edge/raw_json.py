@@ -73,7 +73,8 @@ def short_value(raw: Json, key: str) -> Any:
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: Any = None) -> V:
-    """The value of the request's `key`, or for "" its body. InvalidRequest: it is not what `decoder` takes, a `kind`."""
+    """The value of the request's `key`, or for "" its body. `kind`: by which errors say what may stand there, else the decoder's.
+    InvalidRequest: it is not what `decoder` takes."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

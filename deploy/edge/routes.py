@@ -25,11 +25,11 @@ from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, Refusal, plain_error
 from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
-from deploy.edge.key_types import JsonObject
 from deploy.edge.limits import Limits, with_cors
 from deploy.edge.observe.record import record_of
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Service
+from engine.checkpoint import JsonObject
 from engine.errors import QuartetError
 
 TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority

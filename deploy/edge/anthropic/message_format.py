@@ -15,8 +15,8 @@ import msgspec
 
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.blocks import BlockFormat, encode, event, is_json
-from deploy.edge.key_types import JsonObject
 from deploy.edge.response_format import ServedModel, Usage
+from engine.checkpoint import JsonObject
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
 

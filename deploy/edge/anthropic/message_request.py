@@ -31,7 +31,6 @@ from deploy.edge.common_keys import (
 from deploy.edge.key_types import (
     Count,
     Fraction,
-    JsonObject,
     Kind,
     ModelName,
     Name,
@@ -44,6 +43,7 @@ from deploy.edge.key_types import (
     shown_as,
 )
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null
+from engine.checkpoint import JsonObject
 from engine.front.constraints import ToolChoice
 from engine.protocol import FrozenStruct
 

@@ -11,11 +11,12 @@ from deploy.edge.api import TokenApi
 from deploy.edge.ask import ChatPrompt
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.common_keys import Effort, RawTools
-from deploy.edge.key_types import ID, JsonObject, ModelName, array, shown_as
+from deploy.edge.key_types import ID, ModelName, array, shown_as
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
 from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import invalid, not_null, token_ids
 from deploy.edge.service import Service
+from engine.checkpoint import JsonObject
 from engine.protocol import FrozenStruct
 
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}

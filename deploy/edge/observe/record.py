@@ -14,9 +14,9 @@ from starlette.types import Scope, Send
 
 from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.http_errors import DeadlineExceeded, code_of
-from deploy.edge.key_types import JsonObject
 from deploy.edge.keys.quotas import QuotaGrant
 from deploy.edge.scope import RECORD
+from engine.checkpoint import JsonObject
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.stream import Clock
 

@@ -19,8 +19,9 @@ from deploy.edge.common_keys import (
     thinks_by_effort,
 )
 from deploy.edge.edge_settings import SoftTokens
-from deploy.edge.key_types import JsonObject, Kind, Name, RawTextOrObject, array, component, one_of
+from deploy.edge.key_types import Kind, Name, RawTextOrObject, array, component, one_of
 from deploy.edge.raw_json import ANYTHING, ListReader, decode, invalid, not_null
+from engine.checkpoint import JsonObject
 from engine.protocol import FrozenStruct, MediaKind
 
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)

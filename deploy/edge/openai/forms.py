@@ -19,9 +19,9 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from deploy.edge.key_types import JsonObject
 from deploy.edge.openai.data_events import DONE, DataEvents
 from deploy.edge.response_format import ServedModel, Usage
+from engine.checkpoint import JsonObject
 from engine.front.generation import Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.front.text import Detokenizer

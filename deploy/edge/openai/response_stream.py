@@ -18,10 +18,10 @@ from msgspec.structs import replace
 from deploy.edge.blocks import BlockFormat, encode, event, is_json
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
-from deploy.edge.key_types import JsonObject
 from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
 from deploy.edge.raw_json import copied
 from deploy.edge.response_format import ServedModel, Usage
+from engine.checkpoint import JsonObject
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
 

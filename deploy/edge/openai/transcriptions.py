@@ -17,6 +17,7 @@ from deploy.edge.form_reader import MEDIA_TYPE, read_form
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
 from deploy.edge.response_format import OneChoice, Usage
+from engine.checkpoint import JsonObject
 from engine.front.generation import Delta
 from engine.protocol import FrozenStruct
 
@@ -78,7 +79,7 @@ class TranscriptionFormat(OneChoice, DataEvents):
         """The whole answer."""
         return self.choice.content.encode() if self._plain else msgspec.json.encode(self._said(usage))
 
-    def _said(self, usage: Usage) -> kt.JsonObject:
+    def _said(self, usage: Usage) -> JsonObject:
         details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}
         counts = {"input_tokens": usage.prompt, "output_tokens": usage.completion, "total_tokens": usage.prompt + usage.completion}
         return {"text": self.choice.content, "usage": {"type": "tokens", **counts, "input_token_details": details}}
