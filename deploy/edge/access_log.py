@@ -44,7 +44,7 @@ class AccessLog:
         record.traceparent = only(scope["headers"], b"traceparent")
         known = REQUEST_ID.set(record.id)
         try:
-            await self.app({**scope, RECORD: record}, receive, self._stamped(record, scope["path"]))
+            await self.app({**scope, RECORD: record}, receive, self._stamped(record, scope))
         except (ClientDisconnect, asyncio.CancelledError):
             record.gone = True
             raise
@@ -56,8 +56,8 @@ class AccessLog:
             self._close(record)
             REQUEST_ID.reset(known)
 
-    def _stamped(self, record: RequestRecord, path: str) -> Send:
-        ids = [(name, record.id.encode()) for name in error_shape_of(path).id_headers if name != b"x-request-id"]
+    def _stamped(self, record: RequestRecord, scope: Scope) -> Send:
+        ids = [(name, record.id.encode()) for name in error_shape_of(scope).id_headers if name != b"x-request-id"]
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -33,6 +33,6 @@ def endpoint_of(scope: Scope) -> HttpEndpoint:
     return ENDPOINTS.get(_MODEL if path.startswith("/v1/models/") else path, UNKNOWN)
 
 
-def error_shape_of(path: str) -> ErrorShape:
-    """Return the shape of the API that `path` is of or lies below, whatever stands before it; OpenAI's for any other path."""
-    return next((api.error for api in GENERATION_APIS if f"{api.path}/" in f"{path}/"), OPENAI_ERROR)
+def error_shape_of(scope: Scope) -> ErrorShape:
+    """Return the shape of the API that a request's path is of or lies below, whatever stands before it; OpenAI's for any other."""
+    return next((api.error for api in GENERATION_APIS if f"{api.path}/" in f"{scope['path']}/"), OPENAI_ERROR)

@@ -111,7 +111,7 @@ class Limits:
             try:
                 written = send if await self._take_in(scope, receive, upload) else unread.answer
             except QuartetError as error:  # the app's own are its own business
-                await Refusal(error, error_shape_of(scope["path"]))(scope, receive, unread.answer)
+                await Refusal(error, error_shape_of(scope))(scope, receive, unread.answer)
             except ClientDisconnect:
                 if RECORD in scope:  # the access log tells by it that the client has gone; a server would log a traceback
                     raise

@@ -69,7 +69,7 @@ class Recovery:
             if not work.cancelled() and (error := work.exception()) not in (None, sys.exception()):
                 logger.error("a request that was given up failed", exc_info=error)
         if refused:
-            await Refusal(EngineDead("the replica is gone"), error_shape_of(scope["path"]))(scope, receive, send)
+            await Refusal(EngineDead("the replica is gone"), error_shape_of(scope))(scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
         """Whether Serve said so, at most PERIOD_S ago; False where it does not say."""

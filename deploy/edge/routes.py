@@ -196,7 +196,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 async def _refusal(request: Request, error: Exception) -> Response:
     """An error of ours, of the whole tree."""
     assert isinstance(error, QuartetError), error
-    return Refusal(error, error_shape_of(request.scope["path"]))
+    return Refusal(error, error_shape_of(request.scope))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -204,13 +204,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     message = " ".join(filter(None, (f"{error.detail}: {request.method} {path}.", why_absent(path))))
-    return plain_error(error_shape_of(path), error.status_code, message, headers=error.headers)
+    return plain_error(error_shape_of(request.scope), error.status_code, message, headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Not an error of ours: the traceback goes to the log, nothing of it to the client."""
     record_of(request.scope).error = error
-    return plain_error(error_shape_of(request.scope["path"]), 500, "Internal error", "internal_error", NO_RETRY)
+    return plain_error(error_shape_of(request.scope), 500, "Internal error", "internal_error", NO_RETRY)
 
 
 @cache

@@ -8,8 +8,7 @@ Accepted without effect: metadata, service_tier, cache_control, context_manageme
 display, is_error and the like; a thinking block's signature is not looked at. What is known and cannot be done is refused by name.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, UnsetType
 
@@ -53,7 +52,6 @@ _REFUSED = ("compaction", "container", "thread", "frequency_penalty", "logit_bia
 _ABSENT: AbsentKeys = {"mcp_servers": ([],), **dict.fromkeys(_REFUSED, ())}
 # A system block of Claude Code that differs from request to request: with it in the prompt, no prefix would ever be shared.
 _BILLING = "x-anthropic-billing-header:"
-P = TypeVar("P", bound=Part)
 
 
 class MediaSource(FrozenStruct):
@@ -144,7 +142,7 @@ class CountRequest(FrozenStruct):
         )
 
     def _system_message(self) -> list[ChatMessage]:
-        texts = [part.text for part in _parts(self.system, "system", _text)]
+        texts = [_text(block, f"system[{index}]").text for index, block in enumerate(_blocks(self.system))]
         text = "\n\n".join(text for text in texts if not text.lstrip().startswith(_BILLING))
         return [ChatMessage("system", text)] if text else []
 
@@ -225,10 +223,8 @@ def _text(block: ContentBlock, where: str) -> Text:
     return text_part(block.type, block.text, where)
 
 
-def _parts(content: _Content | None, where: str, part: Callable[[ContentBlock, str], P]) -> list[P]:
-    """Return the parts of a text, or of blocks, each as `part` makes it."""
-    blocks = [ContentBlock("text", content)] if isinstance(content, str) else content or []
-    return [part(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
+def _blocks(content: _Content | None) -> list[ContentBlock]:
+    return [ContentBlock("text", content)] if isinstance(content, str) else content or []
 
 
 def _chat_messages(turn: Turn, where: str) -> list[ChatMessage]:
@@ -284,5 +280,5 @@ def _client_messages(role: str, blocks: list[ContentBlock], where: str) -> list[
 def _result(block: ContentBlock, where: str) -> ChatMessage:
     if block.tool_use_id is None:
         raise invalid(where, "a tool_result block has a tool_use_id")
-    content = content_of(_parts(block.content, f"{where}.content", _part))
-    return ChatMessage("tool", content, call_id=block.tool_use_id, call_path=f"{where}.tool_use_id")
+    parts = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(_blocks(block.content))]
+    return ChatMessage("tool", content_of(parts), call_id=block.tool_use_id, call_path=f"{where}.tool_use_id")

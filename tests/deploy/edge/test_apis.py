@@ -11,10 +11,10 @@ ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"
 
 def test_the_shape_of_an_error_by_its_path() -> None:
     """Anthropic's at its API, below it and behind a prefix; OpenAI's of every other path, known or not."""
-    assert {error_shape_of(path).name for path in ANTHROPIC} == {"AnthropicError"}
+    assert {error_shape_of({"path": path}).name for path in ANTHROPIC} == {"AnthropicError"}
     others = (*ENDPOINTS.keys() - set(ANTHROPIC), "", "/", "/v1/messagesx", "/v1/message", "/v1/models/v1/messagesx")
-    assert {error_shape_of(path).name for path in others} == {"Error"}
-    assert all(error_shape_of(path) is endpoint.error for path, endpoint in ENDPOINTS.items())
+    assert {error_shape_of({"path": path}).name for path in others} == {"Error"}
+    assert all(error_shape_of({"path": path}) is endpoint.error for path, endpoint in ENDPOINTS.items())
 
 
 def test_every_endpoint_is_known_by_its_path() -> None:
