@@ -8,8 +8,7 @@
 Where a request has several choices, its queue_s and ttft_s are those of the first to get there.
 """
 
-from dataclasses import dataclass, field
-
+from msgspec import Struct
 from starlette.types import Scope, Send
 
 from deploy.edge.admission_control import AdmissionTicket
@@ -30,8 +29,7 @@ _OUTCOMES: dict[type[Exception], str] = {  # in the words of engine.events.Outco
 }
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(Struct):
     """One request, as far as it has come. Times in seconds on the monotonic clock. `deadline`: the latest end.
 
     `ticket`: what it holds of the engine's; `clocks`: of each choice that was submitted. `key`: the name of its API key's holder;
@@ -58,8 +56,8 @@ class RequestRecord:
     max_tokens: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    clocks: list[Clock] = field(default_factory=list)
-    finishes: dict[int, str] = field(default_factory=dict)
+    clocks: list[Clock] = []
+    finishes: dict[int, str] = {}
     error: Exception | None = None
     gone: bool = False
     trace_id: str | None = None

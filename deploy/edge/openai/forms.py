@@ -14,7 +14,6 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import msgspec
@@ -50,17 +49,16 @@ def _counts(prompt: int, completion: int) -> JsonObject:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-@dataclass(slots=True)
-class _ChoiceSoFar:
+class _ChoiceSoFar(msgspec.Struct):
     """One choice in the making: logprobs are encoded as they come, so that no end of an answer takes long.
 
     `lists`: of logprobs, by name, as JSON without brackets; `prompt`: entries of the prompt's tokens; `shown`: makes the text of
     tokens with logprobs, `offset` characters so far.
     """
 
-    reply: Choice = field(default_factory=Choice)
-    lists: dict[str, list[bytes]] = field(default_factory=dict)
-    prompt: list[bytes] = field(default_factory=list)
+    reply: Choice = msgspec.field(default_factory=Choice)
+    lists: dict[str, list[bytes]] = {}
+    prompt: list[bytes] = []
     shown: Detokenizer | None = None
     offset: int = 0
 
