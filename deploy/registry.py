@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from dashboards.discovery import DiscoveryServer, HeartbeatReply, HttpSdList, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
-from deploy.edge.edge_settings import WILDCARDS
+from deploy.edge.edge_settings import WILDCARDS, url_host
 from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
@@ -152,4 +152,4 @@ def target_here(model: str, metrics_url: str) -> ScrapeTarget:
 def address_of(metrics_url: str, node: str) -> str:
     """Returns host:port as Prometheus reaches it: an exporter on all interfaces is called by its node's address."""
     host, _, port = metrics_url.removeprefix("http://").partition("/")[0].rpartition(":")
-    return f"{node if host in WILDCARDS else host}:{port}"
+    return f"{url_host(node if host in WILDCARDS else host)}:{port}"
