@@ -273,7 +273,7 @@ def with_cors(app: ASGIApp, limits: LimitSettings) -> ASGIApp:
     """Let web pages of `cors_origins`, if there are any, read what `app` answers."""
     if not (origins := limits.cors_origins):
         return app
-    shown = ["x-request-id", "request-id", "retry-after"]
+    shown = ["x-request-id", "request-id", "retry-after", "x-should-retry"]
     return _Cors(app, origins, ["GET", "POST"], allow_headers=["*"], expose_headers=shown)
 
 

@@ -97,6 +97,8 @@ def test_a_page_reads_what_the_guard_refuses(origin: str, allowed: str | None, m
         replies = [page.post(CHAT, content=body) for body in (b"x" * 4096, slowly())]
         replies += [page.get("/", headers={"host": "a b"}), page.get("/"), page.options(CHAT, headers=wants)]
     assert [reply.status_code for reply in replies] == [413, 408, 400, 200, 200 if allowed else 400]
+    exposed = replies[1].headers["access-control-expose-headers"].split(", ")
+    assert {name for name in ("x-should-retry", "retry-after", "server") if name in exposed} == {"x-should-retry", "retry-after"}
     for reply in replies:
         assert reply.headers.get_list("access-control-allow-origin") == ([allowed] if allowed else []), reply
         assert reply.headers["vary"].split(", ").count("Origin") == 1
