@@ -15,8 +15,8 @@ from engine.protocol import FrozenStruct, MediaKind
 MESSAGES = 4096
 PARTS = 1024
 TOOLS = 512
-StopText = Annotated[str, Meta(min_length=1, max_length=256)]
-StopTexts = Annotated[list[StopText], Meta(max_length=16)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=256)]
+StopTexts = Annotated[list[ShortText], Meta(max_length=16)]
 RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
 Detail = Literal["low", "high", "original", "auto"]
@@ -49,7 +49,7 @@ class CommonSamplingKeys(FrozenStruct):
     frequency_penalty: kt.AddedPenalty = None
     repetition_penalty: kt.RepetitionPenalty = None
     seed: kt.Seed = None
-    stop: StopText | StopTexts | None = None
+    stop: ShortText | StopTexts | None = None
 
     def sampling(self, **changes: Any) -> Sampling:
         """What is said by the names that Sampling has, but for raw JSON, with `changes`."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
 from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
-from deploy.edge.common_keys import CommonSamplingKeys, Effort, RawTools
+from deploy.edge.common_keys import CommonSamplingKeys, Effort, RawTools, ShortText
 from deploy.edge.key_types import (
     IDS,
     STRING,
@@ -47,10 +47,8 @@ from engine.protocol import FrozenStruct
 PROMPTS = 32
 PROMPT_IDS = 1 << 20
 STOP_IDS = 128
-WORD_CHARACTERS = 256
 
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
-_Word = Annotated[str, Meta(max_length=WORD_CHARACTERS)]
 _TEXTS = ListReader(str, PROMPTS)
 _ID_LISTS = ListReader(Annotated[list[Natural], Meta(min_length=1)], PROMPTS)
 
@@ -62,13 +60,13 @@ class SamplingKeys(CommonSamplingKeys):
     max_tokens: Count | None = None
     min_tokens: Natural | None = None
     logit_bias: Annotated[dict[Natural, _Bias], Meta(max_length=MAX_BIAS_IDS)] | None = None
-    bad_words: Annotated[list[_Word], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None  # two spellings each
+    bad_words: Annotated[list[ShortText], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None  # two spellings each
     allowed_token_ids: RawIds = UNSET
     stop_token_ids: RawIds = UNSET
     ignore_eos: bool | None = None
     speculative: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: ShortText | None = None
     priority: Priority = None
     prompt_logprobs: Alternatives = None
     response_format: RawObject = UNSET
