@@ -10,10 +10,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from deploy.edge.raw_json import decode, short_value
+from deploy.edge.raw_json import ANYTHING, Json, decode
 from engine.errors import InvalidRequest
 
 AbsentKeys = Mapping[str, tuple[Any, ...]]  # to the values that ask for nothing, beside null
+
+_NEUTRAL_BYTES = 256  # of a value that is looked at
 
 R = TypeVar("R", bound=Struct)
 
@@ -23,7 +25,7 @@ class BodyReader(Generic[R]):
 
     def __init__(self, kind: type[R], absent: AbsentKeys) -> None:
         self._absent = absent
-        fields = [(name, Raw | UnsetType, UNSET) for name in absent]
+        fields = [(name, Json, UNSET) for name in absent]
         made: type[Any] = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True)
         self._decoder = msgspec.json.Decoder(made)
 
@@ -31,7 +33,7 @@ class BodyReader(Generic[R]):
         """What it says. InvalidRequest names the first key that is wrong."""
         request = decode(body, "", self._decoder)
         for name, neutral in self._absent.items():
-            if not _is_neutral(short_value(getattr(request, name), name), neutral):
+            if not _is_neutral(getattr(request, name), name, neutral):
                 raise unsupported(name, " or ".join(msgspec.json.encode(value).decode() for value in neutral))
         return request
 
@@ -42,6 +44,9 @@ def unsupported(name: str, allowed: str = "") -> InvalidRequest:
     return InvalidRequest(f"{name} is not supported here{rest}", param=name.partition(".")[0], code="unsupported_parameter")
 
 
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether it is null or one of `neutral`; true and 1 are not the same."""
+def _is_neutral(raw: Json, name: str, neutral: tuple[Any, ...]) -> bool:
+    """Whether it is absent, null or one of `neutral`, none of which is long; true and 1 are not the same."""
+    if isinstance(raw, UnsetType):
+        return True
+    value = decode(raw, name, ANYTHING) if len(memoryview(raw)) <= _NEUTRAL_BYTES else ...
     return value is None or any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)

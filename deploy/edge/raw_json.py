@@ -21,7 +21,6 @@ _SLICE = 1 << 20
 _MARKS = (b'"', b",", b"[", b"{", b"\\", b" ")
 _MEDIA_MARKS = 1 << 20
 _STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
-_SMALL_BYTES = 256  # no neutral value is longer
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _NAMES = re.compile(r"[A-Za-z_]\w*")
@@ -63,13 +62,6 @@ def copied(raw: Json) -> Raw | None:
     """Return what `not_null` does, and keep no more of the body in memory than that."""
     given = not_null(raw)
     return None if given is None else given.copy()
-
-
-def short_value(raw: Json, key: str) -> Any:
-    """A value that is only compared; whatever is too long to be neutral stands for itself. InvalidRequest: it is no value."""
-    if isinstance(raw, UnsetType):
-        return None
-    return decode(raw, key, ANYTHING) if len(memoryview(raw)) <= _SMALL_BYTES else ...
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: Any = None) -> V:
