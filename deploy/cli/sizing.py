@@ -8,7 +8,6 @@ weights only a device can tell: `reserve` is what an H200 showed at TP=4 (`pytho
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import KVGroup, read_geometry
 from engine.memory import exchange_bytes, kv_budget, longest_sequence, pages_of
+from engine.protocol import FrozenStruct
 
 if TYPE_CHECKING:
     from engine.rank.builder import Rank
@@ -30,8 +30,7 @@ TPS = (1, 2, 4, 8)
 _PUBLISHED = re.compile(r"(?:(?:.*/)?gemma-4-)?(e2b|e4b|12b|26b-a4b|31b)(?:-it)?(-assistant)?")
 
 
-@dataclass(frozen=True)
-class Pool:
+class Pool(FrozenStruct):
     """One KV group of one rank. `pages` counts the null page; sizes in bytes, over all layers of the group."""
 
     group: KVGroup
@@ -45,8 +44,7 @@ class Pool:
         return (self.pages - 1) // self.group.worst_pages(max(1, tokens - 1))
 
 
-@dataclass(frozen=True)
-class Sizing:
+class Sizing(FrozenStruct):
     """The KV cache of one rank. `budget`: bytes that may be spent on pools; page tables come on top."""
 
     config: EngineConfig

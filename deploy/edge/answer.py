@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -159,7 +160,7 @@ class CompletionResponse(Response):
         """What the client reads of them, up to _PIECE_BYTES or a delta more, which takes some milliseconds; and the rest."""
         events = b""
         for index, delta in deltas:
-            events += b"" if self._begun else self._format.begin(replace(self._usage(), reasoning=0))
+            events += b"" if self._begun else self._format.begin(structs.replace(self._usage(), reasoning=0))
             self._begun = True
             self._count(index, delta)
             events += self._format.events(index, delta)

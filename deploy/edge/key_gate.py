@@ -4,7 +4,6 @@ Each endpoint has the right that it asks for, or is open to anybody; a path that
 scope's, which is what the router will go by; what it does not know is refused to everybody without a key.
 """
 
-from dataclasses import dataclass
 
 from starlette.types import Scope
 
@@ -15,10 +14,10 @@ from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe.record import record_of
 from deploy.edge.scope import Headers, values_of
 from engine.errors import QuartetError
+from engine.protocol import FrozenStruct
 
 
-@dataclass(frozen=True)
-class KeyGate:
+class KeyGate(FrozenStruct):
     """Stands in front of an application, and in front of whatever reads bodies for it."""
 
     ring: KeyRing

@@ -5,16 +5,15 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.errors import QuartetError
 from engine.front.generation import Choice, Delta
 from engine.pieces import Pieces
+from engine.protocol import FrozenStruct
 
 
-@dataclass(frozen=True)
-class ServedModel:
+class ServedModel(FrozenStruct):
     """What an answer says of the model: its name, its vocabulary as output, and what OpenAI calls the system's fingerprint."""
 
     name: str
@@ -26,8 +25,7 @@ class ServedModel:
         return self.pieces.bytes_of(token).decode("utf-8", "replace")
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(FrozenStruct):
     """Token counts of a request, all choices together.
 
     `cached` of the prompt's were not computed for any of them; `reasoning` of the completion's were thoughts, markers included;
@@ -39,7 +37,7 @@ class Usage:
     completion: int
     cached: int = 0
     reasoning: int = 0
-    media: Mapping[str, int] = field(default_factory=dict)
+    media: Mapping[str, int] = {}
     accepted: int = 0
     rejected: int = 0
 

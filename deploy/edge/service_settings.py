@@ -1,17 +1,15 @@
 """What does not change while a model is served."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.edge.edge_settings import LimitSettings, LogSettings, MediaSettings
 from engine.checkpoint import generation_config, read_optional
 from engine.config import Thinking, ToolGrammar
 from engine.front.text import TextProcessor
-from engine.protocol import MediaKind
+from engine.protocol import FrozenStruct, MediaKind
 
 
-@dataclass(frozen=True)
-class Defaults:
+class Defaults(FrozenStruct):
     """Sampling where a request says nothing: the checkpoint's generation_config.json."""
 
     temperature: float = 1.0
@@ -39,8 +37,7 @@ def audio_row_samples(folder: Path) -> int:
     return (read_optional(folder / "config.json").get("audio_config") or {}).get("audio_embed_dim", 0)
 
 
-@dataclass(frozen=True)
-class ServiceSettings:
+class ServiceSettings(FrozenStruct):
     """`name`: of the model; token ids lie in its `vocab`; `max_len`: the context. `fingerprint`: of build, weights and setup.
 
     `media_kinds`: that it reads; `row_samples`: of its audio, 0: it takes log-mel frames. `capacity` choices, and `queue_tokens`

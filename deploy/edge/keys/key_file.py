@@ -13,13 +13,13 @@ name are two keys of one holder, who has one quota: that is how a key is replace
 import os
 import re
 import secrets
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
 from deploy.edge.edge_settings import KeySettings
 from engine.errors import ConfigError
+from engine.protocol import FrozenStruct
 
 RIGHTS = ("generate", "tokenize", "models", "docs")
 MAX_KEYS = 1024
@@ -29,8 +29,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _COUNTS = ("requests", "tokens", "concurrent")
 
 
-@dataclass(frozen=True)
-class Quota:
+class Quota(FrozenStruct):
     """Requests and tokens a minute, and requests open at once; None: no limit."""
 
     requests: int | None = None
@@ -38,8 +37,7 @@ class Quota:
     concurrent: int | None = None
 
 
-@dataclass(frozen=True)
-class ApiKey:
+class ApiKey(FrozenStruct):
     """One line: the SHA-256 of the key, and what its holder may do until `expires`."""
 
     digest: bytes

@@ -3,7 +3,6 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from hashlib import sha256
 from itertools import count
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
 from deploy.cli import key_command
 from deploy.cli.main import main
@@ -43,7 +43,7 @@ keys = st.builds(
 def line(key: ApiKey) -> str:
     """As somebody writes it who says no more than is needed."""
     options = [f"rights={','.join(key.rights)}"] if key.rights != frozenset(RIGHTS) else []
-    options += [f"{name}={value}" for name, value in vars(key.quota).items() if value is not None]
+    options += [f"{name}={value}" for name, value in asdict(key.quota).items() if value is not None]
     options += [f"expires={key.expires.isoformat()}"] if key.expires is not None else []
     return "  ".join([key.digest.hex(), key.name, *options])
 

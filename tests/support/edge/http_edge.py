@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import uvicorn
+from msgspec.structs import replace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
