@@ -21,11 +21,10 @@ def tool_choice(raw: Json, *, parallel: bool) -> ToolChoice:
             return ToolChoice(mode or "auto", one=not parallel)
         case {"type": "function"} as function:
             return ToolChoice("required", (_name(function),), one=True)
-        case (
-            {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": [*tools]}}
-            | {"type": "allowed_tools", "mode": ("auto" | "required") as mode, "tools": [*tools]}
-        ):
-            return ToolChoice(mode, tuple(dict.fromkeys(map(_name, tools))), one=not parallel)
+        case {"type": "allowed_tools", **allowed}:
+            match allowed.get("allowed_tools", allowed):
+                case {"mode": ("auto" | "required") as mode, "tools": [*tools]}:
+                    return ToolChoice(mode, tuple(dict.fromkeys(map(_name, tools))), one=not parallel)
     raise invalid("tool_choice", "must be none, auto, required, a function by its name, or allowed_tools with a mode and tools")
 
 
