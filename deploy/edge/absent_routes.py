@@ -19,4 +19,6 @@ _SENTENCES = {
 
 def why_absent(path: str) -> str | None:
     """The sentence for a path that has no route; None: nobody would expect it here."""
+    if path[1:].endswith("/"):
+        return "No path ends in a slash here."
     return next((text for prefix, text in _SENTENCES.items() if f"{path}/".startswith(f"{prefix}/")), None)

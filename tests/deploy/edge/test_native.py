@@ -143,7 +143,7 @@ def test_a_bad_body_is_refused_by_its_own_name(edge: Edge, path: str, body: dict
 ABSENT = [
     ("/rerank", "no scores"), ("/v1/images/generations", "text only"), ("/v1/responses/resp_1", "stored"),
     ("/chat/completions", "begin with /v1"), ("/v1/v1/messages", "goes without it"), ("/metrics", "a port of their own"),
-    ("/v1/responses/input_tokens", "/tokenize"),
+    ("/v1/responses/input_tokens", "/tokenize"), ("/v1/chat/completions/", "a slash"), ("/v1/responses/", "a slash"),
 ]  # fmt: skip
 
 
