@@ -91,7 +91,7 @@ def test_a_client_that_looks_when_it_has_sent_all_reads_why(
                 asyncio.run(ask(port))
 
 
-@pytest.mark.parametrize("path", ["/-/healthz", "/health/live", "/root/health/live"])
+@pytest.mark.parametrize("path", ["/-/healthz", "/health/live", "/llm/health/live"])
 def test_a_probe_is_answered_by_a_full_server(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """HAProxy takes out a replica that refuses its probe. Planted: it is a request as any."""
 
