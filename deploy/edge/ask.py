@@ -99,7 +99,7 @@ class ChatPrompt(FrozenStruct):
         calls: set[str | None] = {None}
         for message in self.messages:
             if message.call_id not in calls:
-                raise invalid(message.call_path, f"no call before it has the id {message.call_id!r}")
+                raise invalid(message.call_path, f"no call before it has the id {str(message.call_id)[:100]!r}")
             calls.update(call.id for call in message.calls)
         force_setattr(self, "messages", list(_with_results_in_order(self.messages)))
 

@@ -146,6 +146,8 @@ def test_a_result_is_of_an_earlier_call(path: str, key: str, called: list[Any], 
     good = {key: [user("x"), *called, *result, *result]}
     ask_of(path, **good)
     ask_of(path, **json.loads(json.dumps(good).replace('"a"', json.dumps("a" * 5000))))
+    with pytest.raises(InvalidRequest, match=r"no call before it has the id 'a{100}'$"):
+        ask_of(path, **json.loads(json.dumps({key: [user("x"), *result]}).replace('"a"', json.dumps("a" * 5000))))
     other = json.loads(json.dumps(called).replace('"a"', '"b"'))
     for before, after in ([], []), (other, []), ([], called):
         with pytest.raises(InvalidRequest) as caught:
