@@ -219,8 +219,9 @@ def fail(lifeline: Lifeline, error: BaseException) -> NoReturn:
     text = str(error) if user else f"{type(error).__name__}: {error}"
     trace = text if user else "".join(traceback.format_exception(error))
     who = "core" if lifeline.args.role == "core" else f"rank {lifeline.args.index}"
-    sys.stderr.write("".join(f"{who}: {line}\n" for line in trace.splitlines()))
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the disk that its log is on may be full
+        sys.stderr.write("".join(f"{who}: {line}\n" for line in trace.splitlines()))
+        sys.stderr.flush()
     with contextlib.suppress(OSError):  # the replica may be gone too
         lifeline.send(Failed(text, user))
     os._exit(1)

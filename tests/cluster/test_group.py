@@ -235,6 +235,7 @@ BOOT_FAILURES = [
     ({"rank_1": Behaviour(load="refuse")}, ConfigError, "model.layers.3.mlp.up_proj.weight is missing"),
     ({"ranks": Behaviour(load="refuse")}, ConfigError, "model.layers.3.mlp.up_proj.weight is missing"),
     ({"rank_1": Behaviour(load="crash")}, EngineDead, "boot: rank 1 failed: RuntimeError: planted while loading"),
+    ({"rank_1": Behaviour(load="full")}, EngineDead, "boot: rank 1 failed: RuntimeError: planted while loading"),
     ({"rank_0": Behaviour(load="exit")}, EngineDead, "boot: rank 0 ended with exit code 7"),
     ({"rank_1": Behaviour(load="die")}, EngineDead, "boot: rank 1 was killed by SIGKILL"),
     ({"rank_0": Behaviour(load="crash"), "rank_1": Behaviour(load="die")}, EngineDead, "boot: rank 1 was killed by SIGKILL"),
@@ -242,7 +243,7 @@ BOOT_FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("odd", "kind", "words"), BOOT_FAILURES, ids=[words[-28:] for *_, words in BOOT_FAILURES])
+@pytest.mark.parametrize(("odd", "kind", "words"), BOOT_FAILURES)
 def test_a_failed_boot_names_its_cause(config: EngineConfig, odd: dict[str, Behaviour], kind: type[Exception], words: str) -> None:
     """Whatever goes wrong while booting is raised once, by its first cause, in well under the boot timeout."""
     started = time.monotonic()

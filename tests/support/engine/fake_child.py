@@ -26,8 +26,8 @@ TOKENS = 40
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     """How a fake rank behaves.
 
-    load     what it does instead of loading: "" (load), refuse (a CheckpointError), crash (a RuntimeError), exit (code 7), hang,
-             die (SIGKILL)
+    load     what it does instead of loading: "" (load), refuse (a CheckpointError), crash (a RuntimeError), full (the same, and no
+             room where stderr goes), exit (code 7), hang, die (SIGKILL)
     stall    step before which it stops for ever, its heart beating (0: never)
     crash    step in which it raises (0: never)
     step_s   seconds a step takes
@@ -117,7 +117,9 @@ def load(behaviour: Behaviour) -> None:
     match behaviour.load:
         case "refuse":
             raise CheckpointError("model.layers.3.mlp.up_proj.weight is missing")
-        case "crash":
+        case "crash" | "full":
+            if behaviour.load == "full":
+                os.dup2(os.open("/dev/full", os.O_WRONLY), sys.stderr.fileno())
             raise RuntimeError("planted while loading")
         case "exit":
             os._exit(7)
