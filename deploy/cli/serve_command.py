@@ -1,6 +1,7 @@
 """`quartet serve`: starts Ray and Serve on this machine, serves a config, and drains at a signal."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.config}: http_options: {options!r} is no mapping")
     options.update({name: value for name in ("host", "port") if (value := getattr(args, name)) is not None})
     options.setdefault("host", "127.0.0.1")
-    launch = Launch(config, settings, lambda line: print(f"quartet: {line}", flush=True))
+    launch = Launch(config, settings, _say)
     code = 1
     with handling(signal.SIG_IGN):  # but where it is interruptible: an end that is broken off leaves processes
         try:
@@ -69,10 +70,10 @@ def _run(launch: Launch, drain_s: float) -> int:
             check_drafter(launch.settings)
             check_files(launch.check(), launch.settings.template)
             launch.start()
-            print(_ready_line(launch), flush=True)
+            _say(_ready_line(launch))
             threading.Event().wait()
     except Interrupted as interruption:
-        print(f"quartet: {interruption}: {_GOODBYE if launch.drains else 'stopping'}", flush=True)
+        _say(f"{interruption}: {_GOODBYE if launch.drains else 'stopping'}")
     except (ConfigError, CheckpointError):
         raise
     except QuartetError as error:
@@ -82,13 +83,21 @@ def _run(launch: Launch, drain_s: float) -> int:
         with interruptible():
             launch.drain(drain_s)
     except Interrupted:
-        print("quartet: stopping now", flush=True)
+        _say("stopping now")
         launch.cut()
     return 0
+
+
+def _say(line: str) -> None:
+    """Prints a line; from the first that cannot be written on (a full disk, a pipe that nobody reads) nothing: serving goes on."""
+    try:
+        print(f"quartet: {line}", flush=True)
+    except OSError:
+        sys.stdout = io.StringIO()
 
 
 def _ready_line(launch: Launch) -> str:
     settings = launch.settings
     body = f'{{"model": "{settings.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = "-H 'authorization: Bearer KEY' " if settings.keys.needed else ""
-    return f"quartet: ready. Try: curl -N {launch.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'"
+    return f"ready. Try: curl -N {launch.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'"

@@ -2,10 +2,12 @@
 
 import errno
 import importlib.metadata
+import io
 import re
 import shutil
 import signal
 import socket
+import sys
 import types
 from pathlib import Path
 from typing import NoReturn
@@ -124,8 +126,15 @@ def test_both_signals_interrupt_and_the_handlers_come_back(number: signal.Signal
     assert signal.getsignal(number) is before
 
 
-def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first signal ends the start, a second one the drain; no more of them stop what takes the processes down."""
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("out", [io.StringIO, FullDisk])
+def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO]) -> None:
+    """A first signal ends the start, a second one the drain; no more of them stop what takes the processes down, nor does an output
+    that cannot be written."""
     passed: list[str] = []
 
     class Signalled(launcher.Launch):
@@ -148,6 +157,7 @@ def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().end()
 
     monkeypatch.setattr(serve_command, "Launch", Signalled)
+    monkeypatch.setattr(sys, "stdout", out())
     assert main(["serve", str(NANO)]) == 0
     assert passed == ["cut", "end"]
 
