@@ -3,13 +3,18 @@
 Asks NVML, never torch, so that the replica stays light. What attention runs on them is `cluster.attention_choice`'s.
 """
 
+import logging
 import os
 from dataclasses import dataclass, field
+
+import pynvml
 
 from engine.attention.flashinfer_files import FlashInferFiles, flashinfer_files
 from engine.errors import ConfigError
 
 ComputeCapability = tuple[int, int]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,24 +80,21 @@ def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
 
 
 def node_gpus() -> Gpus:
-    """Returns every GPU of the node, in NVML's (PCI) order; none where there is no driver."""
-    import pynvml
-
+    """Returns every GPU of the node, in NVML's (PCI) order; none where there is no driver, or one that does not answer."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()  # no driver, or one that does not answer: nothing here could run on a GPU
-    try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return tuple(
-            Gpu(
-                index=index,
-                name=pynvml.nvmlDeviceGetName(handle),
-                uuid=pynvml.nvmlDeviceGetUUID(handle),
-                capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-                memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-            )
-            for index, handle in enumerate(handles)
-        )
-    finally:
-        pynvml.nvmlShutdown()
+        try:
+            return tuple(map(_gpu, range(pynvml.nvmlDeviceGetCount())))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        if not isinstance(error, pynvml.NVMLError_LibraryNotFound):
+            logger.warning("no GPU is used, as the driver does not answer: %s", error)
+        return ()
+
+
+def _gpu(index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Gpu(index, pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), capability, memory)

@@ -1,7 +1,11 @@
 """What a node has for a group, from invented GPUs."""
 
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NoReturn
 
+import pynvml
 import pytest
 
 from cluster.capability import Capability, Gpu, check_group, node_gpus, probe, visible_gpus
@@ -64,6 +68,35 @@ def test_the_gpus_of_a_group_must_agree() -> None:
 def test_visible_devices_follow_cuda(named: str | None, indices: list[int]) -> None:
     """CUDA_VISIBLE_DEVICES names devices by index or UUID prefix, in its order, and an entry that is none hides what follows."""
     assert [gpu.index for gpu in visible_gpus(gpus(), named)] == indices
+
+
+@pytest.mark.parametrize("fails", ["", "nvmlInit", "nvmlDeviceGetHandleByIndex"])
+def test_a_driver_that_fails_is_named(fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A library of another version, or a GPU that was lost: no GPU is there, and the log says why. Nothing does where there is no
+    driver."""
+
+    def raising(code: int) -> Callable[..., NoReturn]:
+        def call(*_: object) -> NoReturn:
+            raise pynvml.NVMLError(code)
+
+        return call
+
+    answers = {
+        "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlDeviceGetName": "B200", "nvmlDeviceGetUUID": "GPU-0abc", "nvmlDeviceGetCudaComputeCapability": (10, 0),
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=180 << 30),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+    if not fails:
+        assert node_gpus() == gpus(1)
+        return
+    monkeypatch.setattr(pynvml, fails, raising(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    assert node_gpus() == ()
+    assert caplog.messages == ["no GPU is used, as the driver does not answer: RM has detected an NVML/RM version mismatch."]
+    monkeypatch.setattr(pynvml, "nvmlInit", raising(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert node_gpus() == ()
+    assert len(caplog.messages) == 1
 
 
 def test_nvml_needs_no_torch() -> None:
