@@ -63,7 +63,8 @@ def check_group(capability: Capability, tp: int) -> None:
     first = gpus[0]
     for gpu in gpus:
         if (gpu.name, gpu.capability) != (first.name, first.capability):
-            raise ConfigError(f"the GPUs of a group must agree: GPU {first.index} is {first.name}, GPU {gpu.index} is {gpu.name}")
+            kinds = f"GPU {first.index} is {first.name}, GPU {gpu.index} is {gpu.name}"
+            raise ConfigError(f"the GPUs of a group must agree: {kinds}; choose with CUDA_VISIBLE_DEVICES")
 
 
 def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:

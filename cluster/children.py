@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,10 +169,12 @@ def python_path(inherited: Mapping[str, str]) -> str:
 
 
 def kill(children: Sequence[Child]) -> list[str]:
-    """Sends all SIGKILL (a stopped or spinning process obeys nothing else) and waits; returns the names of those still running."""
+    """Sends all SIGKILL (a stopped or spinning process obeys nothing else) and waits for them, KILL_WAIT_S at most; returns the
+    names of those still running."""
     for child in children:
         child.process.kill()
-    still_running = [child.name for child in children if not child.wait(KILL_WAIT_S)]
+    deadline = time.monotonic() + KILL_WAIT_S
+    still_running = [child.name for child in children if not child.wait(deadline - time.monotonic())]
     for child in children:
         child.close()
     return still_running

@@ -50,7 +50,7 @@ class Handshake:
         """Wait for children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
         ready = [key for key, _ in self._selector.select(max(0.0, self._deadline - time.monotonic()))]
         if not ready:
-            raise EngineDead(f"boot took longer than {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
+            raise EngineDead(f"boot took longer than boot_timeout_s, {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
         for key in ready:
             if key.fd == key.data.pidfd:
                 self._give_up(key.data, None)

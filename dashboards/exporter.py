@@ -140,7 +140,8 @@ class Exporter(Collector):
         try:
             server, thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
-            raise ConfigError(f"metrics.host, metrics.port: cannot listen on {host}:{port}: {error.strerror}") from error
+            advice = "port 0 is a free one for each replica"
+            raise ConfigError(f"metrics.host, metrics.port: cannot listen on {host}:{port}: {error.strerror} ({advice})") from error
         for step in (thread.join, server.server_close, server.shutdown):  # the last one is called first
             self._cleanup.callback(step)
         url = f"http://{host}:{server.server_port}/metrics"

@@ -46,7 +46,7 @@ def test_a_group_needs_its_gpus_on_one_node() -> None:
 def test_the_gpus_of_a_group_must_agree() -> None:
     """A different fourth GPU is refused with both names for TP=4, and does not matter to TP=2."""
     mixed = Capability((*gpus(3), Gpu(3, "H200", "GPU-3", (9, 0), 1)))
-    with pytest.raises(ConfigError, match="GPU 0 is B200, GPU 3 is H200"):
+    with pytest.raises(ConfigError, match="GPU 0 is B200, GPU 3 is H200; choose with CUDA_VISIBLE_DEVICES"):
         check_group(mixed, 4)
     check_group(mixed, 2)
 

@@ -3,10 +3,15 @@
 import itertools
 import os
 import socket
+import subprocess
+import time
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
-from cluster.children import ROOT, ExitStatus, child_name, environment, root_cause
+from cluster import children
+from cluster.children import ROOT, Child, ExitStatus, child_name, environment, root_cause
 from cluster.group import spin_polls
 from engine.lifeline import Allocate, BootSocket, Failed, Ready
 
@@ -60,6 +65,25 @@ def test_a_lifeline_ends_whatever_was_left_unread(unread: bool) -> None:
             with pytest.raises(ConnectionResetError):
                 sock.recv(1 << 16)
         assert sock.recv(1 << 16) == b""
+
+
+def test_children_that_no_signal_ends_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held by a driver that hangs, all of them share the bound, and are named."""
+
+    class Held(Child):
+        def __init__(self, name: str) -> None:
+            self.name, self.process = name, SimpleNamespace(kill=lambda: None, wait=self._wait)
+
+        def _wait(self, timeout_s: float) -> NoReturn:
+            time.sleep(timeout_s)
+            raise subprocess.TimeoutExpired(self.name, timeout_s)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(children, "KILL_WAIT_S", 0.2)
+    began = time.monotonic()
+    assert children.kill([Held(name) for name in "abcd"]) == [*"abcd"]
+    assert 0.2 <= time.monotonic() - began < 0.4
 
 
 def test_the_last_record_is_the_core() -> None:

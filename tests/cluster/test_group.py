@@ -258,7 +258,7 @@ def test_the_boot_timeout_names_who_is_missing(config: EngineConfig, tmp_path: P
     """A rank that never loads ends the boot at its timeout, with the rank's name; the other ranks are not named."""
     late = fake_config(tmp_path / "late", tp=4, boot_timeout_s=8)
     started = time.monotonic()
-    with pytest.raises(EngineDead, match=r"^boot took longer than 8 s: no Loaded from rank 2$"):
+    with pytest.raises(EngineDead, match=r"^boot took longer than boot_timeout_s, 8 s: no Loaded from rank 2$"):
         Group.boot(late, commands(rank_2=Behaviour(load="hang")))
     assert 8 <= time.monotonic() - started < 30
 
