@@ -13,10 +13,10 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RETIRED, Metric
+from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RESTARTS, RETIRED
 from dashboards.series import Counts, Series
 from engine.errors import ConfigError
 
@@ -35,6 +35,7 @@ SHOWN_DOWN_S = 600.0  # how long a replica that is gone still shows as down
 TICK_S = 0.5
 _PAUSE_S = 2.0  # the endpoint itself did not run for so long: no replica counts as silent for it
 _REMEMBERED = 4096
+_RETIRED = RETIRED | {RESTARTS.name: RESTARTS}
 
 HttpSdList = list[dict[str, Any]]  # as Prometheus reads it
 HeartbeatReply = Literal["ok", "gone"]
@@ -74,14 +75,6 @@ class _Member:
     silent: bool = False
 
 
-@dataclass
-class RetiredCounters:
-    """What a deployment's replicas have left behind."""
-
-    restarts: Counter[str] = field(default_factory=Counter)
-    counts: Counts = field(default_factory=dict)
-
-
 class ReplicaRegistry(Collector):
     """The registry. Every method may be called from any thread; `clock` in seconds, monotonic."""
 
@@ -89,7 +82,7 @@ class ReplicaRegistry(Collector):
         self._clock = clock
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
-        self._retired: dict[tuple[str, str], RetiredCounters] = defaultdict(RetiredCounters)
+        self._retired: dict[tuple[str, str], Counts] = defaultdict(dict)  # what a deployment's replicas have left behind
         self._down: list[tuple[ScrapeTarget, float]] = []  # and since when
         self._gone: deque[str] = deque(maxlen=_REMEMBERED)
         self._ticked = clock()
@@ -102,8 +95,8 @@ class ReplicaRegistry(Collector):
             if target.replica in self._gone:
                 return "gone"
             retired = self._retired[target.served_by]
-            for key in counts:
-                retired.counts.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
+            for key in (*counts, *((RESTARTS.name, (cause,)) for cause in CAUSES)):
+                retired.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
             self._members[target.replica] = _Member(target, counts, self._clock())
             return "ok"
 
@@ -130,10 +123,9 @@ class ReplicaRegistry(Collector):
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
         retired = self._retired[member.target.served_by]
-        if cause is not None:
-            retired.restarts[cause if cause in CAUSES else "other"] += 1
-        for key, value in final_counts(member.counts).items():
-            retired.counts[key] = retired.counts.get(key, 0.0) + value
+        restarts = {(RESTARTS.name, (cause if cause in CAUSES else "other",)): 1.0} if cause else {}
+        for key, value in (final_counts(member.counts) | restarts).items():
+            retired[key] = retired.get(key, 0.0) + value
         self._down.append((member.target, self._clock()))
         self._gone.append(replica)
 
@@ -157,10 +149,11 @@ class ReplicaRegistry(Collector):
             for deployment, retired in self._retired.items():
                 members = [member for member in self._members.values() if member.target.served_by == deployment]
                 series["quartet_groups"].values[deployment] = sum(not member.silent for member in members)
-                for cause in CAUSES:
-                    series["quartet_group_restarts_total"].values[*deployment, cause] = retired.restarts[cause]
-                _add_counts(series, RETIRED, deployment, [retired.counts])
-                _add_counts(series, DEPLOYMENT_TOTALS, deployment, [retired.counts, *(member.counts for member in members)])
+                living = [(DEPLOYMENT_TOTALS, member.counts) for member in members]
+                for rows, counts in ((_RETIRED, retired), (DEPLOYMENT_TOTALS, retired), *living):
+                    for (name, labels), value in counts.items():
+                        if name in rows:
+                            series[rows[name].name].add((*deployment, *labels), value)
         for row in series.values():
             yield row.family()
 
@@ -170,16 +163,6 @@ def final_counts(counts: Counts) -> Counts:
     ended = sum(value for (name, _), value in counts.items() if name == "quartet_requests_total")
     lost = max(0.0, counts.get(("quartet_requests_received_total", ()), 0.0) - ended)
     return {**counts, _DEAD: counts.get(_DEAD, 0.0) + lost} if lost else counts
-
-
-def _add_counts(
-    series: Mapping[str, Series], rows: Mapping[str, Metric], deployment: tuple[str, str], summands: Sequence[Counts]
-) -> None:
-    """Adds counters up under the names that `rows` have for them."""
-    for counts in summands:
-        for (name, labels), value in counts.items():
-            if name in rows:
-                series[rows[name].name].add((*deployment, *labels), value)
 
 
 class DiscoveryServer(ThreadingHTTPServer):

@@ -43,10 +43,8 @@ E2E_BUCKETS = (
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 PHASE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, *E2E_BUCKETS)
-LENGTH_BUCKETS = (
-    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000,
-)  # fmt: skip
-STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LENGTH_BUCKETS = (*(digit * 10**zeros for zeros in range(5) for digit in (1, 2, 5)), 100_000, 200_000)
+STEP_TOKENS_BUCKETS = (1, *(1 << power for power in range(3, 15)))
 
 
 @dataclass(frozen=True)
@@ -395,34 +393,38 @@ ENGINE: tuple[Metric, ...] = (
 )
 
 
-def deployment_counter(row: Metric, prefix: str, description: str) -> Metric:
-    """Makes a deployment's own counter beside one of its replicas'."""
-    name = row.name.replace("quartet_", prefix, 1)
-    return Metric(name, f"{row.name}, {description}", labels=("application", "deployment", *row.labels))
+_DEPLOYMENT = ("application", "deployment")
 
 
-_GONE = "last known counts of the replicas that are gone, summed."
-_ALL = (
-    "summed over all replicas of the deployment, running (as of their last heartbeat) and gone: monotonic across replica restarts."
+def deployment_counters(prefix: str, summed: str) -> dict[str, Metric]:
+    """Makes a deployment's own counter beside each of its replicas' that outlives them, by the name of that."""
+    return {
+        row.name: Metric(row.name.replace("quartet", prefix, 1), f"{row.name}, {summed}", labels=(*_DEPLOYMENT, *row.labels))
+        for row in ENGINE
+        if row.kind == "counter" and "rank" not in row.labels
+    }
+
+
+RETIRED = deployment_counters("quartet_retired", "last known counts of the replicas that are gone, summed.")
+DEPLOYMENT_TOTALS = deployment_counters(
+    "quartet_deployment",
+    "summed over all replicas of the deployment, running (as of their last heartbeat) and gone: monotonic across replica restarts.",
 )
-_LASTING = [row for row in ENGINE if row.kind == "counter" and "rank" not in row.labels]
-RETIRED: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_retired_", _GONE) for row in _LASTING}
-DEPLOYMENT_TOTALS: dict[str, Metric] = {row.name: deployment_counter(row, "quartet_deployment_", _ALL) for row in _LASTING}
-
+RESTARTS = Metric(
+    "quartet_group_restarts_total",
+    "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
+    " (no heartbeat), rank_stalled, core_stalled (no progress), diverged (ranks with unequal states), raylet (the node's Ray),"
+    " vanished (the replica fell silent), other (one that discovery, of another version, does not know).",
+    labels=(*_DEPLOYMENT, "cause"),
+)
 DISCOVERY_METRICS: tuple[Metric, ...] = (
-    Metric("quartet_groups", "Replicas registered, with a recent heartbeat.", labels=("application", "deployment")),
+    Metric("quartet_groups", "Replicas registered, with a recent heartbeat.", labels=_DEPLOYMENT),
     Metric(
         "quartet_group_up",
         "1 while the replica is registered and sends heartbeats; 0 once it is silent or gone, for ten minutes more.",
         labels=TARGET_LABELS,
     ),
-    Metric(
-        "quartet_group_restarts_total",
-        "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
-        " (no heartbeat), rank_stalled, core_stalled (no progress), diverged (ranks with"
-        " unequal states), raylet (the node's Ray), vanished (the replica fell silent).",
-        labels=("application", "deployment", "cause"),
-    ),
+    RESTARTS,
     *RETIRED.values(),
     *DEPLOYMENT_TOTALS.values(),
 )
