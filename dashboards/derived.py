@@ -43,15 +43,11 @@ class Derivation:
 
     def __call__(self, event: Event) -> list[Derived]:
         """Return what follows from `event`."""
-        match event:
-            case FirstToken():
-                return [self._judged("ttft", event.ttft_s)]
-            case RequestFinished():
-                return self._finished(event)
-            case EngineLoad():
-                return self._steps(event)
-            case _:
-                return []
+        if isinstance(event, FirstToken):
+            return [self._judged("ttft", event.ttft_s)]
+        if isinstance(event, RequestFinished):
+            return self._finished(event)
+        return self._steps(event) if isinstance(event, EngineLoad) else []
 
     def _judged(self, slo: str, seconds: float) -> Judged:
         return Judged(slo, "good" if seconds <= self._objectives[slo] else "bad")

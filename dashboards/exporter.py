@@ -23,13 +23,13 @@ from prometheus_client import Metric as Family
 from prometheus_client.registry import Collector
 
 from dashboards.aliases import aliases
-from dashboards.derived import Derivation, Derived
+from dashboards.derived import Derivation
 from dashboards.metrics import ENGINE, RETIRED, Metric
 from dashboards.series import Counts, FastHistogram, Series
 from engine.errors import ConfigError
-from engine.events import EngineFailed, Event, ScrapeGauges, Tokens
+from engine.events import EngineFailed, Event, ScrapeGauges
 
-_MOST_SERIES = 256  # of a row whose labels are free, such as the holders of API keys; those that come later share one
+_MOST_SERIES = 256  # of a row
 _NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
 
 Read = Callable[[Any], Any]
@@ -76,31 +76,21 @@ class Exporter(Collector):
     def _add(self, row: Metric) -> None:
         origin, _, field = row.source.partition(".")
         value: Read = attrgetter(field) if field else lambda _: 1
-        if row.kind == "histogram":
-            histogram = FastHistogram(row)
-            self._metrics.append(histogram)
-            self._updates[origin].append(_observation(histogram, value))
-            return
-        series, labels = Series(row), _labels(row)
-        self._metrics.append(series)
+        labels = _labels(row)
+        metric = FastHistogram(row) if row.buckets else Series(row, _MOST_SERIES)
+        self._metrics.append(metric)
         if origin[0].isupper():
-            self._updates[origin].append(_count(series, labels, value))
-        else:
-            self._levels.append((origin, series, labels, value))
+            self._updates[origin].append(lambda event: metric.add(labels(event), value(event)))
+        elif isinstance(metric, Series):
+            self._levels.append((origin, metric, labels, value))
 
     def __call__(self, event: Event) -> None:
         """Fold one event in; called on the front's loop."""
-        self._fold(event)
-        if isinstance(event, Tokens):
-            return  # nothing follows from it, and it comes most often
         if isinstance(event, EngineFailed):
             self.facts = replace(self.facts, up=0)
-        for derived in self._derive(event):
-            self._fold(derived)
-
-    def _fold(self, event: Event | Derived) -> None:
-        for update in self._updates.get(type(event).__name__, ()):
-            update(event)
+        for happened in (event, *self._derive(event)):
+            for update in self._updates.get(type(happened).__name__, ()):
+                update(happened)
 
     def _refresh(self) -> None:
         gauges, last = self.read_gauges(), self._derive.last
@@ -157,27 +147,3 @@ def _labels(row: Metric) -> Read:
     """Makes the reader of the label values of an event, a pool or a process."""
     fields = [_NAMED.get(label, label) for label in row.labels]
     return lambda item: tuple(str(getattr(item, field)) for field in fields)
-
-
-def _count(series: Series, labels: Read, value: Read) -> Update:
-    """Makes the function that moves a counter at an event."""
-
-    def update(event: Any) -> None:
-        names = labels(event)
-        if names not in series.values and len(series.values) >= _MOST_SERIES:
-            names = ("other", *names[1:])
-        series.add(names, value(event))
-
-    return update
-
-
-def _observation(histogram: FastHistogram, value: Read) -> Update:
-    """Makes the function by which a histogram observes an event, which has one value, several or none."""
-
-    def update(event: Any) -> None:
-        seen = value(event)
-        for number in seen if isinstance(seen, list) else [seen]:
-            if number is not None:
-                histogram.observe(number)
-
-    return update

@@ -6,6 +6,8 @@ token pays for both. One thread writes; a scrape on another may miss what is wri
 
 from bisect import bisect_left
 from itertools import accumulate, product
+from math import inf
+from typing import Any
 
 from prometheus_client import Metric as Family
 from prometheus_client.core import HistogramMetricFamily
@@ -17,15 +19,21 @@ Counts = dict[tuple[str, tuple[str, ...]], float]  # (counter, label values) -> 
 
 
 class Series:
-    """A counter or gauge: `values` holds a figure for each combination of label values, known ones at zero from the start."""
+    """A counter or gauge: `values` holds a figure for each combination of label values, known ones at zero from the start.
 
-    def __init__(self, row: Metric) -> None:
+    Of labels whose values are free, such as the holders of API keys, those that come after `most` series share one.
+    """
+
+    def __init__(self, row: Metric, most: float = inf) -> None:
         self.row = row
+        self._most = most
         known = product(*(LABEL_VALUES.get(label, ()) for label in row.labels))
         self.values: dict[tuple[str, ...], float] = dict.fromkeys(known, 0.0)
 
     def add(self, labels: tuple[str, ...], amount: float) -> None:
         """Add `amount` to the series with these label values."""
+        if labels not in self.values and len(self.values) >= self._most:
+            labels = ("other", *labels[1:])
         self.values[labels] = self.values.get(labels, 0.0) + amount
 
     def family(self) -> Family:
@@ -44,6 +52,12 @@ class FastHistogram:
         self._row = row
         self._counts = [0] * (len(row.buckets) + 1)  # the last: above all bounds
         self._sum = 0.0
+
+    def add(self, _: tuple[str, ...], seen: Any) -> None:
+        """Observe one value, several or none."""
+        for value in seen if isinstance(seen, list) else [seen]:
+            if value is not None:
+                self.observe(value)
 
     def observe(self, value: float) -> None:
         """Count `value` in the first bucket that is not below it."""
