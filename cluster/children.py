@@ -44,7 +44,9 @@ class ExitStatus:
 
     def __str__(self) -> str:
         if self.killed:
-            return f"{self.name} was killed by {_signal_name(-(self.code or 0))}"
+            number = -(self.code or 0)
+            names = {each.value: each.name for each in signal.Signals}  # a real-time signal has none
+            return f"{self.name} was killed by {names.get(number, f'signal {number}')}"
         if self.last_error is not None:
             return f"{self.name} failed: {self.last_error.error}"
         return f"{self.name} ended with exit code {self.code}"
@@ -52,22 +54,12 @@ class ExitStatus:
 
 def root_cause(exits: Iterable[ExitStatus | None]) -> ExitStatus | None:
     """Returns the cause among `exits`: one ended by a signal, else one that sent an error (user errors first), else any."""
-    return min(filter(None, exits), key=_cause_priority, default=None)
+    return min(filter(None, exits), key=_less_telling, default=None)
 
 
-def _cause_priority(exit_status: ExitStatus) -> int:
-    if exit_status.killed:
-        return 0
-    if exit_status.last_error is not None:
-        return 1 if exit_status.last_error.user else 2
-    return 3 if exit_status.code else 4
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # a real-time signal has no name
+def _less_telling(exit_status: ExitStatus) -> tuple[bool, ...]:
+    error = exit_status.last_error
+    return not exit_status.killed, error is None, error is not None and not error.user, not exit_status.code
 
 
 class Child:

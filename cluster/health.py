@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.children import ExitStatus, child_name, root_cause
+from cluster.children import child_name, root_cause
 from cluster.group import Group
 from cluster.handshake import SETTLE_S
 from engine.errors import ConfigError
@@ -158,9 +158,7 @@ class Watcher:
     raylet: int | None = None
 
     def __post_init__(self) -> None:
-        self._readers: list[int] = []
-        self._opened = ExitStack()
-        self._timer: asyncio.TimerHandle | None = None
+        self._watch = ExitStack()
         self._closed = False
 
     def start(self) -> None:
@@ -170,12 +168,13 @@ class Watcher:
         for child in self.group.children:
             self._read(child.pidfd, self._ended)
         self._timer = self._loop.call_later(PERIOD_S, self._look)
+        self._watch.callback(lambda: self._timer.cancel())  # noqa: PLW0108 - the timer of that moment
         if self.raylet is not None:
             self._watch_raylet(self.raylet)
 
     def _read(self, fd: int, callback: Callable[[], None]) -> None:
         self._loop.add_reader(fd, callback)
-        self._readers.append(fd)
+        self._watch.callback(self._loop.remove_reader, fd)
 
     def _watch_raylet(self, pid: int) -> None:
         try:
@@ -183,23 +182,27 @@ class Watcher:
         except ProcessLookupError:
             self._loop.call_soon(self._die, Death("raylet", "the raylet is gone"))
         else:
-            self._opened.callback(os.close, raylet)
+            self._watch.callback(os.close, raylet)
             self._read(raylet, lambda: self._die(Death("raylet", "the raylet ended")))
 
     def _ended(self) -> None:
         """React to the end of a child. Unless by a signal, it may only have lost a peer: wait for the others to report."""
-        self._stop_reading()
-        cause = root_cause(self.group.exits())
-        if cause is not None and cause.killed:
-            self._die(_death_of(cause))
+        self._watch.close()
+        if (death := self._death()).cause == "killed":
+            self._die(death)
         else:
-            self._timer = self._loop.call_later(SETTLE_S, self._settle)
+            self._loop.call_later(SETTLE_S, self._settle)
 
     def _settle(self) -> None:
         """Blame a hung rank, if another gave up waiting for it at about the bound; else what ended."""
+        death = self._death()
+        hung = None if death.cause == "killed" else self._verdict(_NEARLY)
+        self._die(hung or death)
+
+    def _death(self) -> Death:
+        """Make the death of a group of which a process ended."""
         cause = root_cause(self.group.exits())
-        hung = None if cause is not None and cause.killed else self._verdict(_NEARLY)
-        self._die(hung or _death_of(cause))
+        return Death("killed" if cause and cause.killed else "failed", str(cause or "a process of the group ended"))
 
     def _look(self) -> None:
         now = time.monotonic_ns()
@@ -226,22 +229,7 @@ class Watcher:
     def close(self) -> None:
         """Stop watching: nothing is called after this. Idempotent; call it before an orderly end."""
         self._closed = True
-        self._stop_reading()
-        self._opened.close()
-
-    def _stop_reading(self) -> None:
-        for fd in self._readers:
-            self._loop.remove_reader(fd)
-        self._readers.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-
-
-def _death_of(exit_status: ExitStatus | None) -> Death:
-    """Makes the death of a group of which a process ended; None: no exit is known."""
-    if exit_status is None:
-        return Death("failed", "a process of the group ended")
-    return Death("killed" if exit_status.killed else "failed", str(exit_status))
+        self._watch.close()
 
 
 def raylet_pid() -> int | None:
