@@ -141,7 +141,7 @@ def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], d
         cwd=ROOT,
         env=environment(dict(os.environ), device),
     )
-    return Child(child_name(args.status_index, args.tp), process, lifeline)
+    return Child(child_name(args.index, args.tp), process, lifeline)
 
 
 def environment(inherited: dict[str, str], device: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ leaves no name behind.
 import contextlib
 import dataclasses
 import logging
-import mmap
 import os
 import socket
 import threading
@@ -84,20 +83,18 @@ class Group:
         tp = self.config.tp
         files: dict[str, Any] = {**shared, "store": f"/proc/self/fd/{shared['store']}"}
         for index in range(tp + 1):
-            is_core = index == tp
             parent_end, child_end = socket.socketpair()
             with child_end:
                 args = BootArgs(
-                    role="core" if is_core else "rank",
-                    index=0 if is_core else index,
+                    index=index,
                     tp=tp,
                     parent=os.getpid(),
                     lifeline=child_end.fileno(),
-                    front=core.fileno() if is_core else -1,
+                    front=core.fileno() if index == tp else -1,
                     spin=spin_polls(tp, len(os.sched_getaffinity(0))),
                     **files,
                 )
-                inherited = [args.lifeline, *shared.values(), *([args.front] if is_core else [])]
+                inherited = [args.lifeline, *shared.values(), *([args.front] if index == tp else [])]
                 try:
                     self.children.append(children.spawn(args, parent_end, inherited, self.config.device, command))
                 except BaseException:
@@ -144,10 +141,10 @@ class Group:
         """Return whether each rank and, last, the core runs."""
         return [child.process.poll() is None for child in self.children]
 
-    def exits(self) -> list[ExitStatus]:
-        """Return how children ended, and the errors that they sent; nothing of those that run without error."""
+    def exits(self) -> list[ExitStatus | None]:
+        """Return how children ended, or the errors that they sent; None of those that run without error."""
         with self._lock:
-            return [*filter(None, (child.exit_status() for child in self.children))]
+            return [child.exit_status() for child in self.children]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
         """Let the core stop after the plan in flight, then kill what is left; True if all ended by themselves in time.
@@ -170,10 +167,7 @@ class Group:
             self._last = self._read()
             still_running = children.kill(self.children)
             self.front_socket.close()
-            mapped = self._memory.obj
-            assert isinstance(mapped, mmap.mmap), type(mapped)
             self._memory.release()
-            mapped.close()
         if still_running:
             logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(still_running))
 

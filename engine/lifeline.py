@@ -33,14 +33,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BootArgs(FrozenStruct, kw_only=True):
-    """argv[1] of a child, as JSON: its role, and the inherited descriptors by purpose.
+    """argv[1] of a child, as JSON: its record in the status block, the core's behind those of the ranks, and the inherited
+    descriptors by purpose.
 
     `plan` is the ring core -> ranks, `masks` another for the masks of its steps, `media` for what they encode; `result` the ring
     rank 0 -> core; `reduce` the CPU all-reduce memory; `front` the core's message socket; `store` a file for torch.distributed's
     rendezvous. `spin`: polls a ring reader may make before it sleeps.
     """
 
-    role: str
     index: int
     tp: int
     parent: int
@@ -56,9 +56,9 @@ class BootArgs(FrozenStruct, kw_only=True):
     spin: int
 
     @property
-    def status_index(self) -> int:
-        """This process's record: ranks first, the core last."""
-        return self.tp if self.role == "core" else self.index
+    def role(self) -> str:
+        """The word `rank` or `core`."""
+        return "core" if self.index == self.tp else "rank"
 
 
 class TaggedMessage(FrozenStruct, tag=True):
@@ -192,7 +192,7 @@ class Lifeline:
         poll = select.poll()
         poll.register(self._boot.sock, select.POLLRDHUP)
         while not poll.poll(HEARTBEAT_S * 1000):
-            self.status.heartbeat(self.args.status_index, time.monotonic_ns())
+            self.status.heartbeat(self.args.index, time.monotonic_ns())
         os._exit(0)
 
 

@@ -155,7 +155,7 @@ class Core:
 
     def _progress(self) -> None:
         status = self._lifeline.status
-        status.progress(self._lifeline.args.status_index, self._submitted, self._committed, time.monotonic_ns(), 0)
+        status.progress(self._lifeline.args.index, self._submitted, self._committed, time.monotonic_ns(), 0)
 
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""

@@ -60,7 +60,7 @@ class CoreProcess:
         shared["status"] = create_shared("status", StatusBlock.size(2))
         (lifeline, theirs), (ours, front) = socket.socketpair(), socket.socketpair()
         args = BootArgs(
-            role="core", index=0, tp=1, parent=os.getpid(), lifeline=theirs.fileno(), reduce=-1, front=front.fileno(), store="",
+            index=1, tp=1, parent=os.getpid(), lifeline=theirs.fileno(), reduce=-1, front=front.fileno(), store="",
             spin=200, **shared,
         )  # fmt: skip
         command = [sys.executable, "-m", "engine.core.loop", msgspec.json.encode(args).decode()]

@@ -267,7 +267,7 @@ def test_a_program_that_cannot_start_leaves_nothing(config: EngineConfig) -> Non
     """When the second child's program does not exist, boot raises and the first child is gone."""
     command = commands()
     with pytest.raises(FileNotFoundError):
-        Group.boot(config, lambda args: command(args) if args.index == 0 and args.role == "rank" else ["/no/such/program"])
+        Group.boot(config, lambda args: command(args) if args.index == 0 else ["/no/such/program"])
 
 
 def test_gpus_that_are_not_there_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def wires(media: int = 1 << 16) -> Iterator[Wires]:
     sizes = {"plan": 1 << 16, "masks": 1 << 16, "media": media, "result": 1 << 16}
     rings = [create_shared(name, ring_bytes(1, size)) for name, size in sizes.items()]
     by_name = dict(zip(("plan", "masks", "media", "result"), rings, strict=True))
-    args = BootArgs(role="rank", index=0, tp=1, parent=0, lifeline=-1, status=-1, reduce=-1, front=-1, store="", spin=0, **by_name)
+    args = BootArgs(index=0, tp=1, parent=0, lifeline=-1, status=-1, reduce=-1, front=-1, store="", spin=0, **by_name)
     yield Wires(args, StatusBlock(memoryview(bytearray(StatusBlock.size(2)))))
     for ring in rings:
         os.close(ring)

@@ -18,7 +18,7 @@ class StatusOnly:
     """What the loop needs of a lifeline: a status block and an index into it."""
 
     status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(StatusBlock.size(1)))))
-    status_index = 0
+    index = 0
 
     @property
     def args(self) -> "StatusOnly":

@@ -109,7 +109,7 @@ class FakeRank:
 
     def _progress(self, launched: int, finished: int) -> None:
         args = self._lifeline.args
-        self._lifeline.status.progress(args.status_index, launched, finished, time.monotonic_ns(), 0)
+        self._lifeline.status.progress(args.index, launched, finished, time.monotonic_ns(), 0)
 
 
 def load(behaviour: Behaviour) -> None:

@@ -79,7 +79,6 @@ class Ranks:
         ours, theirs = socket.socketpair()
         with theirs:
             args = BootArgs(
-                role="rank",
                 index=rank,
                 tp=self.config.tp,
                 parent=os.getpid(),
