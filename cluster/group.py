@@ -66,11 +66,12 @@ class Group:
         started = time.monotonic()
         attention = attention_here(config)
         config = msgspec.structs.replace(config, attention_decode=attention.decode, attention_extend=attention.extend)
-        front, core = socket.socketpair()
-        with _shared(config) as shared, core:
+        with _shared(config) as shared:
+            front, core = socket.socketpair()
             group = cls(config, attention, front, map_shared(shared["status"]))
             try:
-                group._spawn(shared, core, command)
+                with core:
+                    group._spawn(shared, core, command)
                 group._handshake()
             except BaseException:
                 group.kill()

@@ -21,7 +21,7 @@ import cluster.group
 from cluster.group import Group
 from engine.channel import ring_bytes
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDead, InvalidRequest
+from engine.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest
 from engine.geometry import read_geometry
 from engine.protocol import AbortReason, FinishReason, SamplingParams
 from engine.step_masks import masks_capacity
@@ -264,10 +264,13 @@ def test_the_boot_timeout_names_who_is_missing(config: EngineConfig, tmp_path: P
 
 
 def test_a_program_that_cannot_start_leaves_nothing(config: EngineConfig) -> None:
-    """When the second child's program does not exist, boot raises and the first child is gone."""
+    """When the second child's program does not exist, boot raises and the first child is gone; without a model none is started."""
     command = commands()
     with pytest.raises(FileNotFoundError):
         Group.boot(config, lambda args: command(args) if args.index == 0 else ["/no/such/program"])
+    (Path(config.model) / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Group.boot(config, command)
 
 
 def test_gpus_that_are_not_there_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
