@@ -8,11 +8,14 @@ long rank 0's device took for a step, in which it may wait for masks, and stood 
 
 import argparse
 import asyncio
+import json
 import random
+import shutil
 import statistics
+import string
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,17 +23,50 @@ from cluster.group import Group
 from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.front.client import EngineClient
+from engine.front.grammar import Thought, grammar, json_answer
 from engine.front.reply import Markers
 from engine.front.text import TextProcessor
 from engine.protocol import Grammar, SamplingParams
 from tests.bench.engine import case, device_times, one
-from tests.bench.host_chain import large_tokenizer, random_grammars
 from tests.bench.record import Row, add_record_option, append
 from tests.bench.shard_model import write_shard
 from tests.support.engine.outcomes import no_sink
 from tests.support.engine.outputs import outputs
+from tests.support.engine.schemas import members
 
+VOCABULARY = 262_144
 _ENDS = (1, 106)
+
+
+def random_grammars(markers: Markers, count: int) -> list[str]:
+    """Of a thousand objects by random schemas, one behind another."""
+    schemas = [members(random.Random(seed), 2) for seed in range(count)]
+    items = [json_answer(each).replace("answer:", "item:", 1) for each in schemas]
+    return [grammar(markers, f"answer: item{{1000}}\n{item}", Thought.none) for item in items]
+
+
+def made_up_words(known: Iterable[str], count: int) -> list[str]:
+    """Words of letters that are not `known`, half of them behind a space."""
+    rng, known, words = random.Random(1), set(known), []
+    while len(words) < count:
+        word = " " * rng.randint(0, 1) + "".join(rng.choices(string.ascii_letters, k=rng.randint(3, 10)))
+        if word not in known:
+            known.add(word)
+            words.append(word)
+    return words
+
+
+def large_tokenizer(folder: Path, to: Path) -> Path:
+    """The checkpoint's files in `to`, its tokenizer filled up with made-up words to as many pieces as the model has ids."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    file = to / "tokenizer.json"
+    described = json.loads(file.read_text())
+    known = described["model"]["vocab"]
+    first = 1 + max([*known.values(), *(token["id"] for token in described["added_tokens"])])
+    words = made_up_words([piece.replace("\u2581", " ") for piece in known], VOCABULARY - first)
+    known |= {word.replace(" ", "\u2581"): number for number, word in enumerate(words, first)}
+    file.write_text(json.dumps(described))
+    return to
 
 
 async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: int) -> list[float]:
@@ -71,7 +107,7 @@ async def measure(group: Group, folder: Path, args: argparse.Namespace) -> list[
     """Free and masked batches in turn."""
     markers = Markers.of(TextProcessor.load(folder))
     assert markers is not None
-    grammars = random_grammars(markers, args.masked, "item{1000}")
+    grammars = random_grammars(markers, args.masked)
     client = EngineClient(group.front_socket, sink=no_sink)
     await client.start()
     rng = random.Random(args.seed)
