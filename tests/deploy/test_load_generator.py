@@ -1,31 +1,28 @@
-"""The load generator: its times against a server with known delays, and its ledger against requests that go wrong."""
+"""The load generator: its figures against the engine's, and its ledger against requests that go wrong."""
 
 import asyncio
 from functools import partial
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from tests.bench import load
 from tests.support.edge.http_edge import Edge
-from tests.support.edge.timed_endpoint import Fault, TimedEndpoint
 from tests.support.load import request
 from tests.support.load.generator import Ledger, Lengths, Level, Prompts
-from tests.support.load.request import Endpoint, RequestResult
+from tests.support.load.request import End, Endpoint, RequestResult
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
 SLACK_S = 0.25  # what a busy machine may add between the server's clock and the client's
 
 
-def loaded(
-    url: str, level: Level, prompt: int = 40, output: int = 1, timeout_s: float = 60, ids: int | None = None
-) -> Ledger:
+def loaded(url: str, level: Level, prompt: int, output: int, ids: int | None) -> Ledger:
     """The ledger of one level against `url`."""
-    target = Endpoint(url, load.first_model(url), timeout_s)
     prompts_of = partial(Prompts, Lengths(prompt, prompt), Lengths(output, output), ids=ids)
-    (ledger,) = asyncio.run(load.loaded(target, [level], prompts_of))
+    (ledger,) = asyncio.run(load.loaded(Endpoint(url, load.first_model(url)), [level], prompts_of))
     return ledger
 
 
@@ -56,76 +53,59 @@ def test_thoughts_and_calls_are_tokens_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert (record.first, record.gaps, record.last) == (4, [], 5)
 
 
-def test_times_are_the_servers() -> None:
-    """Delays of 0.3 to 1.2 s and gaps of 0.1 s come back as TTFT, TPOT and E2E percentiles, in the best of three tries; a longer
-    delay is a longer time."""
-    assert any(off() < SLACK_S for _ in range(3))
-    with TimedEndpoint(lambda number: 0.7) as slow:
-        assert min(load.times_ms(loaded(slow.url, Level(2, requests=2)))["time to first token"]) > 650
+WHOLE = 'data: {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+ENDS: list[tuple[str | int | Exception, End]] = [
+    (WHOLE, "finished"),
+    (WHOLE.replace("[DONE]", "{}"), "cut"),
+    (WHOLE.replace("stop", ""), "cut"),
+    (WHOLE.replace("choices", "error"), "failed"),
+    (WHOLE.replace("}]}", ""), "failed"),
+    (429, "refused"),
+    (500, "failed"),
+    (httpx.ReadError("dropped"), "cut"),
+    (httpx.ConnectError("nobody"), "unreachable"),
+    (TimeoutError(), "timeout"),
+]
 
 
-def off() -> float:
-    """By how many seconds the client's percentiles differ from the server's own."""
-    with TimedEndpoint(lambda number: 0.3 * (1 + number % 4), gap_s=0.1) as server:
-        ledger = loaded(server.url, Level(8, requests=8), output=4)
-        firsts = [seen.written[0] - seen.came for seen in server.requests]
-        tpots = [(seen.written[-1] - seen.written[0]) / 3 for seen in server.requests]
-        whole = [seen.written[-1] - seen.came for seen in server.requests]
-        starts = [" ".join(seen.body["messages"][0]["content"].split()[:4]) for seen in server.requests]
-    times = load.times_ms(ledger)
-    assert len(times["between events"]) == 8 * 3
-    assert {record.prompt_tokens for record in ledger.records} == {40}
-    assert len(set(starts)) == 8, "no two prompts begin alike"
-    truths = {"time to first token": firsts, "time per output token": tpots, "whole request": whole}
-    return max(
-        float(np.abs(np.percentile(times[name], load.SHARES) / 1000 - np.percentile(truth, load.SHARES)).max())
-        for name, truth in truths.items()
-    )
+@pytest.mark.parametrize(("reply", "end"), ENDS)
+def test_every_end_is_counted_by_its_name(reply: str | int | Exception, end: End) -> None:
+    """Whatever comes of a request, its record has that end, and the ledger balances."""
+    ledger = Ledger(1)
 
+    def answer(_: httpx.Request) -> httpx.Response:
+        if isinstance(reply, Exception):
+            raise reply
+        return httpx.Response(reply) if isinstance(reply, int) else httpx.Response(200, text=reply)
 
-ENDS: dict[Fault, str] = {
-    "drop": "cut", "no_done": "cut", "no_finish": "cut", "busy": "refused", "bug": "failed", "error_event": "failed",
-    "garbage": "failed", "hang": "timeout",
-}  # fmt: skip
+    async def main() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            ledger.add(record := RequestResult(0, 4, 0.0))
+            await request.ask(client, Endpoint("http://here", "m"), record, "Hello")
 
-
-def test_every_fault_is_counted_by_its_name() -> None:
-    """Each of eight faults is the one request that did not finish, under its own name, and nothing is lost."""
-    faults = dict(enumerate(ENDS))
-    with TimedEndpoint(faults=faults) as server:
-        ledger = loaded(server.url, Level(1, requests=len(ENDS) + 2), output=3, timeout_s=3)
-    assert [record.end for record in ledger.records] == [*ENDS.values(), "finished", "finished"]
+    asyncio.run(main())
+    assert ledger.records[0].end == end
     assert ledger.balance()["conserved"]
 
 
 @pytest.mark.parametrize(("plant", "named"), [(0, "missing"), (2, "twice")])
 def test_a_dropped_response_breaks_the_conservation(
-    plant: int, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    edge: Edge, plant: int, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: the ledger loses what came of request 3, or adds it twice. The report names it, and the command ends with 1."""
-    add = Ledger.add
+    add, command = Ledger.add, ["--url", edge.url, "--requests", "6", "--output", "2", "2"]
+    edge.core.forever = True
 
     def faulty(self: Ledger, record: RequestResult) -> None:
         for _ in range(plant if record.number == 3 else 1):
             add(self, record)
 
-    with TimedEndpoint() as server:
-        assert load.main(["--url", server.url, "--requests", "6", "--output", "2", "2"]) == 0
-        assert "8 clients" in (said := capsys.readouterr().out)
-        assert "'sent': 6, 'finished': 6, 'conserved': True" in said
-        monkeypatch.setattr(Ledger, "add", faulty)
-        assert load.main(["--url", server.url, "--requests", "6", "--output", "2", "2"]) == 1
+    assert load.main(command) == 0
+    assert "8 clients" in (said := capsys.readouterr().out)
+    assert "'sent': 6, 'finished': 6, 'conserved': True" in said
+    monkeypatch.setattr(Ledger, "add", faulty)
+    assert load.main(command) == 1
     assert f"'{named}': [3]" in capsys.readouterr().out
-
-
-def test_a_closed_load_keeps_to_its_number_and_its_time() -> None:
-    """Three clients are three open requests; after `seconds` none is sent, and what is open still ends."""
-    with TimedEndpoint(lambda number: 0.02) as server:
-        assert len(loaded(server.url, Level(3, requests=12)).finished) == 12
-        assert server.most_open == 3
-    with TimedEndpoint(lambda number: 0.2) as server:
-        ledger = loaded(server.url, Level(2, seconds=0.5))
-    assert 2 <= ledger.sent == len(ledger.finished) <= 6
 
 
 @pytest.mark.parametrize("ids", [None, 1000])
