@@ -1,4 +1,4 @@
-"""Nano checkpoints of random weights, built from a seed; in tests and benchmarks `random:<member>` stands for one."""
+"""Nano checkpoints of random weights; in tests and benchmarks `random:<member>` stands for one."""
 
 import hashlib
 import json
@@ -21,17 +21,13 @@ _TEMPLATE = TRAINED / "31b" / "chat_template.jinja"
 _TOKENIZER = [TRAINED / "31b" / name for name in ("tokenizer.json", "tokenizer_config.json")]
 
 
-def build(member: str, out: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
-    """Writes the nano checkpoint of one family member into the folder `out` (made if absent) and returns it.
-
-    member: a key of `SHAPES`; dtype: "bfloat16", as published, or "float32". Equal arguments give equal bytes.
-    Raises ConfigError for an unknown member or dtype, or an `out` that already holds something.
-    """
-    shape = _shape(member, dtype)
+def build(member: str, out: Path) -> Path:
+    """Writes the nano checkpoint of a member of `SHAPES`, in bf16, into the folder `out` (made if absent) and returns it: the same
+    bytes each time. ConfigError: there is no such member."""
+    if member not in SHAPES:
+        raise ConfigError(f"member: {member!r} is not one of {', '.join(SHAPES)}")
     out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
-        raise ConfigError(f"out: {out} is not empty; a nano checkpoint is written into a folder of its own")
-    write(shape, out, partial(random_weights.draw, shape=shape, seed=seed), dtype)
+    write(SHAPES[member], out, partial(random_weights.draw, shape=SHAPES[member], seed=0), "bfloat16")
     return out
 
 
@@ -41,10 +37,9 @@ def write(shape: ModelShape, out: Path, values: random_weights.Values, dtype: st
     random_weights.write(shape, out, values, dtype)
 
 
-def ensure(member: str, cache: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
+def ensure(member: str, cache: Path) -> Path:
     """The checkpoint's folder under `cache`, built if it is not there."""
-    _shape(member, dtype)
-    return cached(cache, f"{member}-{seed}-{dtype}", lambda out: build(member, out, seed, dtype))
+    return cached(cache, member, lambda out: build(member, out))
 
 
 def write_texts(config: dict[str, Any], out: Path) -> None:
@@ -123,11 +118,3 @@ def model_folder(model: str) -> Path:
     """The folder of a model reference: `random:<member>`, or as a deployment has it."""
     kind, _, member = model.partition(":")
     return ensure(member, cache_folder()) if kind == "random" else resolve(model)
-
-
-def _shape(member: str, dtype: str) -> ModelShape:
-    if member not in SHAPES:
-        raise ConfigError(f"member: {member!r} is not one of {', '.join(SHAPES)}")
-    if dtype not in random_weights.DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(random_weights.DTYPES)}")
-    return SHAPES[member]
