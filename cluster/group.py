@@ -52,7 +52,6 @@ class Group:
         self.front_socket = front
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
-        self.loaded: list[Loaded] = []
         self.step_times: StepTimes | None = None
         self.boot_s = 0.0
         self._memory = status
@@ -106,8 +105,7 @@ class Group:
         ranks = self.children[: self.config.tp]
         handshake = Handshake(self.children, self.config.boot_timeout_s)
         handshake.send(Configure(self.config))
-        self.loaded = handshake.gather(ranks, Loaded)
-        self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in self.loaded))
+        self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in handshake.gather(ranks, Loaded)))
         self._note_longest()
         handshake.send(Allocate(self.pages))
         ready = handshake.gather(ranks, Ready)

@@ -4,7 +4,7 @@ sizes and no memory.
     config.json -> engine_config -> load_rank (meta): weights -> what is left -> pages_of -> kv_cache (meta): pools and page tables
 
 So there is no formula here that could differ from what an engine allocates. What CUDA, NCCL and the allocator take beside the
-weights only a device can tell: `reserve` is what an H200 showed at TP=4 (`python -m tests.gpu.memory`).
+weights only a device can tell: `reserve` is what an H200 showed at TP=4.
 """
 
 import re
