@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from typing import Any
 from deploy.scaling import POLICY
 from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
 from tests.support.load.request import Endpoint
-from tests.support.monitoring.periodic import repeating
 from tests.support.stack.serve_process import Stack, free_port, is_free, wait
 
 MODEL = "nano-e2b"
@@ -107,10 +107,16 @@ def run(stack: Stack, url: str, phases: list[Phase]) -> ScalingTrace:
     """Each phase after the other; one without clients lasts until there is no replica, `seconds` at most if given."""
     trace = ScalingTrace()
 
-    def sample() -> None:
-        trace.seen.append((time.perf_counter(), count(url)))
+    over = threading.Event()
 
-    with repeating(sample, WATCH_S):
+    def watch() -> None:
+        trace.seen.append((time.perf_counter(), count(url)))
+        while not over.wait(WATCH_S):
+            trace.seen.append((time.perf_counter(), count(url)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
         for number, phase in enumerate(phases):
             began = time.perf_counter()
             ledger = Ledger()
@@ -119,7 +125,10 @@ def run(stack: Stack, url: str, phases: list[Phase]) -> ScalingTrace:
             else:
                 ledger = asyncio.run(_send(stack.url, phase.level, phase.tokens, number))
             trace.phases.append((phase, began, ledger))
-    sample()
+    finally:
+        over.set()
+        watcher.join()
+    trace.seen.append((time.perf_counter(), count(url)))
     return trace
 
 
