@@ -43,11 +43,6 @@ class Capability:
         """The least compute capability of the GPUs; None where there are none."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
-    def __str__(self) -> str:
-        gpus = ", ".join(sorted({f"{gpu.name} (SM{gpu.capability[0]}{gpu.capability[1]})" for gpu in self.gpus}))
-        flashinfer = f"FlashInfer {self.flashinfer.version}" if self.flashinfer.version else "no FlashInfer"
-        return f"{len(self.gpus)} x {gpus}, {flashinfer}" if gpus else "no GPU is visible"
-
 
 def probe(visible: str | None = None) -> Capability:
     """Returns this node's capability. `visible` stands for CUDA_VISIBLE_DEVICES, which is read when it is None."""

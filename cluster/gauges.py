@@ -27,13 +27,13 @@ def processes(
     stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
     return tuple(
         ProcessFigures(
-            name=name,
-            up=running,
-            stall_s=max(0.0, stall_s),
-            busy_s=status.busy_us / 1e6,
-            idle_s=status.idle_us / 1e6,
-            late_compilations=status.late_compilations,
-            encoder_s=status.encoder.us / 1e6,
+            name,
+            running,
+            max(0.0, stall_s),
+            status.busy_us / 1e6,
+            status.idle_us / 1e6,
+            status.late_compilations,
+            status.encoder.us / 1e6,
         )
         for name, status, running, stall_s in zip(names, statuses, up, stalled_s, strict=True)
     )

@@ -39,9 +39,6 @@ class Death:
     cause: Cause
     sentence: str
 
-    def __str__(self) -> str:
-        return self.sentence
-
 
 @dataclass(frozen=True)
 class Observation:
@@ -77,16 +74,16 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
     """Returns for how many seconds each process (ranks, then the core) has owed a step; 0.0 if it owes none, however long it idles.
 
     The core owes a commit once all ranks have finished a step, and a plan while requests wait and no plan is out. A rank owes every
-    step that any process has launched, unless the core owes a commit: then the rank may be waiting for masks.
+    step that any process has launched, unless the core owes a commit: then the rank may be waiting for masks. The core's time
+    counts from the last progress of any process, or from when requests began to wait.
     """
     *ranks, core = statuses
     due = max(status.launched for status in statuses)
-    waits = _owes_commit(ranks, core)
-    return [*(0.0 if waits else _rank_stall_s(rank, core, due, moment) for rank in ranks), _core_stall_s(ranks, core, moment)]
-
-
-def _owes_commit(ranks: Sequence[RankStatus], core: RankStatus) -> bool:
-    return core.finished < min(rank.finished for rank in ranks)
+    owes_commit = core.finished < min(rank.finished for rank in ranks)
+    owes_plan = moment.waiting is not None and core.launched == core.finished
+    since = [core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0]
+    core_s = moment.age_s(*since) if owes_commit or owes_plan else 0.0
+    return [*(0.0 if owes_commit else _rank_stall_s(rank, core, due, moment) for rank in ranks), core_s]
 
 
 def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observation) -> float:
@@ -95,14 +92,6 @@ def _rank_stall_s(rank: RankStatus, core: RankStatus, due: int, moment: Observat
         return 0.0
     due_since = 0 if rank.launched > rank.finished else core.progress_ns
     return moment.age_s(rank.progress_ns, due_since)
-
-
-def _core_stall_s(ranks: Sequence[RankStatus], core: RankStatus, moment: Observation) -> float:
-    """Counts from the last progress of any process, or from when requests began to wait."""
-    owes_plan = moment.waiting is not None and core.launched == core.finished
-    if not (_owes_commit(ranks, core) or owes_plan):
-        return 0.0
-    return moment.age_s(core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0)
 
 
 def _diverged(statuses: Statuses) -> Death | None:
@@ -223,7 +212,7 @@ class Watcher:
         if self._closed:
             return
         self.close()
-        logger.error("group ended: %s", death)
+        logger.error("group ended: %s", death.sentence)
         self.on_death(death)
 
     def close(self) -> None:

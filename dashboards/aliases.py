@@ -14,10 +14,11 @@ from dashboards.metrics import ENGINE, Metric
 
 PREFIX = "vllm:"
 _REASONS = {
-    "stop": "stop", "length": "length", "error": "error", "dead": "error",
-    "client_gone": "abort", "deadline": "abort", "slow_reader": "abort",
-    "queue_timeout": "abort", "sibling_failed": "error",
-}  # fmt: skip
+    "stop": {"stop"},
+    "length": {"length"},
+    "abort": {"client_gone", "deadline", "slow_reader", "queue_timeout"},
+    "error": {"error", "dead", "sibling_failed"},
+}
 
 SUCCESS = "request_success_total"  # {finished_reason}, of quartet_requests_total; refused requests are none of vLLM's
 CACHE_CONFIG = "cache_config_info"  # {block_size, num_gpu_blocks}, of quartet_kv_pages of the full layers
@@ -45,12 +46,9 @@ def _renamed(row: Metric, source: Family, labels: Mapping[str, str]) -> Family:
 def _success(source: Family, labels: Mapping[str, str]) -> Family:
     name = PREFIX + SUCCESS
     family = Family(name.removesuffix("_total"), "As quartet_requests_total, by vLLM's reasons.", "counter")
-    sums = dict.fromkeys(_REASONS.values(), 0.0)
-    for sample in source.samples:
-        if reason := _REASONS.get(sample.labels["outcome"]):
-            sums[reason] += sample.value
-    for reason, value in sums.items():
-        family.add_sample(name, {**labels, "finished_reason": reason}, value)
+    for reason, outcomes in _REASONS.items():
+        ended = sum(sample.value for sample in source.samples if sample.labels["outcome"] in outcomes)
+        family.add_sample(name, {**labels, "finished_reason": reason}, ended)
     return family
 
 

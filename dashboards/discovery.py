@@ -16,16 +16,16 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import Metric as Family
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RESTARTS, RETIRED
+from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RESTARTS, RETIRED, TARGET_LABELS
 from dashboards.series import Counts, Series
 from engine.errors import ConfigError
 
@@ -45,9 +45,8 @@ _DEAD = ("quartet_requests_total", ("dead",))
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ScrapeTarget:
-    """A replica, and the host:port of its exporter."""
+class ScrapeTarget(NamedTuple):
+    """A replica, and the host:port of its exporter. The first two say what it serves; all but the last label its series."""
 
     application: str
     deployment: str
@@ -59,12 +58,7 @@ class ScrapeTarget:
     @property
     def labels(self) -> dict[str, str]:
         """What discovery puts on its series."""
-        return {name: value for name, value in asdict(self).items() if name != "address"}
-
-    @property
-    def served_by(self) -> tuple[str, str]:
-        """Application and deployment."""
-        return self.application, self.deployment
+        return dict(zip(TARGET_LABELS, self[:-1], strict=True))
 
 
 @dataclass
@@ -94,7 +88,7 @@ class ReplicaRegistry(Collector):
         with self._lock:
             if target.replica in self._gone:
                 return "gone"
-            retired = self._retired[target.served_by]
+            retired = self._retired[target[:2]]
             for key in (*counts, *((RESTARTS.name, (cause,)) for cause in CAUSES)):
                 retired.setdefault(key, 0.0)  # at zero before its first death, or `increase` would miss that
             self._members[target.replica] = _Member(target, counts, self._clock())
@@ -122,7 +116,7 @@ class ReplicaRegistry(Collector):
 
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
-        retired = self._retired[member.target.served_by]
+        retired = self._retired[member.target[:2]]
         restarts = {(RESTARTS.name, (cause if cause in CAUSES else "other",)): 1.0} if cause else {}
         for key, value in (final_counts(member.counts) | restarts).items():
             retired[key] = retired.get(key, 0.0) + value
@@ -143,11 +137,11 @@ class ReplicaRegistry(Collector):
         with self._lock:
             group_up = series["quartet_group_up"].values
             for target, _ in self._down:
-                group_up[tuple(target.labels.values())] = 0.0
+                group_up[target[:-1]] = 0.0
             for member in self._members.values():
-                group_up[tuple(member.target.labels.values())] = float(not member.silent)
+                group_up[member.target[:-1]] = float(not member.silent)
             for deployment, retired in self._retired.items():
-                members = [member for member in self._members.values() if member.target.served_by == deployment]
+                members = [member for member in self._members.values() if member.target[:2] == deployment]
                 series["quartet_groups"].values[deployment] = sum(not member.silent for member in members)
                 living = [(DEPLOYMENT_TOTALS, member.counts) for member in members]
                 for rows, counts in ((_RETIRED, retired), (DEPLOYMENT_TOTALS, retired), *living):
@@ -171,7 +165,7 @@ class DiscoveryServer(ThreadingHTTPServer):
     def __init__(self, registry: ReplicaRegistry, host: str, port: int, nodes: Callable[[], HttpSdList] = list) -> None:
         """Open the port (0: a free one). ConfigError when it is taken. `nodes`: what /ray lists; 503 where that raises one."""
         self._registry = registry
-        self._pages: dict[str, tuple[str, Callable[[], bytes]]] = {
+        self.pages: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/targets": ("application/json", lambda: json.dumps(registry.targets()).encode()),
             "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
             "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
@@ -194,24 +188,20 @@ class DiscoveryServer(ThreadingHTTPServer):
         """Tick; serve_forever calls it at every turn."""
         self._registry.tick()
 
-    def answer(self, path: str) -> tuple[int, str, bytes]:
-        """Return status, type and body: the page asked for, or 404; 503 for one that fails now: Prometheus then keeps its list."""
-        if path not in self._pages:
-            return 404, "text/plain", f"there are {', '.join(self._pages)}\n".encode()
-        kind, page = self._pages[path]
-        try:
-            return 200, kind, page()
-        except ConfigError as error:
-            return 503, "text/plain", str(error).encode()
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: DiscoveryServer
     timeout = 10.0
 
     def do_GET(self) -> None:
-        """Answer with the page of the path."""
-        status, kind, body = self.server.answer(self.path.partition("?")[0])
+        """Answer with the page of the path, or 404; 503 where that fails now: Prometheus then keeps its list."""
+        pages = self.server.pages
+        status, kind, body = 404, "text/plain", f"there are {', '.join(pages)}\n".encode()
+        if page := pages.get(self.path.partition("?")[0]):
+            try:
+                status, kind, body = 200, page[0], page[1]()
+            except ConfigError as error:
+                status, body = 503, str(error).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
             self.send_response(status)
             self.send_header("Content-Type", kind)

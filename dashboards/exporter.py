@@ -102,7 +102,8 @@ class Exporter(Collector):
         }
         if last is not None:
             load = last.load
-            items |= {"load": [load], **{name: getattr(load, name) for name in ("pools", "draft_positions", "draft_switches")}}
+            items |= {"load": [load], "pools": load.pools}
+            items |= {"draft_positions": load.draft_positions, "draft_switches": load.draft_switches}
         for origin, series, labels, value in self._levels:
             for item in items.get(origin, ()):
                 series.values[labels(item)] = value(item)

@@ -217,8 +217,8 @@ class Quartet:
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
             await asyncio.gather(ending, asyncio.to_thread(self._service.end, FLUSH_S))
-            logger.error("replica exits: %s", death)
-            sys.stderr.write(f"quartet: the group ended ({death}); this replica exits, Serve starts a new one\n")
+            logger.error("replica exits: %s", death.sentence)
+            sys.stderr.write(f"quartet: the group ended ({death.sentence}); this replica exits, Serve starts a new one\n")
             sys.stderr.flush()
         finally:
             os._exit(1)

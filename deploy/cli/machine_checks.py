@@ -67,7 +67,6 @@ def software() -> Findings:
 
 def devices(node: Capability) -> Findings:
     """Lists GPUs, whether torch can use them, and how they reach each other."""
-    yield Finding("capability", "ok", str(node))
     if not node.gpus:
         yield Finding("gpus", "warn", "none visible", "deploy/nano.yaml runs on CPU; a driver and CUDA_VISIBLE_DEVICES show them")
         return

@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -32,7 +31,7 @@ from engine.errors import ConfigError
 pytestmark = pytest.mark.pure
 
 ONE = ScrapeTarget("quartet", "Quartet", "r1", "10.0.0.1", "nano-31b", "127.0.0.1:9001")
-TWO = replace(ONE, replica="r2", address="127.0.0.1:9002")
+TWO = ONE._replace(replica="r2", address="127.0.0.1:9002")
 TOKENS = "quartet_generation_tokens_total"
 WHERE = {"application": "quartet", "deployment": "Quartet"}
 
@@ -164,7 +163,7 @@ def test_totals_add_up_over_deaths() -> None:
     """What the living and the retired have counted is what all have, at every moment of twenty lives."""
     registry, total = ReplicaRegistry(), 0
     for life in range(20):
-        target = replace(ONE, replica=f"life-{life}")
+        target = ONE._replace(replica=f"life-{life}")
         for tokens in (0, 7, 30 + life):
             registry.heartbeat(target, counts(tokens))
             assert (retired_tokens(registry) or 0) + tokens == total + tokens
@@ -221,7 +220,7 @@ def test_every_cause_of_a_death_is_counted_as_itself() -> None:
     assert set(get_args(Cause)) < set(CAUSES)
     registry = ReplicaRegistry()
     for number, cause in enumerate((*get_args(Cause), "unheard of")):
-        target = replace(ONE, replica=f"r{number}")
+        target = ONE._replace(replica=f"r{number}")
         registry.heartbeat(target, {})
         registry.deregister(target, cause, {})
     assert restarts(registry) == {cause: 1.0 for cause in CAUSES if cause != "vanished"}

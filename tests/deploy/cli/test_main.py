@@ -109,11 +109,11 @@ def test_the_distribution_named_kernels_is_refused(monkeypatch: pytest.MonkeyPat
     assert "pip uninstall kernels" in capsys.readouterr().err
 
 
-def test_doctor_names_capability_and_ports(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_gpus_and_ports(capsys: pytest.CaptureFixture[str]) -> None:
     """And how streams would be carried."""
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for word in ("capability", "niceness", "port 8000", "haproxy"):
+    for word in ("gpus", "niceness", "port 8000", "haproxy"):
         assert word in said
 
 
