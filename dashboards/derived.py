@@ -56,7 +56,7 @@ class Derivation:
         derived: list[Derived] = [] if event.tpot_s is None else [self._judged("tpot", event.tpot_s)]
         if event.ttft_s is None:  # a user who never saw a token: our failure, or longer than promised, or not judged
             late = event.e2e_s > self._objectives["ttft"] and event.outcome != "refused"
-            return [*derived, Judged("ttft", "bad")] if late or event.outcome in _OURS else derived
+            return [Judged("ttft", "bad")] if late or event.outcome in _OURS else []
         if event.outcome in _COMPLETED:
             decode_s = (event.tpot_s or 0.0) * (event.output_tokens - 1)
             inference_s = None if event.queue_s is None else event.ttft_s - event.queue_s + decode_s

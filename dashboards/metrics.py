@@ -54,9 +54,13 @@ class Metric:
     name: str
     help: str
     source: str = ""
-    labels: tuple[str, ...] = ()
+    label_names: str = ""  # apart by blanks
     buckets: tuple[float, ...] = ()
     alias: str = ""  # vLLM's name, without its prefix
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(self.label_names.split())
 
     @property
     def kind(self) -> Kind:
@@ -141,7 +145,7 @@ ENGINE: tuple[Metric, ...] = (
         "Requests that ended, by how: exactly one end a received request. dead: the group ended under it, and it got an error event"
         " unless the replica died too. stop: a stop string too.",
         "RequestFinished",
-        ("outcome",),
+        "outcome",
     ),
     Metric(
         "quartet_requests_in_flight",
@@ -155,7 +159,7 @@ ENGINE: tuple[Metric, ...] = (
         " token that was ours (error, dead, deadline) or came after the objective; refusals are not judged. tpot: judged at the"
         " end, with two tokens or more.",
         "Judged",
-        ("slo", "verdict"),
+        "slo verdict",
     ),
     Metric(
         "quartet_request_prompt_tokens",
@@ -188,13 +192,13 @@ ENGINE: tuple[Metric, ...] = (
         "HTTP requests that needed an API key, by the name of the key's holder (empty: no valid key; other: one name too many for"
         " labels) and by what became of them: admitted, unauthenticated (401), forbidden (403), rate_limited (429 by a quota).",
         "KeyDecision",
-        ("key", "verdict"),
+        "key verdict",
     ),
     Metric(
         "quartet_key_tokens_total",
         "Tokens of prompts and answers that counted against the quota of the API key's holder, when their requests had ended.",
         "KeyTokens.count",
-        ("key",),
+        "key",
     ),
     # the scheduler, its caches and drafts
     Metric(
@@ -243,10 +247,10 @@ ENGINE: tuple[Metric, ...] = (
         "quartet_kv_pages",
         "Pages of a KV group (sliding, full layers), without the null page.",
         "pools.total",
-        ("group",),
+        "group",
     ),
-    Metric("quartet_kv_pages_cached", "Pages of a KV group that only the prefix cache keeps.", "pools.cached", ("group",)),
-    Metric("quartet_kv_usage_ratio", "Used of all pages of a KV group, 0 to 1.", "pools.usage", ("group",)),
+    Metric("quartet_kv_pages_cached", "Pages of a KV group that only the prefix cache keeps.", "pools.cached", "group"),
+    Metric("quartet_kv_usage_ratio", "Used of all pages of a KV group, 0 to 1.", "pools.usage", "group"),
     Metric(
         "quartet_kv_cache_usage_ratio",
         "The fuller KV group's usage, 0 to 1: the pool that binds.",
@@ -288,13 +292,13 @@ ENGINE: tuple[Metric, ...] = (
         "quartet_verified_drafts_by_position_total",
         "Drafts that were verified, by their position behind the sequence's last token, from 0.",
         "draft_positions.verified",
-        ("position",),
+        "position",
     ),
     Metric(
         "quartet_accepted_drafts_by_position_total",
         "Drafts that were accepted, as all before them were, by the same position.",
         "draft_positions.accepted",
-        ("position",),
+        "position",
         alias="spec_decode_num_accepted_tokens_per_pos_total",
     ),
     Metric("quartet_drafts", "Drafts behind each sequence that the last step was planned with.", "load.drafts"),
@@ -303,7 +307,7 @@ ENGINE: tuple[Metric, ...] = (
         "Changes of the number of drafts at a number of rows, by cause: trial (of another for some steps), better (another takes"
         " fewer seconds a token), off (none is better), on (some are again).",
         "draft_switches.count",
-        ("cause",),
+        "cause",
     ),
     Metric(
         "quartet_prefix_cache_evicted_pages_total",
@@ -343,7 +347,7 @@ ENGINE: tuple[Metric, ...] = (
         "quartet_rank_encoder_seconds_total",
         "Time that a rank's encoders have run: on a GPU by CUDA events, on a CPU wall clock.",
         "processes.encoder_s",
-        ("rank",),
+        "rank",
     ),
     Metric(
         "quartet_encoder_waiting",
@@ -356,31 +360,31 @@ ENGINE: tuple[Metric, ...] = (
         "load.encoder_wait_s",
     ),
     # the group and its processes
-    Metric("quartet_rank_up", "1 while the process runs: of each rank, and of the core.", "processes.up", ("rank",)),
+    Metric("quartet_rank_up", "1 while the process runs: of each rank, and of the core.", "processes.up", "rank"),
     Metric(
         "quartet_rank_stall_seconds",
         "How long the process has owed a step without progress, at the scrape; 0 while it owes none. At"
         " quartet_engine_step_bound_seconds the group is ended: a hung rank shows here before.",
         "processes.stall_s",
-        ("rank",),
+        "rank",
     ),
     Metric(
         "quartet_rank_device_busy_seconds",
         "Time of the last step on a rank's device, from its first work to the end of its copies out; on a GPU by CUDA events.",
         "processes.busy_s",
-        ("rank",),
+        "rank",
     ),
     Metric(
         "quartet_rank_device_idle_seconds",
         "How long the GPU stood idle before the last step with decode rows: what host and core did not hide.",
         "processes.idle_s",
-        ("rank",),
+        "rank",
     ),
     Metric(
         "quartet_rank_late_compilations_total",
         "Kernel variants compiled, or loaded, after the rank was ready: each stalled a step. 0 in a warmed process.",
         "processes.late_compilations",
-        ("rank",),
+        "rank",
     ),
     Metric(
         "quartet_engine_step_bound_seconds",
@@ -389,17 +393,19 @@ ENGINE: tuple[Metric, ...] = (
     ),
     Metric("quartet_engine_up", "1 while the group runs.", "facts.up"),
     Metric("quartet_engine_ranks", "Ranks of the group: GPUs in use, on GPUs.", "facts.tp"),
-    Metric("quartet_build_info", "Always 1; what runs here.", "facts", ("model_name", "build", "attention", "tp")),
+    Metric("quartet_build_info", "Always 1; what runs here.", "facts", "model_name build attention tp"),
 )
 
 
-_DEPLOYMENT = ("application", "deployment")
+_DEPLOYMENT = "application deployment"
 
 
 def deployment_counters(prefix: str, summed: str) -> dict[str, Metric]:
     """Makes a deployment's own counter beside each of its replicas' that outlives them, by the name of that."""
     return {
-        row.name: Metric(row.name.replace("quartet", prefix, 1), f"{row.name}, {summed}", labels=(*_DEPLOYMENT, *row.labels))
+        row.name: Metric(
+            row.name.replace("quartet", prefix, 1), f"{row.name}, {summed}", label_names=f"{_DEPLOYMENT} {row.label_names}"
+        )
         for row in ENGINE
         if row.kind == "counter" and "rank" not in row.labels
     }
@@ -415,14 +421,14 @@ RESTARTS = Metric(
     "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
     " (no heartbeat), rank_stalled, core_stalled (no progress), diverged (ranks with unequal states), raylet (the node's Ray),"
     " vanished (the replica fell silent), other (one that discovery, of another version, does not know).",
-    labels=(*_DEPLOYMENT, "cause"),
+    label_names=f"{_DEPLOYMENT} cause",
 )
 DISCOVERY_METRICS: tuple[Metric, ...] = (
-    Metric("quartet_groups", "Replicas registered, with a recent heartbeat.", labels=_DEPLOYMENT),
+    Metric("quartet_groups", "Replicas registered, with a recent heartbeat.", label_names=_DEPLOYMENT),
     Metric(
         "quartet_group_up",
         "1 while the replica is registered and sends heartbeats; 0 once it is silent or gone, for ten minutes more.",
-        labels=TARGET_LABELS,
+        label_names=" ".join(TARGET_LABELS),
     ),
     RESTARTS,
     *RETIRED.values(),

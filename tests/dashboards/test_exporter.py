@@ -160,7 +160,7 @@ def faults_of(row: Metric) -> list[str]:
 def test_every_source_is_a_field_of_what_happens() -> None:
     """Of an event or of what a scrape reads, with the row's labels; and every event is one row's source. Planted: typos."""
     assert [fault for row in ENGINE for fault in faults_of(row)] == []
-    for source, labels in (("FirstTokens", ()), ("FirstToken.ttft", ()), ("load.runing", ()), ("RequestFinished", ("end",))):
+    for source, labels in (("FirstTokens", ""), ("FirstToken.ttft", ""), ("load.runing", ""), ("RequestFinished", "end")):
         assert faults_of(Metric("quartet_x_total", "", source, labels))
     assert EVENT_TYPES.keys() - {row.source.partition(".")[0] for row in ENGINE} == {"EngineLoad", "EngineFailed"}
 

@@ -18,10 +18,10 @@ _REPLICA = (*_DEPLOYMENT, "replica")
 
 # What Prometheus itself and Ray (a job of its own) expose, as far as boards and rules read it; with all of their labels.
 EXTERNAL_METRICS: tuple[Metric, ...] = (
-    Metric("up", "1 where the last scrape of a target worked.", labels=_TARGET),
-    Metric("prometheus_sd_http_failures_total", "Failed refreshes of the list of targets.", labels=SCRAPE_LABELS),
-    Metric("ray_serve_autoscaling_target_replicas", "Replicas that Serve aims at.", labels=_DEPLOYMENT),
-    Metric("ray_serve_autoscaling_desired_replicas", "The policy's answer, before its bounds.", labels=_DEPLOYMENT),
+    Metric("up", "1 where the last scrape of a target worked.", label_names=" ".join(_TARGET)),
+    Metric("prometheus_sd_http_failures_total", "Failed refreshes of the list of targets.", label_names=" ".join(SCRAPE_LABELS)),
+    Metric("ray_serve_autoscaling_target_replicas", "Replicas that Serve aims at.", label_names=" ".join(_DEPLOYMENT)),
+    Metric("ray_serve_autoscaling_desired_replicas", "The policy's answer, before its bounds.", label_names=" ".join(_DEPLOYMENT)),
 )
 
 # Row by name, and every label that a scraped series of it carries.
