@@ -90,7 +90,8 @@ def test_a_replica_is_a_target_with_its_labels() -> None:
 
 
 def test_a_deregistered_replica_is_gone_at_once_and_stays_counted() -> None:
-    """Target, group_up and the number of groups change with the call; cause and counts stay; nobody else's do."""
+    """Target, group_up and the number of groups change with the call; cause and counts stay; nobody else's do. An end in order has
+    no cause, and is counted alike."""
     registry = ReplicaRegistry()
     registry.heartbeat(ONE, counts(40, 3))
     registry.heartbeat(TWO, counts(5, 1))
@@ -103,15 +104,9 @@ def test_a_deregistered_replica_is_gone_at_once_and_stays_counted() -> None:
     assert figure(registry, "quartet_group_up", **TWO.labels) == 1
     assert retired_tokens(registry) == 50
     assert figure(registry, "quartet_retired_requests_total", **WHERE, outcome="stop") == 4
-
-
-def test_an_orderly_end_is_no_restart() -> None:
-    """No cause is counted, and its counts are kept alike."""
-    registry = ReplicaRegistry()
-    registry.heartbeat(ONE, counts(40))
-    registry.deregister(ONE, None, counts(41))
-    assert restarts(registry) == {}
-    assert retired_tokens(registry) == 41
+    registry.deregister(TWO, None, counts(6, 1))
+    assert restarts(registry) == {"killed": 1}
+    assert retired_tokens(registry) == 56
     assert figure(registry, "quartet_groups", **WHERE) == 0, "scaled to zero is a number, not an absence"
 
 
@@ -147,20 +142,9 @@ def test_totals_neither_fall_nor_count_twice() -> None:
     assert figure(clock.registry, total, **WHERE) == 43
 
 
-def test_nothing_is_counted_twice() -> None:
-    """A second goodbye, and beats that arrive after the first, change nothing."""
-    registry = ReplicaRegistry()
-    registry.heartbeat(ONE, counts(40))
-    for _ in range(2):
-        registry.deregister(ONE, "killed", counts(50))
-        assert registry.heartbeat(ONE, counts(60)) == "gone"
-    assert addresses(registry) == []
-    assert restarts(registry) == {"killed": 1}
-    assert retired_tokens(registry) == 50
-
-
 def test_totals_add_up_over_deaths() -> None:
-    """What the living and the retired have counted is what all have, at every moment of twenty lives."""
+    """What the living and the retired have counted is what all have, at every moment of twenty lives; a second goodbye, and beats
+    that arrive after the first, change nothing."""
     registry, total = ReplicaRegistry(), 0
     for life in range(20):
         target = ONE._replace(replica=f"life-{life}")
@@ -168,8 +152,12 @@ def test_totals_add_up_over_deaths() -> None:
             registry.heartbeat(target, counts(tokens))
             assert (retired_tokens(registry) or 0) + tokens == total + tokens
         total += 30 + life
-        registry.deregister(target, "failed", counts(30 + life))
+        for _ in range(2):
+            registry.deregister(target, "failed", counts(30 + life))
+            assert registry.heartbeat(target, counts(60)) == "gone"
         assert retired_tokens(registry) == total
+        assert addresses(registry) == []
+    assert restarts(registry) == {"failed": 20}
 
 
 def test_a_silent_replica_is_dropped_then_vanished() -> None:
