@@ -6,10 +6,10 @@ A child that ends, complains or says something else ends the boot, and the error
 the child's own sentence when that is fit for the user (a bad checkpoint, a bad setting), EngineDead for everything else.
 """
 
-import selectors
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
 
 from cluster.children import Child, root_cause
 from engine.errors import ConfigError, EngineDead
@@ -25,10 +25,7 @@ class Handshake:
         self._children = children
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._selector = selectors.PollSelector()
-        for child in children:
-            for source in (child.lifeline.sock, child.pidfd):
-                self._selector.register(source, selectors.EVENT_READ, child)
+        self._sources: dict[Any, Child] = {source: child for child in children for source in (child.lifeline.sock, child.pidfd)}
 
     def send(self, message: BootMessage) -> None:
         """Send `message` to every child."""
@@ -48,13 +45,13 @@ class Handshake:
 
     def _readable(self, missing: list[str], awaited: str) -> list[Child]:
         """Wait for children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""
-        ready = [key for key, _ in self._selector.select(max(0.0, self._deadline - time.monotonic()))]
+        ready = wait(self._sources, max(0.0, self._deadline - time.monotonic()))
         if not ready:
             raise EngineDead(f"boot took longer than boot_timeout_s, {self._timeout_s:g} s: no {awaited} from {', '.join(missing)}")
-        for key in ready:
-            if key.fd == key.data.pidfd:
-                self._give_up(key.data, None)
-        return [key.data for key in ready]
+        for source in ready:
+            if isinstance(source, int):
+                self._give_up(self._sources[source], None)
+        return [self._sources[source] for source in ready]
 
     def _give_up(self, child: Child, message: BootMessage | None) -> NoReturn:
         """Raise the cause, once the others have had a moment to tell theirs."""

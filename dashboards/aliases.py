@@ -5,7 +5,7 @@ own in the table (`alias`); two are made of others. Every one carries vLLM's own
 have our buckets, which contain all of vLLM's.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric as Family
 from prometheus_client.samples import Sample
@@ -35,29 +35,29 @@ def aliases(families: Iterable[Family], model_name: str) -> Iterator[Family]:
     yield _cache_config(by_name["quartet_kv_pages"], by_name["quartet_kv_page_tokens"], labels)
 
 
-def _renamed(row: Metric, source: Family, labels: Mapping[str, str]) -> Family:
+def _renamed(row: Metric, source: Family, labels: dict[str, str]) -> Family:
     stem = PREFIX + (row.alias.removesuffix("_total") if row.kind == "counter" else row.alias)
     family = Family(stem, f"As {row.name}.", row.kind)
     cut = len(source.name)
-    family.samples = [Sample(stem + s.name[cut:], {**s.labels, **labels}, s.value) for s in source.samples]
+    family.samples = [Sample(stem + s.name[cut:], s.labels | labels, s.value) for s in source.samples]
     return family
 
 
-def _success(source: Family, labels: Mapping[str, str]) -> Family:
+def _success(source: Family, labels: dict[str, str]) -> Family:
     name = PREFIX + SUCCESS
     family = Family(name.removesuffix("_total"), "As quartet_requests_total, by vLLM's reasons.", "counter")
     for reason, outcomes in _REASONS.items():
         ended = sum(sample.value for sample in source.samples if sample.labels["outcome"] in outcomes)
-        family.add_sample(name, {**labels, "finished_reason": reason}, ended)
+        family.add_sample(name, labels | {"finished_reason": reason}, ended)
     return family
 
 
-def _cache_config(pages: Family, page: Family, labels: Mapping[str, str]) -> Family:
+def _cache_config(pages: Family, page: Family, labels: dict[str, str]) -> Family:
     """Makes a family without samples until the core has reported its pools."""
     name = PREFIX + CACHE_CONFIG
     family = Family(name, "Always 1; the pool of the full layers.", "gauge")
     for sample in pages.samples:
         if sample.labels["group"] == "full":
             size = {"block_size": f"{page.samples[0].value:.0f}", "num_gpu_blocks": f"{sample.value:.0f}"}
-            family.add_sample(name, {**labels, **size}, 1.0)
+            family.add_sample(name, labels | size, 1.0)
     return family
