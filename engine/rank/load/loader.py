@@ -3,6 +3,7 @@ parameter's dtype on the way. No rank ever holds more than its own shard and one
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: 
     tied = head.shape == (geometry.vocab, geometry.hidden) and _are_equal(head, table)  # another shape is refused by `load`
     if progress:
         what = "equals the embedding, dropped" if tied else "differs from the embedding, loaded beside it"
-        sys.stderr.write(f"{head.name}: {what}\n")
+        _say(f"{head.name}: {what}")
     return replace(geometry, tied=tied)
 
 
@@ -63,7 +64,12 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
                     _copy(file.get_slice(header.name), needed[name], parameters[needed[name].parameter])
     if progress:
         size = sum(parameter.nbytes for parameter in parameters.values()) / 1e9
-        sys.stderr.write(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")
+        _say(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s")
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # the disk of the log may be full
+        sys.stderr.write(f"{line}\n")
 
 
 def _copy(source: Any, piece: Piece, parameter: Tensor) -> None:
