@@ -20,10 +20,10 @@ these labels on every series of a replica: {", ".join(f"`{label}`" for label in 
 | label | values |
 |---|---|
 | `outcome` | {", ".join(LABEL_VALUES["outcome"])} |
-| `slo`, `verdict` | {", ".join(LABEL_VALUES["slo"])}; {", ".join(LABEL_VALUES["verdict"])} |
+| `slo`, `verdict` of objectives | {", ".join(LABEL_VALUES["slo"])}; {", ".join(LABEL_VALUES["verdict"])} |
 | `group` of KV pages | sliding, full |
 | `rank` | 0 to tp - 1, and core |
-| `cause` | {", ".join(CAUSES)} |
+| `cause` of restarts | {", ".join(CAUSES)} |
 """
 
 _ALIASES = f"""
