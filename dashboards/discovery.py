@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,8 +77,7 @@ class ReplicaRegistry(Collector):
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
         self._retired: dict[tuple[str, str], Counts] = defaultdict(dict)  # what a deployment's replicas have left behind
-        self._down: list[tuple[ScrapeTarget, float]] = []  # and since when
-        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
+        self._gone: dict[str, tuple[ScrapeTarget, float]] = {}  # and since when, oldest first
         self._ticked = clock()
 
     # -- replicas
@@ -112,7 +111,6 @@ class ReplicaRegistry(Collector):
                 member.silent = now - member.seen > UNLISTED_AFTER_S
                 if now - member.seen > VANISHED_AFTER_S:
                     self._retire(replica, "vanished")
-            self._down = [(target, since) for target, since in self._down if now - since <= SHOWN_DOWN_S]
 
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
@@ -120,8 +118,9 @@ class ReplicaRegistry(Collector):
         restarts = {(RESTARTS.name, (cause if cause in CAUSES else "other",)): 1.0} if cause else {}
         for key, value in (final_counts(member.counts) | restarts).items():
             retired[key] = retired.get(key, 0.0) + value
-        self._down.append((member.target, self._clock()))
-        self._gone.append(replica)
+        self._gone[replica] = member.target, self._clock()
+        if len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
 
     # -- Prometheus
 
@@ -136,8 +135,9 @@ class ReplicaRegistry(Collector):
         series = {row.name: Series(row) for row in DISCOVERY_METRICS}
         with self._lock:
             group_up = series["quartet_group_up"].values
-            for target, _ in self._down:
-                group_up[target[:-1]] = 0.0
+            for target, since in self._gone.values():
+                if self._clock() - since <= SHOWN_DOWN_S:
+                    group_up[target[:-1]] = 0.0
             for member in self._members.values():
                 group_up[member.target[:-1]] = float(not member.silent)
             for deployment, retired in self._retired.items():
