@@ -213,15 +213,20 @@ def run(body: Callable[[Lifeline], None]) -> NoReturn:
     os._exit(0)
 
 
+def say(text: str) -> None:
+    """Write lines to stderr, if they can be: the disk of its log may be full."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 def fail(lifeline: Lifeline, error: BaseException) -> NoReturn:
     """Tell the replica why this process cannot go on, and end it."""
     user = isinstance(error, QuartetError)
     text = str(error) if user else f"{type(error).__name__}: {error}"
     trace = text if user else "".join(traceback.format_exception(error))
     who = "core" if lifeline.args.role == "core" else f"rank {lifeline.args.index}"
-    with contextlib.suppress(OSError):  # the disk that its log is on may be full
-        sys.stderr.write("".join(f"{who}: {line}\n" for line in trace.splitlines()))
-        sys.stderr.flush()
+    say("".join(f"{who}: {line}\n" for line in trace.splitlines()))
     with contextlib.suppress(OSError):  # the replica may be gone too
         lifeline.send(Failed(text, user))
     os._exit(1)

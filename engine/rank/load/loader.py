@@ -1,9 +1,7 @@
 """Fills a rank's shard from a checkpoint's safetensors: each tensor in blocks of rows straight into its parameter, converted to the
 parameter's dtype on the way. No rank ever holds more than its own shard and one block."""
 
-import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import Geometry
+from engine.lifeline import say
 from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_files import TensorHeader, checked_headers, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
@@ -33,7 +32,7 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: 
     tied = head.shape == (geometry.vocab, geometry.hidden) and _are_equal(head, table)  # another shape is refused by `load`
     if progress:
         what = "equals the embedding, dropped" if tied else "differs from the embedding, loaded beside it"
-        _say(f"{head.name}: {what}")
+        say(f"{head.name}: {what}\n")
     return replace(geometry, tied=tied)
 
 
@@ -64,12 +63,7 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
                     _copy(file.get_slice(header.name), needed[name], parameters[needed[name].parameter])
     if progress:
         size = sum(parameter.nbytes for parameter in parameters.values()) / 1e9
-        _say(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s")
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # the disk of the log may be full
-        sys.stderr.write(f"{line}\n")
+        say(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")
 
 
 def _copy(source: Any, piece: Piece, parameter: Tensor) -> None:
