@@ -25,7 +25,11 @@ class Handshake:
         self._children = children
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._sources: dict[Any, Child] = {source: child for child in children for source in (child.lifeline.sock, child.pidfd)}
+        self._sources: dict[Any, Child] = {
+            source: child
+            for child in children
+            for source in (child.lifeline.sock, child.pidfd)
+        }
 
     def send(self, message: BootMessage) -> None:
         """Send `message` to every child."""

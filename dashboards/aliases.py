@@ -20,8 +20,8 @@ _REASONS = {
     "error": {"error", "dead", "sibling_failed"},
 }
 
-SUCCESS = "request_success_total"  # {finished_reason}, of quartet_requests_total; refused requests are none of vLLM's
-CACHE_CONFIG = "cache_config_info"  # {block_size, num_gpu_blocks}, of quartet_kv_pages of the full layers
+SUCCESS = "vllm:request_success"  # _total{finished_reason}, of quartet_requests_total; refused requests are none of vLLM's
+CACHE_CONFIG = "vllm:cache_config_info"  # {block_size, num_gpu_blocks}, of quartet_kv_pages of the full layers
 
 
 def aliases(families: Iterable[Family], model_name: str) -> Iterator[Family]:
@@ -44,20 +44,18 @@ def _renamed(row: Metric, source: Family, labels: dict[str, str]) -> Family:
 
 
 def _success(source: Family, labels: dict[str, str]) -> Family:
-    name = PREFIX + SUCCESS
-    family = Family(name.removesuffix("_total"), "As quartet_requests_total, by vLLM's reasons.", "counter")
+    family = Family(SUCCESS, "As quartet_requests_total, by vLLM's reasons.", "counter")
     for reason, outcomes in _REASONS.items():
         ended = sum(sample.value for sample in source.samples if sample.labels["outcome"] in outcomes)
-        family.add_sample(name, labels | {"finished_reason": reason}, ended)
+        family.add_sample(f"{SUCCESS}_total", labels | {"finished_reason": reason}, ended)
     return family
 
 
 def _cache_config(pages: Family, page: Family, labels: dict[str, str]) -> Family:
     """Makes a family without samples until the core has reported its pools."""
-    name = PREFIX + CACHE_CONFIG
-    family = Family(name, "Always 1; the pool of the full layers.", "gauge")
+    family = Family(CACHE_CONFIG, "Always 1; the pool of the full layers.", "gauge")
     for sample in pages.samples:
         if sample.labels["group"] == "full":
             size = {"block_size": f"{page.samples[0].value:.0f}", "num_gpu_blocks": f"{sample.value:.0f}"}
-            family.add_sample(name, labels | size, 1.0)
+            family.add_sample(CACHE_CONFIG, labels | size, 1.0)
     return family

@@ -30,7 +30,7 @@ _ALIASES = f"""
 ## vLLM's names
 
 On unless `metrics.aliases: false`. Read off the same samples at each scrape, with vLLM's labels `model_name` and `engine="0"`.
-Histograms have our buckets, which contain every bound of vLLM's. `{PREFIX}{SUCCESS}` sums our outcomes by `finished_reason`:
+Histograms have our buckets, which contain every bound of vLLM's. `{SUCCESS}_total` sums our outcomes by `finished_reason`:
 client_gone, deadline, slow_reader and queue_timeout are `abort`; error, sibling_failed and dead are `error`; refused requests are
 not in it. vLLM counts prompt tokens as they are prefilled, we at submission; its iteration is our step. Its inter-token latency is
 the gap between two outputs, with drafts too; ours is divided by the tokens of the later one.
@@ -42,9 +42,9 @@ the gap between two outputs, with drafts too; ours is divided by the tokens of t
 
 def reference() -> str:
     """The whole page."""
-    shown = [(row.alias, row.name) for row in ENGINE if row.alias]
-    shown += [(SUCCESS, "quartet_requests_total"), (CACHE_CONFIG, "quartet_kv_pages")]
-    aliases = _ALIASES + "".join(f"| `{PREFIX}{alias}` | `{name}` |\n" for alias, name in shown)
+    shown = [(PREFIX + row.alias, row.name) for row in ENGINE if row.alias]
+    shown += [(f"{SUCCESS}_total", "quartet_requests_total"), (CACHE_CONFIG, "quartet_kv_pages")]
+    aliases = _ALIASES + "".join(f"| `{alias}` | `{name}` |\n" for alias, name in shown)
     parts = [_HEAD, _section("A replica", ENGINE), _section("The discovery endpoint", DISCOVERY_METRICS), aliases, _buckets(ENGINE)]
     return "".join(parts)
 
