@@ -168,7 +168,9 @@ class Lifeline:
     """A child's side: ends with the replica, sends heartbeats, takes part in the boot handshake."""
 
     def __init__(self, args: BootArgs) -> None:
-        _die_with_parent(args.parent)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the thread that spawned us ends
+        if os.getppid() != args.parent:  # it already has
+            os._exit(0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.args = args
         self.status = StatusBlock(map_shared(args.status))
@@ -193,13 +195,6 @@ class Lifeline:
         poll.register(self._boot.sock, select.POLLRDHUP)
         while not poll.poll(HEARTBEAT_S * 1000):
             self.status.heartbeat(self.args.index, time.monotonic_ns())
-        os._exit(0)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGKILL when the thread that spawned us ends; exit now if it already has."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
         os._exit(0)
 
 
