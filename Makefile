@@ -71,7 +71,7 @@ pictures: $(VENV)/.installed-test
 install-gpu: $(VENV)/.installed-gpu
 
 clean:
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .nano .bench .coverage
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
