@@ -133,6 +133,8 @@ def links(indices: list[int]) -> Finding:
         handles = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
         unlinked = apart(pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         unreadable = apart(pynvml.NVML_P2P_CAPS_INDEX_READ)
+    except pynvml.NVMLError as error:
+        return Finding("nvlink", "warn", f"the driver does not say: {error}", "parts of GPUs (MIG, vGPU) have none")
     finally:
         pynvml.nvmlShutdown()
     if unreadable:

@@ -170,13 +170,14 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, linked: set[tuple[int, int]], rea
     fake = types.SimpleNamespace(
         NVML_P2P_CAPS_INDEX_NVLINK="link", NVML_P2P_CAPS_INDEX_READ="read", NVML_P2P_STATUS_OK=0, nvmlInit=lambda: None,
         nvmlShutdown=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetP2PStatus=lambda first, second, way: 0 if (first, second) in ways[way] else 1,
+        NVMLError=ZeroDivisionError, nvmlDeviceGetP2PStatus=lambda first, second, way: 0 if (first, second) in ways[way] else 1,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", fake)
 
 
 def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All linked is ok, PCIe is a warning, a pair that cannot reach each other is a failure that names it."""
+    """All linked is ok, PCIe is a warning, as is a driver that does not say; a pair that cannot reach each other is a failure that
+    names it."""
     every = {(0, 1), (0, 2), (1, 2)}
     fake_nvml(monkeypatch, every, every)
     assert checks.links([0, 1, 2]).state == "ok"
@@ -185,6 +186,9 @@ def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml(monkeypatch, every - {(1, 2)}, every - {(1, 2)})
     assert (checks.links([0, 1, 2]).state, "1-2" in checks.links([0, 1, 2]).found) == ("fail", True)
     assert checks.links([0]).state == "ok"
+    ways = sys.modules["pynvml"]
+    monkeypatch.setattr(ways, "nvmlDeviceGetP2PStatus", lambda *_: 1 // 0)
+    assert (checks.links([0, 1]).state, "by zero" in checks.links([0, 1]).found) == ("warn", True)
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
