@@ -1,7 +1,7 @@
 """Which attention backends a group runs, and why: what a GPU, the packages on its node and the settings allow.
 
     GPU                      decode rows                                     prefill chunks
-    SM100 family (10.x)      trtllm_mha, FlashInfer usable; else triton      the same, by itself
+    SM100 family (10.x)      trtllm_mha, FlashInfer usable, no drafts        the same, by itself; drafts or not
     9.0 and 12.x             triton; trtllm_mha when asked for (xqa)         triton
     8.x                      triton                                          triton
     below 8.0                refused: its kernels compute in bf16            refused
@@ -56,7 +56,7 @@ def attention_here(config: EngineConfig) -> AttentionChoice:
 
 def choose_attention(config: EngineConfig, architecture: ComputeCapability | None, flashinfer: FlashInferFiles) -> AttentionChoice:
     """Chooses the backends of a group on GPUs of compute capability `architecture`; None: on the CPU."""
-    platform = Platform(architecture, flashinfer, config.page, config.dtype, config.flashinfer_download)
+    platform = Platform(architecture, flashinfer, config.page, config.dtype, config.flashinfer_download, config.widest > 1)
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
     reason = f"{platform.gpu}; as the settings ask" if architecture else platform.gpu

@@ -14,13 +14,14 @@ ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 @dataclass(frozen=True)
 class Platform:
     """A node and the settings, as far as backends depend on them. architecture: its GPUs' compute capability, None: the CPU;
-    download: FlashInfer may fetch kernels that it lacks."""
+    download: FlashInfer may fetch kernels that it lacks; drafts: decode rows may have several tokens."""
 
     architecture: tuple[int, int] | None
     flashinfer: FlashInferFiles
     page: int = PAGE_SIZE
     dtype: str = "bfloat16"
     download: bool = False
+    drafts: bool = False
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -28,6 +28,8 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
         yield Obstacle(f"its kernels take pages of 16, 32 or 64 tokens, not {platform.page}")
     if platform.dtype != "bfloat16":
         yield Obstacle(f"its kernels compute in bfloat16, not {platform.dtype}")
+    if platform.drafts and kind == "decode":
+        yield Obstacle("its decode rows are of one token, and with mtp.model they have drafts")
     yield from _missing(platform, fetched=major == _SM100)
 
 

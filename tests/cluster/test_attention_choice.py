@@ -8,7 +8,7 @@ import pytest
 from cluster.attention_choice import AttentionChoice, choose_attention
 from engine.attention.flashinfer_files import FlashInferFiles
 from engine.attention.trtllm_mha import CUBIN_DOWNLOAD_COMMAND
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Mtp
 from engine.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -69,6 +69,8 @@ ASKED = [
     (B200, WHOLE, {"page": 64}, "trtllm_mha", "trtllm_mha"),
     (B200, WHOLE, {"page": 128}, "triton", "triton"),
     (B200, WHOLE, {"dtype": "float32"}, "triton", "triton"),
+    (B200, WHOLE, {"mtp": Mtp(model="drafter")}, "triton", "trtllm_mha"),
+    (B200, WHOLE, {"mtp": Mtp(model="drafter", drafts=0)}, "trtllm_mha", "trtllm_mha"),
     (H200, replace(WHOLE, cubins=None), {"attention_decode": "trtllm_mha"}, "trtllm_mha", "triton"),
     (RTX, WHOLE, {"attention_decode": "trtllm_mha", "attention_extend": "triton"}, "trtllm_mha", "triton"),
     (None, NONE, {"attention": "reference", "device": "cpu"}, "reference", "reference"),
@@ -95,6 +97,7 @@ REFUSED = [
     (B200, replace(WHOLE, launcher=None), {"attention_extend": "trtllm_mha"}, "can build no launcher"),
     (B200, WHOLE, {"attention": "trtllm_mha", "page": 128}, "pages of 16, 32 or 64 tokens, not 128"),
     (B200, WHOLE, {"attention": "trtllm_mha", "dtype": "float32"}, "compute in bfloat16, not float32"),
+    (B200, WHOLE, {"attention": "trtllm_mha", "mtp": Mtp(model="drafter")}, "attention_decode: trtllm_mha: its decode rows are of one"),
     (B200, WHOLE, {"attention": "reference"}, "reference runs on the CPU; on a GPU triton is the backend"),
     (None, WHOLE, {"attention": "triton"}, "triton needs a GPU; this engine runs on the CPU"),
     (None, WHOLE, {"attention_decode": "trtllm_mha"}, "it needs a GPU; this engine runs on the CPU"),

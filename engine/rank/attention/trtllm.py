@@ -156,8 +156,7 @@ class TrtllmDecode:
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         group, most, unit = cache.group, settings.buckets[-1], ROW_TOKENS // cache.group.page
         check_group(group, settings.heads, scratch.flashinfer.kernels)
-        if settings.width > 1:
-            raise ConfigError(f"attention: {TRTLLM_MHA.name} decodes rows of one token; drafts need attention_decode: triton")
+        assert settings.width == 1, "an obstacle of its entry: decode rows are of one token"
         self._cache, self._settings, self._scratch = cache, settings, scratch
         width = -(-cache.read_width // unit) * unit
         self._tables = torch.zeros((most, width), dtype=torch.int32, device=settings.device)
