@@ -58,8 +58,9 @@ class OrderedHead(Module):
         self.order = torch.arange(geometry.vocab, device=shard.device)
 
     def sort(self, order: Tensor) -> None:
-        """Put the rows, which are in the ids' order, in this one. CheckpointError: it is no permutation."""
-        if not torch.equal(order.sort().values, torch.arange(len(self.weight), device=order.device)):
+        """Put the rows, which are in the ids' order, in this one, of any dtype. CheckpointError: it is no permutation."""
+        order = order.long()
+        if not torch.equal(order.sort().values, torch.arange(len(self.weight))):
             raise CheckpointError(f"{ORDER} is no permutation of the vocabulary")
         self.order = order.to(self.weight.device)
         self.weight.copy_(self.weight[self.order])

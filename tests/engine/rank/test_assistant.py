@@ -287,8 +287,14 @@ def test_a_drafter_whose_numbers_are_none_is_refused(nano: Nano, tmp_path: Path,
 
 
 def test_an_order_that_is_no_permutation_is_refused(nano: Nano, tmp_path: Path) -> None:
-    """Zeros are what a load that was left out leaves."""
+    """Zeros are what a load that was left out leaves, and eight bits too few for the ids. One of whole numbers of fp32 is one."""
     assistants.write(SHAPES["e2b"], tmp_path)
     drafter = Assistant(read_assistant(tmp_path, read_geometry(nano("e2b"))), Single(), torch.float32, CPU)
-    with pytest.raises(CheckpointError, match="no permutation"):
-        drafter.head.sort(torch.zeros(1024, dtype=torch.int64))
+    order = torch.randperm(1024)
+    for wrong in (torch.zeros_like(order), order.to(torch.float8_e4m3fn), order[1:], order[None]):
+        with pytest.raises(CheckpointError, match="no permutation"):
+            drafter.head.sort(wrong)
+    drafter.head.weight.copy_(torch.arange(1024)[:, None].expand_as(drafter.head.weight))
+    drafter.head.sort(order.float())
+    assert torch.equal(drafter.head.order, order)
+    assert torch.equal(drafter.head.weight[:, 0], order.float())
