@@ -22,6 +22,7 @@ import torch
 
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.lifeline import Allocate, BootArgs, Configure, Lifeline, Loaded, Ready, run
 from engine.plan import DEPTH, read_header, with_time
 from engine.rank import compile_ahead
@@ -49,6 +50,14 @@ def load(config: EngineConfig, args: BootArgs) -> Rank:
 
 def boot(lifeline: Lifeline) -> Runner:
     """Take part in the boot handshake, up to Ready; returns the runner. Whatever is wrong is raised, and ends the group."""
+    try:
+        return _boot(lifeline)
+    except torch.OutOfMemoryError as error:
+        advice = "raise tp, or lower memory_fraction, max_seqs or prefill_budget"
+        raise ConfigError(f"the GPU has too little memory to start with these settings: {advice}; {error}") from error
+
+
+def _boot(lifeline: Lifeline) -> Runner:
     started = time.monotonic()
     config = lifeline.receive(Configure).config
     compilers: list[Popen[bytes]] = []

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from engine.errors import ConfigError
 from engine.geometry import read_geometry
 from engine.lifeline import Allocate, Configure, Failed, Lifeline
 from engine.plan import StepPlan, StepResult
@@ -22,7 +23,7 @@ from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
 from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.plans import encoded
-from tests.support.engine.ranks import WORKER, Ranks
+from tests.support.engine.ranks import WORKER, Ranks, single
 from tests.support.engine.recording import (
     PAGES,
     TRIGGER,
@@ -199,6 +200,25 @@ def test_a_rank_alone_raises(recording: Recording) -> None:
         ranks.submit(recording.plans[0])
         assert ranks.processes[0].wait(10) == 1
         assert "rank 1 did not come" in ranks.stderr()[0]
+
+
+@pytest.mark.parametrize("step", ["load", "build"])
+def test_a_boot_without_memory_says_what_helps(recording: Recording, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """A GPU that is too small for the weights, or for what comes behind them, is a ConfigError with advice; another error is not."""
+    config = config_of(recording.folder, 1)
+    messages = {Configure: Configure(config), Allocate: Allocate(PAGES)}
+    lifeline = Namespace(args=None, receive=messages.__getitem__, send=lambda _: None)
+    monkeypatch.setattr(worker, "load", lambda *_: single(config))
+    for error, seen in (torch.OutOfMemoryError("Tried to allocate 9 GiB"), ConfigError), (RuntimeError("else"), RuntimeError):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(worker, step, fail)
+        with pytest.raises((RuntimeError, ConfigError), match=str(error)) as raised:
+            worker.boot(cast(Lifeline, lifeline))
+        assert raised.type is seen
+        assert ("memory_fraction" in str(raised.value)) == (seen is ConfigError)
 
 
 def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
