@@ -1,9 +1,11 @@
 """A cache of encoders' outputs, by the digest of what they encode: those used last on the device, others behind them on the host.
 
 What comes back from the host is copied, in a hundredth of the time of encoding. Copies keep the order of the device's work.
+Slots hold the same outputs, so that their rows are on the device only as far as the cache has room there.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,27 +15,34 @@ from engine.rank.upload import downloaded, uploaded
 Key = tuple[bytes, tuple[int, ...]]  # digest and shape of an item
 
 
+@dataclass(eq=False)
+class Output:
+    """rows [n, hidden] that an encoder gave: on the device, or on the host once the cache has moved them there."""
+
+    rows: Tensor
+
+
 class Outputs:
     """Up to `max_bytes` bytes of outputs, least recently used first; `bytes`: that it has now."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
-        self._outputs: OrderedDict[Key, Tensor] = OrderedDict()
+        self._outputs: OrderedDict[Key, Output] = OrderedDict()
 
-    def take(self, key: Key) -> Tensor | None:
+    def take(self, key: Key) -> Output | None:
         """Remove and return the output; None: it is not there."""
         output = self._outputs.pop(key, None)
-        self.bytes -= 0 if output is None else output.nbytes
+        self.bytes -= 0 if output is None else output.rows.nbytes
         return output
 
-    def put(self, key: Key, output: Tensor) -> list[tuple[Key, Tensor]]:
+    def put(self, key: Key, output: Output) -> list[tuple[Key, Output]]:
         """Keep an output as the one used last; removes and returns those that there is no room for."""
         self._outputs[key] = output
-        self.bytes += output.nbytes
+        self.bytes += output.rows.nbytes
         left = []
         while self.bytes > self.max_bytes:
             key, output = self._outputs.popitem(last=False)
-            self.bytes -= output.nbytes
+            self.bytes -= output.rows.nbytes
             left.append((key, output))
         return left
 
@@ -47,14 +56,15 @@ class OutputCache:
         self.on_device, self.on_host = Outputs(device_bytes), Outputs(host_bytes)
         self.host_hits = self.evictions = 0
 
-    def take(self, key: Key) -> Tensor | None:
+    def take(self, key: Key) -> Output | None:
         """Remove the output from the cache and return it on the device; None: it is not there."""
-        if (output := self.on_device.take(key)) is None and (held := self.on_host.take(key)) is not None:
+        if (output := self.on_device.take(key)) is None and (output := self.on_host.take(key)) is not None:
             self.host_hits += 1
-            output = uploaded(held, self._device)
+            output.rows = uploaded(output.rows, self._device)
         return output
 
-    def put(self, key: Key, output: Tensor) -> None:
+    def put(self, key: Key, output: Output) -> None:
         """Keep an output as the one used last; what the device has no room for goes to the host."""
         for old, left in self.on_device.put(key, output):
-            self.evictions += len(self.on_host.put(old, downloaded(left) if self.on_host.max_bytes else left))
+            left.rows = downloaded(left.rows)
+            self.evictions += len(self.on_host.put(old, left))

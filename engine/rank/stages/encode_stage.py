@@ -10,6 +10,7 @@ Rows are gathered over ranks, kept and read on the steps' stream alone, in the o
 event. The core plans such a step once the encoders have ended, or where no other sequence would be held up.
 
 Outputs belong to a slot until its next admission: a preempted sequence has its items encoded again, or finds them in the cache.
+Those that the cache has moved to the host are copied from there as chunks reach them.
 """
 
 from collections import Counter, defaultdict
@@ -27,7 +28,7 @@ from engine.plan import Admission, PlanView
 from engine.protocol import MediaItem, MediaKind
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
-from engine.rank.output_cache import Key, OutputCache
+from engine.rank.output_cache import Key, Output, OutputCache
 from engine.rank.parallel import Parallel
 from engine.rank.step_clock import Stopwatch, record_event
 from engine.rank.upload import uploaded
@@ -39,13 +40,13 @@ _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audi
 
 @dataclass
 class EncodedItem:
-    """positions int64 [n] of an item's soft tokens, ascending, on the host; rows [n, hidden] in their place, once they are
+    """positions int64 [n] of an item's soft tokens, ascending, on the host; output: the rows in their place, once they are
     gathered; end: of the item."""
 
     positions: np.ndarray
     key: Key
     end: int
-    rows: Tensor | None = None
+    output: Output | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class EncodeStage:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # weights were written there
         self._plans = 0  # that encode, so far; of the last one:
         self._items: list[EncodedItem] = []  # without rows yet
-        self._outputs: dict[Key, Tensor] = {}
+        self._outputs: dict[Key, Output] = {}
         self._shares: list[EncodeShare] = []
         self._media: MediaReader | None = None
         self._pieces: Iterator[None] | None = None  # not launched yet
@@ -118,7 +119,7 @@ class EncodeStage:
         asked = {_key(item): item for item in items}
         data = {_key(item): self._input_buffer(item) for item in items}
         media.read_into(data[_key(item)].flatten().view(torch.uint8).numpy().data for item in items)
-        self._outputs = {key: rows for key in asked if (rows := self._cache.take(key)) is not None}
+        self._outputs = {key: output for key in asked if (output := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
         self._shares = [self._share_out(encoder, items, data) for encoder, items in of_kinds if items]
@@ -168,11 +169,11 @@ class EncodeStage:
             torch.cuda.current_stream(self._device).wait_event(self._end)
         for share in self._shares:
             rows = self._gathered_rows(share).split([count for _, count in share.keys])
-            self._outputs |= {key: own.clone() for (key, _), own in zip(share.keys, rows, strict=True)}
+            self._outputs |= {key: Output(own.clone()) for (key, _), own in zip(share.keys, rows, strict=True)}
         for key, output in self._outputs.items():
             self._cache.put(key, output)
         for item in self._items:
-            item.rows = self._outputs[item.key]
+            item.output = self._outputs[item.key]
         self._items, self._outputs, self._shares = [], {}, []
 
     def _count(self, items: Sequence[MediaItem], encoded: Sequence[MediaItem]) -> None:
@@ -188,14 +189,14 @@ class EncodeStage:
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """Returns the soft tokens of a step's chunks, None if they have none. Items that end in a chunk are dropped."""
         reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
-        if any(item.rows is None for _, item in reached):
+        if any(item.output is None for _, item in reached):
             self._gather()
         places, rows = [], []
         for chunk, item in reached:
             first, last = np.searchsorted(item.positions, (chunk.start, chunk.end)).tolist()
             places.append(item.positions[first:last] + (chunk.offset - chunk.start))
-            assert item.rows is not None
-            rows.append(item.rows[first:last])
+            assert item.output is not None
+            rows.append(item.output.rows[first:last].to(self._device, non_blocking=True))
         for chunk in chunks:
             self._slot_items[chunk.slot] = [item for item in self._slot_items[chunk.slot] if item.end > chunk.end]
         if not places:

@@ -301,9 +301,33 @@ def test_the_host_keeps_what_the_device_has_no_room_for(host: int, encoded: int,
     assert (stage.figures.host_hits, stage.figures.evictions) == (host_hits, evictions)
 
 
+@pytest.mark.parametrize("host", [0, 2])
+def test_slots_hold_no_more_on_the_device(monkeypatch: pytest.MonkeyPatch, host: int) -> None:
+    """Five slots wait with a picture each where the device has room for two: the others' rows are on the host, and are right."""
+    copies, size = list[Tensor](), 6 * 3 * 4
+
+    def downloaded(rows: Tensor) -> Tensor:
+        copies.append(rows.clone())
+        return copies[-1]
+
+    monkeypatch.setattr(output_cache, "downloaded", downloaded)
+    stage, _ = stage_of(2 * size, host=host * size)
+    for slot in range(5):
+        encode(stage, [picture(0, slot)], [slot])
+    outputs = [item.output for items in stage._slot_items.values() for item in items]
+    left = [output.rows for output in outputs if output and not any(output.rows is copy for copy in copies)]
+    assert sum(one.nbytes for one in left) == stage.figures.cached_bytes == 2 * size
+    for slot in range(5):
+        assert rows(stage, Chunk(slot, 0, 9, 0)) == [(row, (slot, 96.0, row)) for row in range(6)]
+
+
 def test_a_wrong_copy_on_the_host_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted fault: rows a place off."""
+    """Planted fault: rows a place off, of what is found again and of what a slot holds."""
     monkeypatch.setattr(output_cache, "downloaded", lambda rows: rows.roll(1, 0))
+    stage, _ = stage_of(6 * 3 * 4)
+    for slot in (0, 1):
+        encode(stage, [picture(0, 1 + slot)], [slot])
+    assert rows(stage, Chunk(0, 0, 9, 0))[1] == (1, (1.0, 96.0, 0.0))
     stage, _ = stage_of(6 * 3 * 4, host=1 << 10)
     for shade in (1, 2, 1):
         encode(stage, [picture(0, shade)], admitted=[0])
