@@ -21,7 +21,8 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """gate and up [T, n] of one dtype, up's rows may lie apart -> [T, n]. Without up, gate is [T, 2 n]: both side by side, gate
     first."""
     if not enabled(gate):
-        return _reference(*(gate.chunk(2, dim=-1) if up is None else (gate, up)))
+        gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+        return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
     check_contiguous(gate)
     assert up is None or up.stride(1) == 1, up.stride()
     rows, width = gate.shape
@@ -51,7 +52,3 @@ def _gelu_mul(gate, up, out, N: constexpr, BLOCK: constexpr, GATE: constexpr, UP
     left = tl.load(gate + row * GATE + column, column < N, 0.0).to(tl.float32)
     right = tl.load(up + row * UP + UP_FIRST + column, column < N, 0.0).to(tl.float32)
     tl.store(out + row * N + column, cast(gelu(left) * right, out.dtype.element_ty), column < N)
-
-
-def _reference(gate: Tensor, up: Tensor) -> Tensor:
-    return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)

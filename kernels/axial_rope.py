@@ -30,16 +30,16 @@ def axial_tables(x: Tensor, y: Tensor, frequencies: Tensor) -> tuple[Tensor, Ten
 
 def norm_axial_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, d/2] -> [T, heads, d] in x's dtype."""
-    if not len(x) or not enabled(x):
-        return _reference(x, weight, cos, sin, eps)
-    return _launch(x, weight, cos, sin, eps)
+    if len(x) and enabled(x):
+        return _launch(x, weight, cos, sin, eps)
+    first, second = rms_norm(x, weight, eps, torch.float32).unflatten(2, (2, 2, -1)).unbind(3)
+    cos, sin = (table.unflatten(1, (1, 2, -1)) for table in (cos, sin))
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=3).flatten(2).to(x.dtype)
 
 
 def head_norm(x: Tensor, eps: float) -> Tensor:
     """x [T, heads, d] -> [T, heads, d] in x's dtype."""
-    if not len(x) or not enabled(x):
-        return rms_norm(x, None, eps)
-    return _launch(x, x, x, x, eps)
+    return _launch(x, x, x, x, eps) if len(x) and enabled(x) else rms_norm(x, None, eps)
 
 
 def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -49,12 +49,6 @@ def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> 
     kernel = _configured(heads, d, eps, weight is not x)
     launch(kernel, (cdiv(rows * heads, _ROWS),), x, weight, cos, sin, out, rows * heads)
     return out
-
-
-def _reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    first, second = rms_norm(x, weight, eps, torch.float32).unflatten(2, (2, 2, -1)).unbind(3)
-    cos, sin = (table.unflatten(1, (1, 2, -1)) for table in (cos, sin))
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=3).flatten(2).to(x.dtype)
 
 
 @cache

@@ -50,15 +50,21 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
     """logits fp32 [R, n] of ids first .. first + n - 1 and their `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id of a row's
     candidates, ids ascending; -inf where there are fewer. Rows without a small top_k are left out."""
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
-    if not enabled(logits):
-        return _candidates_reference(logits, batch, first)
-    listed = torch.empty((rows, SMALL_TOP_K), dtype=torch.int32, device=logits.device)
     best = torch.empty((rows, SMALL_TOP_K, 2), dtype=torch.float32, device=logits.device)
+    count = min(SMALL_TOP_K, n)
+    if not enabled(logits):
+        best[:] = torch.tensor([-torch.inf, 0.0])
+        small = _with_small_top_k(batch).nonzero().flatten()
+        values = scaled(logits[small], batch, small)
+        ids = values.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(dim=-1).values
+        best[small, :count] = torch.stack([values.gather(1, ids), (first + ids).float()], dim=-1)
+        return best
+    listed = torch.empty((rows, SMALL_TOP_K), dtype=torch.int32, device=logits.device)
     launch(
         _candidates, (rows,),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, listed, best, first,
         NB=blocks, WIDTH=next_power_of_2(blocks), N=n, CAP=batch.softcap is not None, FEW=min(SMALL_TOP_K, blocks),
-        COUNT=min(SMALL_TOP_K, n), warps=16,
+        COUNT=count, warps=16,
     )  # fmt: skip
     return best
 
@@ -89,16 +95,6 @@ def _with_small_top_k(batch: SamplingBatch) -> Tensor:
     slots = batch.slots.long()
     top_k = batch.parameters.integers[slots, 1]
     return (top_k > 0) & (top_k <= SMALL_TOP_K) & (batch.parameters.floats[slots, 0] >= GREEDY_BELOW)
-
-
-def _candidates_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    best = torch.zeros((len(logits), SMALL_TOP_K, 2), device=logits.device)
-    best[:, :, 0] = -torch.inf
-    rows, count = _with_small_top_k(batch).nonzero().flatten(), min(SMALL_TOP_K, logits.shape[1])
-    values = scaled(logits[rows], batch, rows)
-    ids = values.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(dim=-1).values
-    best[rows, :count] = torch.stack([values.gather(1, ids), (first + ids).float()], dim=-1)
-    return best
 
 
 # ---- kernels

@@ -69,10 +69,21 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
 
     Logits of forbidden ids are overwritten with -inf.
     """
-    rows, n = logits.shape
-    parameters, suppress = batch.parameters, batch.suppress
-    if not enabled(logits):
-        return _local_best_reference(logits, batch, first)
+    (rows, n), parameters, suppress = logits.shape, batch.parameters, batch.suppress
+    if not enabled(logits):  # in one part
+        slots, ahead = batch.slots.long(), batch.positions.long() + 1
+        nan = logits.isnan().any(-1)
+        seeds, top_k, may_stop = parameters.integers[slots].unbind(1)
+        stop = parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)
+        logits.copy_(mask(logits, torch.cat([stop, suppress.long().expand(rows, -1)], dim=1), first))
+        values = logits.clone()
+        small = (top_k > 0) & (top_k <= SMALL_TOP_K)
+        drawn = ((parameters.floats[slots, 0] >= GREEDY_BELOW) & ~small).nonzero().flatten()
+        if len(drawn):
+            ids = torch.arange(first, first + n, device=logits.device)
+            values[drawn] = scaled(logits[drawn], batch, drawn) + gumbel(seeds[drawn], ahead[drawn], ids)
+        top, index = values.masked_fill(values.isnan(), -torch.inf).max(-1)
+        return torch.stack([top, (first + index).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
     best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
     launch(
         _local_best, (rows, parts),
@@ -132,25 +143,6 @@ def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) ->
     seeds, top_k, _ = batch.parameters.integers[slots].unbind(1)
     _, top_p, min_p = batch.parameters.floats[slots].unbind(1)
     return choose_kept(values, ids, seeds, batch.positions[rows].long() + 1, top_k, top_p, min_p).int()
-
-
-def _local_best_reference(logits: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    """In one part."""
-    slots = batch.slots.long()
-    ahead = batch.positions.long() + 1
-    parameters = batch.parameters
-    nan = logits.isnan().any(-1)
-    seeds, top_k, may_stop = parameters.integers[slots].unbind(1)
-    stop = parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)
-    logits.copy_(mask(logits, torch.cat([stop, batch.suppress.long().expand(len(slots), -1)], dim=1), first))
-    values = logits.clone()
-    small = (top_k > 0) & (top_k <= SMALL_TOP_K)
-    drawn = ((parameters.floats[slots, 0] >= GREEDY_BELOW) & ~small).nonzero().flatten()
-    if len(drawn):
-        ids = torch.arange(first, first + logits.shape[1], device=logits.device)
-        values[drawn] = scaled(logits[drawn], batch, drawn) + gumbel(seeds[drawn], ahead[drawn], ids)
-    top, index = values.masked_fill(values.isnan(), -torch.inf).max(-1)
-    return torch.stack([top, (first + index).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
 
 
 def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:

@@ -54,32 +54,7 @@ def chunk_inputs(
             *results, len(results.rows), HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, CHUNK=layout.chunk,
             WIDTH=width, ROWS=32, BLOCK=_BLOCK, warps=4,
         )  # fmt: skip
-    else:
-        _inputs_reference(plan, layout, tokens, padding, rows, prompts, chunks, results, width)
-
-
-def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
-    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4]."""
-    tiles = torch.empty((rows // tokens + len(chunks), 4), dtype=torch.int32, device=chunks.device)
-    if enabled(chunks):
-        launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK, warps=4)
-    else:
-        cut = [
-            (slot, row + done, position + done, min(tokens, count - done))
-            for slot, row, position, count in chunks.tolist()
-            for done in range(0, count, tokens)
-        ]
-        tiles.zero_()[: len(cut)] = torch.tensor(cut, dtype=torch.int32).view(-1, 4)
-    return tiles
-
-
-# ---- reference
-
-
-def _inputs_reference(
-    plan: Tensor, layout: PlanLayout, tokens: Tensor, padding: int, rows: StepRows, prompts: int, chunks: Tensor,
-    results: ResultInputs, width: int,
-) -> None:  # fmt: skip
+        return
     decodes, planned, *_ = plan_sections(plan, layout)
     entries, outputs, row = [], [], 0
     for slot, start, end, first_logit, *_ in planned.tolist():
@@ -98,6 +73,21 @@ def _inputs_reference(
     chunks.zero_()[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
     for out, values in zip(results, zip(*outputs, strict=True), strict=False):
         out.copy_(torch.tensor(values))
+
+
+def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
+    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4]."""
+    tiles = torch.empty((rows // tokens + len(chunks), 4), dtype=torch.int32, device=chunks.device)
+    if enabled(chunks):
+        launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK, warps=4)
+    else:
+        cut = [
+            (slot, row + done, position + done, min(tokens, count - done))
+            for slot, row, position, count in chunks.tolist()
+            for done in range(0, count, tokens)
+        ]
+        tiles.zero_()[: len(cut)] = torch.tensor(cut, dtype=torch.int32).view(-1, 4)
+    return tiles
 
 
 # ---- kernels

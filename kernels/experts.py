@@ -39,7 +39,12 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense [T, n] ->
     [T, 2 n]: dense, y."""
     if not enabled(x):
-        return torch.cat([dense, _experts_reference(x, weights, chosen, gate_up, down)], dim=-1)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in chosen.unique().tolist():
+            tokens, ranks = torch.where(chosen == expert)
+            part = functional.linear(geglu(functional.linear(x[tokens], gate_up[expert])), down[expert])
+            total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
+        return torch.cat([dense, total.to(x.dtype)], dim=-1)
     check_contiguous(x, weights, chosen, gate_up, down, dense)
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
     up_tile, down_tile = _tiles(rows * top_k, count, x.element_size(), shared_memory(x))
@@ -52,15 +57,6 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     block = min(1024, next_power_of_2(n))
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, dense, out, N=n, TOP=top_k, BLOCK=block, warps=4)
     return out
-
-
-def _experts_reference(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in chosen.unique().tolist():
-        tokens, ranks = torch.where(chosen == expert)
-        part = functional.linear(geglu(functional.linear(x[tokens], gate_up[expert])), down[expert])
-        total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
-    return total.to(x.dtype)
 
 
 class _Tile(NamedTuple):

@@ -16,7 +16,6 @@ A rank does this for its share of the rows: row i * ranks + rank of the batch is
 Rows with a small top_k need no whole logits: `kernels.candidates`.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,24 +33,18 @@ from kernels.sampling_batch import GREEDY_BELOW, SamplingBatch
 _TILE = constexpr(128)  # blocks read at once; at least so many are listed
 
 
-@dataclass(frozen=True)
-class Share:
-    """Whose rows these are: the i-th is row i * ranks + rank of the batch."""
-
-    rank: int
-    ranks: int
-
-
 class ScaledRows(NamedTuple):
     """values fp32 [rows, vocabulary]; peaks and masses fp32 [rows, blocks]: of each BLOCK_IDS ids the largest value, and the sum of
-    exp(value - peak)."""
+    exp(value - peak). The i-th is row i * ranks + rank of the batch."""
 
     values: Tensor
     peaks: Tensor
     masses: Tensor
+    rank: int
+    ranks: int
 
 
-def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: int) -> ScaledRows:
+def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int) -> ScaledRows:
     """logits fp32 [ranks, rows, n]: every rank's slice of this rank's rows, as `kernels.choose.local_best` leaves them.
 
     Rows that do not filter are left out. `batch`: all rows. Columns from `vocabulary` on are nobody's.
@@ -61,40 +54,40 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, share: Share, vocabulary: 
     blocks = cdiv(vocabulary, BLOCK_IDS.value)
     values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
-    if not enabled(logits):
-        own, of_batch = _filtering(batch, share)
+    made = ScaledRows(values, peaks, masses, rank, ranks)
+    if enabled(logits):
+        launch(
+            _scale, (rows, cdiv(blocks, CTA_BLOCKS.value)),
+            logits, batch.slots, parameters.integers, parameters.floats, batch.capped, values, peaks, masses, len(batch.slots),
+            rank, rows, batch.softcap or 1.0, N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None,
+            warps=8,
+        )  # fmt: skip
+    else:
+        own, of_batch = _filtering(batch, made)
         values[own] = scaled(logits[:, own].transpose(0, 1).flatten(1)[:, :vocabulary], batch, of_batch)
-        return ScaledRows(values, peaks, masses)
-    launch(
-        _scale, (rows, cdiv(blocks, CTA_BLOCKS.value)),
-        logits, batch.slots, parameters.integers, parameters.floats, batch.capped, values, peaks, masses, len(batch.slots),
-        share.rank, rows, batch.softcap or 1.0, N=n, V=vocabulary, RANKS=ranks, CAP=batch.softcap is not None,
-        warps=8,
-    )  # fmt: skip
-    return ScaledRows(values, peaks, masses)
+    return made
 
 
-def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor, share: Share) -> Tensor:
+def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> Tensor:
     """chosen int32 [R, 2], drawn from everything, of all rows of the batch -> int32 [rows]: the tokens of this rank's rows, which
     are those of `chosen` where nothing filters."""
-    count, vocabulary = rows.values.shape
-    blocks = rows.peaks.shape[1]
-    parameters = batch.parameters
+    values, peaks, masses, rank, ranks = rows
+    (count, vocabulary), blocks, parameters = values.shape, peaks.shape[1], batch.parameters
     tokens = torch.empty(count, dtype=torch.int32, device=chosen.device)
     if not enabled(chosen):
-        mine = chosen[share.rank :: share.ranks]
+        mine = chosen[rank::ranks]
         tokens[: len(mine)] = mine[:, 0]
-        own, of_batch = _filtering(batch, share)
+        own, of_batch = _filtering(batch, rows)
         sound = chosen[of_batch, 1] == 0
         own, of_batch = own[sound], of_batch[sound]
         ids = torch.arange(vocabulary, device=chosen.device).expand(len(own), -1)
-        tokens[own] = filtered(rows.values[own], ids, batch, of_batch)
+        tokens[own] = filtered(values[own], ids, batch, of_batch)
         return tokens
     listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
     launch(
         _filter, (count,),
-        *rows, batch.slots, batch.positions, parameters.integers, parameters.floats, chosen, listed,
-        tokens, len(batch.slots), share.rank, V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=share.ranks, warps=8,
+        values, peaks, masses, batch.slots, batch.positions, parameters.integers, parameters.floats, chosen, listed,
+        tokens, len(batch.slots), rank, V=vocabulary, NB=blocks, WIDTH=next_power_of_2(blocks), RANKS=ranks, warps=8,
     )  # fmt: skip
     return tokens
 
@@ -115,7 +108,7 @@ def write_tokens(drawn: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
 # ---- reference
 
 
-def _filtering(batch: SamplingBatch, share: Share) -> tuple[Tensor, Tensor]:
+def _filtering(batch: SamplingBatch, share: ScaledRows) -> tuple[Tensor, Tensor]:
     """This rank's rows that filter, by their index in its share and in the batch: int64 each."""
     rows = torch.arange(len(batch.slots), device=batch.slots.device)[share.rank :: share.ranks]
     slots = batch.slots[rows].long()

@@ -143,7 +143,14 @@ def fused_allreduce_norm(
         assert peers is None, "on this device sums are made by a collective"
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
-        return _reference(part, residual, norms, eps, scalar, scale)
+        if norms.halves is not None:
+            one, other = (rms_norm(*half, eps) for half in zip(part.chunk(2, dim=-1), norms.halves, strict=True))
+            part = one + other
+        if residual is None or norms.post is None:
+            h = part * scale
+        else:
+            h = norm_add(residual, part, norms.post, eps, scalar)
+        return h, None if norms.next_norm is None else rms_norm(h, norms.next_norm, eps)
     elif peers is not None:
         buffer = peers.next_buffer()
         if not (keep_full_residual or part.shape[-2] < peers.sharded_rows or norms.next_norm is None or norms.halves):
@@ -152,19 +159,6 @@ def fused_allreduce_norm(
     x = None if norms.next_norm is None else torch.empty_like(h)
     _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, stages)
     return h, x
-
-
-def _reference(
-    part: Tensor, residual: Tensor | None, norms: Norms, eps: float, scalar: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    if residual is None or norms.post is None:
-        h = part * scale
-    else:
-        if norms.halves is not None:
-            one, other = part.chunk(2, dim=-1)
-            part = rms_norm(one, norms.halves[0], eps) + rms_norm(other, norms.halves[1], eps)
-        h = norm_add(residual, part, norms.post, eps, scalar)
-    return h, None if norms.next_norm is None else rms_norm(h, norms.next_norm, eps)
 
 
 def _launch(

@@ -22,20 +22,15 @@ from kernels.numerics import LOG2E, cast, dot, softmax_step
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
     """q, k and v [T, heads, d], contiguous, starts int32 [pictures + 1], rows of the longest one -> [T, heads, d]."""
-    if not len(q) or not enabled(q):
-        return _reference(q, k, v, starts)
-    check_contiguous(q, k, v, starts)
     out = torch.empty_like(q)
+    if not len(q) or not enabled(q):
+        for first, last in pairwise(starts.tolist()):
+            queries, keys, values = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+            out[first:last] = functional.scaled_dot_product_attention(queries, keys, values, scale=1.0)[0].transpose(0, 1)
+        return out
+    check_contiguous(q, k, v, starts)
     kernel, rows = _configured(q.shape[1], q.shape[2], q.element_size())
     launch(kernel, (cdiv(longest, rows), q.shape[1], len(starts) - 1), q, k, v, starts, out)
-    return out
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    out = torch.empty_like(q)
-    for first, last in pairwise(starts.tolist()):
-        queries, keys, values = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
-        out[first:last] = functional.scaled_dot_product_attention(queries, keys, values, scale=1.0)[0].transpose(0, 1)
     return out
 
 

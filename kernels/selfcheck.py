@@ -29,7 +29,7 @@ from kernels.clusters import best_of_clusters
 from kernels.decode import DecodeScratch, decode_attention
 from kernels.embed import embed
 from kernels.experts import experts
-from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
+from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import plain_torch
 from kernels.linear import linear, linear_geglu, linear_gelu_mul
@@ -323,10 +323,10 @@ def _choose(draw: RandomInputs, adjusted: bool) -> Outputs:
 
 def _filter(draw: RandomInputs, adjusted: bool) -> Outputs:
     logits, batch = sampled_rows(draw, filtered=True, adjusted=adjusted)
-    chosen, share = draw.filled(0, 4, 2), Share(0, 1)
+    chosen = draw.filled(0, 4, 2)
     choose_best(local_best(logits, batch, 0, 1), replace(batch, tokens=batch.tokens.clone()), chosen, None)
-    scaled = scaled_rows(logits[None], batch, share, _VOCABULARY)
-    drawn = filtered_tokens(scaled, batch, chosen, share)
+    scaled = scaled_rows(logits[None], batch, 0, _VOCABULARY)
+    drawn = filtered_tokens(scaled, batch, chosen)
     write_tokens(drawn, batch, chosen)
     return *_finite(scaled.values), drawn, chosen, batch.tokens
 

@@ -27,7 +27,7 @@ from engine.rank.upload import uploaded
 from kernels.adjust import adjust
 from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
-from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
+from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.launch import processors
 from kernels.sample import cap
 from kernels.sampling_batch import SamplingBatch, SlotParameters
@@ -119,8 +119,8 @@ class Sampler:
         batch = replace(batch, slots=batch.slots[rows], positions=batch.positions[rows], capped=capped)
         mine, spare = logits[rows], -len(rows) % self._parallel.size
         slices = self._parallel.exchange_rows(functional.pad(mine, (0, 0, 0, spare)) if spare else mine)
-        taken, share = chosen[rows], Share(self._parallel.rank, self._parallel.size)
-        tokens = filtered_tokens(scaled_rows(slices, batch, share, self._vocabulary), batch, taken, share)
+        taken = chosen[rows]
+        tokens = filtered_tokens(scaled_rows(slices, batch, self._parallel.rank, self._vocabulary), batch, taken)
         drawn = self._parallel.all_gather(tokens[:, None].float())  # an id is exact below 2^24
         write_tokens(drawn.flatten().int(), batch, taken)
         chosen[rows] = taken

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import sample
 from kernels.candidates import block_peaks, candidates, choose_candidates
-from kernels.filters import Share, filtered_tokens, scaled_rows
+from kernels.filters import filtered_tokens, scaled_rows
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.bench.timing import microseconds
 from tests.support.engine.choose_reference import choose, choose_filtered
@@ -50,7 +50,7 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
         batch = SamplingBatch(slots, positions, parameters, tokens, torch.zeros(0, dtype=torch.int32, device=DEVICE), SOFTCAP)
 
         def run(logits: Tensor = logits, batch: SamplingBatch = batch, chosen: Tensor = chosen) -> Tensor:
-            return filtered_tokens(scaled_rows(logits[None], batch, Share(0, 1), VOCAB), batch, chosen, Share(0, 1))
+            return filtered_tokens(scaled_rows(logits[None], batch, 0, VOCAB), batch, chosen)
 
         found = run()
         want = choose_filtered(capped, temperature, seeds, positions.long() + 1, top_k, top_p, min_p)

@@ -30,7 +30,7 @@ from kernels.choose import ArgmaxInbox, choose_best, local_best, parts_of
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs, extend_tiles
 from kernels.clusters import best_of_clusters
 from kernels.experts import experts
-from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
+from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import launch, trigger, wait
 from kernels.linear import linear, linear_geglu, linear_send
@@ -155,7 +155,7 @@ def adjust_nodes() -> None:
     adjusted = adjust(logits, replace(batch, adjustments=tables, plan=ints(500)), 65536, parts)
     local_best(logits, adjusted, 65536, parts)
     candidates(logits, block_peaks(logits, adjusted), adjusted, 65536)
-    scaled_rows(fp32(4, 2, 65536), adjusted, Share(1, 4), 262144)
+    scaled_rows(fp32(4, 2, 65536), adjusted, 1, 262144)
     adjust(logits, replace(batch, adjustments=tables, plan=ints(500), step=STEP, width=8), 65536, parts)
     count_accepted(tables, ints(ROWS), ints(ROWS), ints(ROWS, 8), ints(ROWS), 65536)
 
@@ -195,9 +195,8 @@ def candidates_nodes() -> None:
 @recorded
 def filters_nodes() -> None:
     """Filtered rows of one rank of four, and its share of 30 rows."""
-    batch, share = sampling_batch(30, 1024), Share(1, 4)
-    scaled = scaled_rows(fp32(4, 8, 65536), batch, share, 262144)
-    filtered_tokens(scaled, batch, ints(30, 2), share)
+    batch = sampling_batch(30, 1024)
+    filtered_tokens(scaled_rows(fp32(4, 8, 65536), batch, 1, 262144), batch, ints(30, 2))
     write_tokens(ints(32), batch, ints(30, 2))
 
 

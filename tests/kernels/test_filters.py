@@ -10,7 +10,7 @@ from torch import Tensor
 import kernels.filters
 from kernels import sample
 from kernels.choose import ROW_HAS_NAN
-from kernels.filters import Share, filtered_tokens, scaled_rows, write_tokens
+from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support import interpreter
 from tests.support.engine.choose_reference import choose, choose_filtered
@@ -101,8 +101,7 @@ def drawn(it: Case, ranks: int, chosen: Tensor | None = None) -> tuple[Tensor, T
     batch = SamplingBatch(it.slots, it.positions, it.parameters, tokens, it.suppress, SOFTCAP)
     for rank in range(ranks):
         slices = whole[rank::ranks].unflatten(1, (ranks, n)).transpose(0, 1).contiguous()
-        scaled = scaled_rows(slices, batch, Share(rank, ranks), VOCAB)
-        found[:, rank] = filtered_tokens(scaled, batch, chosen, Share(rank, ranks))
+        found[:, rank] = filtered_tokens(scaled_rows(slices, batch, rank, VOCAB), batch, chosen)
     write_tokens(found.flatten(), batch, chosen)
     return chosen, tokens
 
