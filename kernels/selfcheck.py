@@ -136,7 +136,9 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     pages, angles = draw.filled(-7, 3, 4), draw.floats(3 * width, 10, dtype=torch.float32)
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
     rotary_table(positions, draw.rising(5) / 10, angles)
-    return *tables, lengths, ids, positions, slots, pages, angles
+    copies, keys = draw.filled(7, 3, 16), draw.ints(9, 9, 9)  # for other libraries
+    gather_pages(1 + draw.rising(2, 9), draw.ints(1, 0, 0), draw.ints(100, 15, -1), _PAGE, 40, copies, keys)
+    return *tables, lengths, ids, positions, slots, pages, angles, copies, keys
 
 
 def _admissions(draw: RandomInputs) -> Outputs:
@@ -147,16 +149,6 @@ def _admissions(draw: RandomInputs) -> Outputs:
     parameters = SlotParameters(draw.rising(4, 3).long(), floats, draw.rising(4, 1024))
     admit(draw.ints(*records, *range(7)), 2, 5, tokens, lengths, tables, parameters)
     return *tables, tokens, lengths, parameters.integers, floats.view(torch.int32), parameters.stop
-
-
-def _page_rows(draw: RandomInputs) -> Outputs:
-    tables, lengths = draw.filled(7, 3, 16), draw.ints(9, 9, 9)
-    gather_pages(1 + draw.rising(2, 9), draw.ints(1, 0, 0), draw.ints(100, 15, -1), _PAGE, 40, tables, lengths)
-    return tables, lengths
-
-
-def _geglu(draw: RandomInputs) -> Outputs:
-    return (geglu(draw.floats(3, 2 * 70)),)
 
 
 def _products(draw: RandomInputs, rows: int) -> Outputs:
@@ -181,14 +173,6 @@ def _own_rows(draw: RandomInputs) -> Outputs:
     h, x = torch.empty_like(residual), torch.empty_like(residual)
     sum_norm(own, others, 1, residual, norms, _EPS, draw.floats(1), h, x)
     return h, x
-
-
-def _per_layer_inputs(draw: RandomInputs) -> Outputs:
-    return (per_layer_inputs(draw.floats(3, 5 * 40), draw.floats(3, 5 * 40), draw.floats(40), _EPS, 0.1, 16.0),)
-
-
-def _embed(draw: RandomInputs) -> Outputs:
-    return (embed(draw.ints(5, 40, 41, 73, 39, 7), draw.floats(33, 70), 40, draw.ints(7, 73), 41),)
 
 
 def _qkv_post(draw: RandomInputs) -> Outputs:
@@ -388,13 +372,18 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
 CHECKS = (
     *(Check("kernels.slots", f"a step's inputs, {width} tokens a row", _step_inputs, (width,)) for width in (1, 3)),
     Check("kernels.admissions", "new sequences", _admissions),
-    Check("kernels.slots", "rows of page ids for other libraries", _page_rows),
-    Check("kernels.activation", "the gate", _geglu),
+    Check("kernels.activation", "the gate", lambda draw: (geglu(draw.floats(3, 2 * 70)),)),
     *(Check("kernels.linear", f"products of {rows} rows", _products, (rows,)) for rows in (1, 2, 5, 30, 64)),
     Check("kernels.fused_allreduce_norm", "a fused norm of one rank", _allreduce_norm),
     Check("kernels.sequence_parallel", "norms of own rows", _own_rows),
-    Check("kernels.embed", "the embedding", _embed),
-    Check("kernels.ple", "per-layer embeddings", _per_layer_inputs),
+    Check(
+        "kernels.embed", "the embedding",
+        lambda draw: (embed(draw.ints(5, 40, 41, 73, 39, 7), draw.floats(33, 70), 40, draw.ints(7, 73), 41),),
+    ),
+    Check(
+        "kernels.ple", "per-layer embeddings",
+        lambda draw: (per_layer_inputs(draw.floats(3, 200), draw.floats(3, 200), draw.floats(40), _EPS, 0.1, 16.0),),
+    ),
     Check("kernels.qkv", "head norms, rotation and pages", _qkv_post),
     Check("kernels.axial_rope", "head norms and rotation of pictures", _axial_rope),
     Check("kernels.ragged_attention", "attention within pictures", _ragged),

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
-from kernels.slots import first_entry
+from kernels.slots import first_entry, first_page
 
 RECORD, RECORDS = 8, 64
 TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY = 1, 2, 3
@@ -51,34 +51,27 @@ def check_rows(
     rows, width = actual.shape
     check_contiguous(actual)
     if not enabled(actual):
-        for row in range(rows):
-            slot, position = int(slots[row]), int(positions[row])
-            first = 0 if window is None else max(position - window + 1, 0) // page
-            needed = min(max(position, -1) // page + 1 - first, actual.shape[1])
-            held = expected[slot, first : first + needed]
-            correct = torch.zeros_like(actual[row])
-            correct[: len(held)] = held
-            bad = actual[row] != correct
-            if kind == ROW_ENTRY:
-                bad |= correct == 0
-                bad[needed:] = False
-            for entry in bad.nonzero().flatten().tolist():
-                _record(violations, kind, group, slot, first + entry, int(actual[row, entry]), int(correct[entry]), row, position)
-                if not 0 <= actual[row, entry] < pages:
-                    actual[row, entry] = correct[entry]
+        first = first_page(positions, page, window)[:, None]
+        entries, reach = first + torch.arange(width, device=actual.device), positions[:, None]
+        needed = (reach >= 0) & (entries * page <= reach)
+        held = expected[slots[:, None].long(), entries.clamp(max=expected.shape[1] - 1)]
+        correct = torch.where(needed & (entries < expected.shape[1]), held, 0)
+        bad = actual != correct
+        if kind == ROW_ENTRY:
+            bad = needed & (bad | (correct == 0))
+        for row, column in bad.nonzero().tolist():
+            count, cell = int(violations[0]), (row, column)
+            if count < RECORDS:
+                record = kind, group, slots[row], entries[cell], actual[cell], correct[cell], row, positions[row]
+                violations[RECORD * (count + 1) : RECORD * (count + 2)] = torch.tensor(record)
+            violations[0] += 1
+        actual.copy_(torch.where(bad & ((actual < 0) | (actual >= pages)), correct, actual))
         return
     launch(
         _check_rows, (rows,), group, actual, width, expected, expected.shape[1], pages, slots, positions, violations,
         KIND=kind, PAGE=page, WINDOW=window or 0, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS,
         warps=4,
     )  # fmt: skip
-
-
-def _record(violations: Tensor, *values: int) -> None:
-    count = int(violations[0])
-    violations[0] += 1
-    if count < RECORDS:
-        violations[RECORD * (count + 1) : RECORD * (count + 2)] = torch.tensor(values, dtype=torch.int32)
 
 
 # ---- kernel

@@ -4,17 +4,16 @@ Tables are written where a sequence that needs them is admitted, from the admiss
 of its tokens. From then on the device counts what is generated (`kernels.adjust`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate, chain, cycle
+from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
-from engine.plan import DEPTH, Admission
-from engine.rank.upload import uploaded
+from engine.plan import Admission
+from engine.rank.upload import staging, uploaded
 from kernels.adjust import IN_PROMPT, MOST_COUNTED
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SlotAdjustments
 
@@ -31,12 +30,8 @@ class Adjustments:
         self.ids, self._device = ids, device
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
         self.tables = _tables(slots, len(ids), len(self._words), device, width)
-        pinned = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if pinned else None
-        shapes = [(slots * width, len(self._words)), (slots, 2)]
-        self._staging = cycle(
-            [[torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in shapes] for _ in range(DEPTH + 1)]
-        )
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging = zip(staging(device, slots * width, len(self._words)), staging(device, slots, 2), strict=False)
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -103,21 +98,15 @@ class Adjustments:
         table = mask_rows.numpy()
         table[:, 0] = _NO_STEP
         table[owners, 0], table[owners, 1] = np.int64(step).astype(np.int32), first  # the low word, as in a plan's header
-        with self._copy_stream(after):
+        copies = None
+        if after is not None and (copies := self._copies) is not None:
+            copies.wait_event(after)
+        with torch.cuda.stream(copies):  # of none: where it is
             self.tables.masks[: len(slots)].copy_(rows, non_blocking=True)  # copies alone: the host must not wait for the forward
             self.tables.mask_rows.copy_(mask_rows, non_blocking=True)
+        if copies is not None:
+            torch.cuda.current_stream(self._device).wait_stream(copies)
         self._mask_steps[owners] = step
-
-    @contextmanager
-    def _copy_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Run the work in the `with` on another stream, behind the event `after`; later work of the current stream waits for it."""
-        if self._copies is None or after is None:
-            yield
-            return
-        self._copies.wait_event(after)
-        with torch.cuda.stream(self._copies):
-            yield
-        torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
     def are_adjusted(self, slots: np.ndarray, step: int) -> list[bool]:
         """Returns for each of these slots whether its rows are adjusted in `step`."""

@@ -60,9 +60,8 @@ class Rank:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights: of the model, of its drafter, and of encoders."""
-        models = [self.model, *self.encoders.values(), *([self.drafter] if self.drafter else [])]
-        once = {id(model): model for model in models}  # an encoder may be of two kinds of media
-        return sum(parameter.nbytes for model in once.values() for parameter in model.parameters())
+        models = {self.model, self.drafter, *self.encoders.values()}  # an encoder may be of two kinds of media
+        return sum(parameter.nbytes for model in models if model is not None for parameter in model.parameters())
 
 
 def load_rank(

@@ -110,15 +110,11 @@ class Single:
         """None: there are no other ranks."""
 
 
-@dataclass
-class FirstOfGroup:
+class FirstOfGroup(Single):
     """Rank 0 of a group whose other ranks do not exist, on the meta device."""
 
-    size: int
-    rank = 0
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
@@ -126,7 +122,7 @@ class FirstOfGroup:
     def exchange_rows(self, x: Tensor) -> Tensor:
         return x.new_empty((self.size, len(x) // self.size, *x.shape[1:]))
 
-    def peer_memory(self, size: int) -> Sequence[Tensor] | None:
+    def peer_memory(self, size: int) -> Sequence[Tensor] | None:  # type: ignore[override]
         """As `Parallel.peer_memory`, of nothing."""
         return [torch.empty(size, dtype=torch.uint8, device="meta")] * self.size if self.size > 1 else None
 

@@ -68,7 +68,7 @@ def check_attention(
     names = [(kind, group.index) for kind in used for group in groups]
     errors: dict[tuple[RowKind, int], float] = {}
     for kind, entry in used.items():
-        parts = make_parts(entry, settings, download=config.flashinfer_download, for_check=True)
+        parts = make_parts(entry, settings, download=config.flashinfer_download)
         wrong = parts_check.mismatches(kind, geometry, groups, settings, parts)
         errors |= {(kind, index): error for index, error in wrong.items()}
     failed, sentences = failed_on_any_rank(parallel, names, errors, device), []

@@ -10,17 +10,17 @@ Chunk rows lie before the decode rows in the same buffers.
 import bisect
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.plan import DEPTH, PlanView
+from engine.plan import PlanView
 from engine.plan_layout import COUNTS, HEADER, SECTIONS, STEP
 from engine.rank.batch import Chunk, ForwardBatch, RopeKey, chunk_rows
 from engine.rank.slots import SlotState
+from engine.rank.upload import staging
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
 
@@ -70,8 +70,7 @@ class StepBuffers:
         self._results = ResultInputs(torch.zeros_like(results[0], dtype=torch.int64), *results)
         capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        self._staging = cycle([torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)])
+        self._staging = staging(device, capacity)
 
     def bucket(self, decodes: int) -> int:
         """Returns the rows that `decodes` decode rows are padded to."""

@@ -1,7 +1,18 @@
 """Copies between the host and a rank's device that the host does not wait for."""
 
+from collections.abc import Iterator
+from itertools import cycle
+
 import torch
 from torch import Tensor, device
+
+from engine.plan import DEPTH
+
+
+def staging(to: device, *shape: int) -> Iterator[Tensor]:
+    """Yields zeroed host memory int32 of this shape for each step in turn, pinned for a GPU: for those that are out, and one
+    more."""
+    return cycle([torch.zeros(shape, dtype=torch.int32, pin_memory=to.type == "cuda") for _ in range(DEPTH + 1)])
 
 
 def uploaded(tensor: Tensor, to: device) -> Tensor:

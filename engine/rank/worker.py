@@ -121,7 +121,10 @@ class Worker:
         """Run plans until a stop plan comes, and finish the steps before it."""
         running = True
         while running or self._launched:
-            finished = self._finish_done()
+            finished = False
+            while self._launched and self._launched[0].done:
+                self._finish()
+                finished = True
             if self._forwarded is not None:
                 progressed = self._sample()
             elif running and len(self._launched) < DEPTH and (record := self._plans.poll()) is not None:
@@ -134,13 +137,6 @@ class Worker:
                 self._finish()
             elif not finished:
                 self._waiter.wait()
-
-    def _finish_done(self) -> bool:
-        """Finish the launched steps that are done; returns whether there were any."""
-        before = len(self._launched)
-        while self._launched and self._launched[0].done:
-            self._finish()
-        return len(self._launched) < before
 
     def _launch(self, step: int, data: bytes) -> bool:
         """Start a step, or only its forward if it needs masks; False for a stop plan."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels import sample
 from kernels.candidates import block_peaks, candidates, choose_candidates
-from kernels.launch import plain_torch
 from kernels.choose import ROW_HAS_NAN
+from kernels.launch import plain_torch
 from kernels.sampling_batch import SMALL_TOP_K, SamplingBatch
 from tests.support import interpreter
 from tests.support.engine.sampled_rows import SampledRows

@@ -90,6 +90,6 @@ def attention_backend(
     return AttentionBackend({"decode": decodes, "extend": extends})
 
 
-def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool, for_check: bool = False) -> AttentionParts:
+def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool) -> AttentionParts:
     """Import the backend's module, and make its parts as `AttentionParts` says."""
-    return import_module(entry.parts).parts(settings, download=download, for_check=for_check)
+    return import_module(entry.parts).parts(settings, download=download)

@@ -61,8 +61,8 @@ class AttentionPart(Protocol):
 class AttentionParts:
     """What makes the parts of one backend on one rank. ConfigError: the backend has no kernels for a group.
 
-    A backend's module has a function `parts(settings: PartSettings, *, download: bool, for_check: bool) -> AttentionParts`.
-    download: kernels that the node lacks may be fetched;  for_check: for the few rows of the check at start.
+    A backend's module has a function `parts(settings: PartSettings, *, download: bool) -> AttentionParts`.
+    download: kernels that the node lacks may be fetched.
     """
 
     decode: Callable[[GroupCache], AttentionPart]

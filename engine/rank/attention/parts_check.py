@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from engine.attention.backend_entry import RowKind
 from engine.geometry import Geometry, KVGroup, Layer
 from engine.rank.attention import paged
-from engine.rank.attention.base import AttentionPart, AttentionParts, Norms, PartSettings
+from engine.rank.attention.base import AttentionPart, AttentionParts, PartSettings
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch, frequencies_of
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
 from kernels.selfcheck import TOLERANCE, row_error
@@ -46,7 +45,9 @@ def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSetti
         spans = [(0, 40), (visible + 3, visible + 36)]
     chunks = (Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)) if kind == "extend" else ()
     cache, batch = _poisoned_sequences(group, layer, spans, settings.device, chunks)
-    norms, qkv = _norms_and_qkv(layer, settings, batch.rows, group)
+    weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=_DTYPE, device=settings.device)  # scores of deviation one
+    norms, width = (weight, weight), (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
+    qkv = torch.randn((batch.rows, width), generator=torch.Generator().manual_seed(batch.rows)).to(settings.device, _DTYPE)
     (block,), outputs = batch.blocks, []
     for maker in (paged.parts(settings), parts):
         part: AttentionPart = getattr(maker, kind)(cache)
@@ -79,11 +80,3 @@ def _poisoned_sequences(
     slots = torch.cat([torch.full((end - start,), slot) for slot, (start, end) in enumerate(spans)]).to(device)
     positions = torch.cat([torch.arange(*span) for span in spans]).to(device)
     return cache, eager_batch(KVCache([cache]), frequencies_of([layer], device), torch.zeros_like(slots), slots, positions, chunks)
-
-
-def _norms_and_qkv(layer: Layer, settings: PartSettings, rows: int, group: KVGroup) -> tuple[Norms, Tensor]:
-    """Draw weights of the head norms, such that scores have deviation one, and a raw product."""
-    weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=_DTYPE, device=settings.device)
-    width = (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
-    generator = torch.Generator().manual_seed(rows)
-    return (weight, weight), torch.randn((rows, width), generator=generator).to(settings.device, _DTYPE)

@@ -40,7 +40,6 @@ from kernels.slots import gather_pages
 Kernels = Literal["trtllm-gen", "xqa"]
 HEAD_DIMS = (256, 512)
 WORKSPACE_BYTES = 256 << 20  # splits' partial results: at most about 42 MiB at head dim 512; xqa keeps 8 MiB of semaphores
-_CHECK_WORKSPACE_BYTES = 64 << 20
 _MOST_GROUP = {"trtllm-gen": 128, "xqa": 16}  # query heads of a KV head
 
 # What each call is given by name; a FlashInfer that lacks one is refused when it is loaded.
@@ -228,10 +227,10 @@ class TrtllmExtend:
         )
 
 
-def parts(settings: PartSettings, *, download: bool, for_check: bool) -> AttentionParts:
+def parts(settings: PartSettings, *, download: bool) -> AttentionParts:
     """Make the parts, as `AttentionParts` says; they share the scratch."""
     flashinfer = load(settings.device, download=download)
-    scratch = TrtllmScratch(flashinfer, settings, _CHECK_WORKSPACE_BYTES if for_check else WORKSPACE_BYTES)
+    scratch = TrtllmScratch(flashinfer, settings)
     return AttentionParts(
         partial(TrtllmDecode, settings=settings, scratch=scratch), partial(TrtllmExtend, settings=settings, scratch=scratch)
     )

@@ -96,7 +96,9 @@ class Tower(VisionEncoder):
         super().__init__(geometry, dtype, device)
         self.patches = self.matrix(geometry.hidden, 3 * PATCH**2)
         self.positions = self.parameter(2, geometry.positions, geometry.hidden)
-        self.blocks = nn.ModuleList(VisionBlock(self, layer) for layer in geometry.layers)
+        blocks = [VisionBlock(self, layer) for layer in geometry.layers]
+        self.blocks = nn.ModuleList(blocks)
+        self._pre_norms = [*(block.norms["pre_attention"] for block in blocks), None]  # of each layer's input; none behind the last
         if geometry.standardize:
             self.std_bias, self.std_scale = self.parameter(geometry.hidden), self.parameter(geometry.hidden)
         layer = geometry.layers[0]
@@ -122,7 +124,7 @@ class Tower(VisionEncoder):
         pixels = torch.cat([_cells(picture, CELL).view(-1, 3 * PATCH**2) for picture in pictures])
         patches = (2 * (pixels * (1 / 255) - 0.5)).to(self.dtype)
         h = functional.linear(patches, self.patches.weight) + (self.positions[0][x] + self.positions[1][y])
-        normed = rms_norm(h, self._pre_norm(0), self.geometry.eps)
+        normed = rms_norm(h, self._pre_norms[0], self.geometry.eps)
         if self._captured is not None and self._captured.fit(rows):
             h = yield from self._captured.pieces(h, normed, rows)
         else:
@@ -137,14 +139,8 @@ class Tower(VisionEncoder):
     def _layers(self, layers: range, h: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """h [T, hidden] and its normed form x behind these layers."""
         for layer in layers:
-            h, x = self.blocks[layer](h, x, self._pre_norm(layer + 1), rows)
+            h, x = self.blocks[layer](h, x, self._pre_norms[layer + 1], rows)
         return h, x
-
-    def _pre_norm(self, layer: int) -> Tensor | None:
-        """What a layer's input is normed by; None behind the last."""
-        if layer == len(self.blocks):
-            return None
-        return self.blocks[layer].norms["pre_attention"]  # type: ignore[union-attr, operator, index]
 
     def _rows(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Rows]:
         """int64 [T] of each patch, x and y, and what layers need. sizes: rows and columns of patches of each picture."""

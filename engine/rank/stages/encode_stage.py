@@ -15,7 +15,6 @@ Those that the cache has moved to the host are copied from there as chunks reach
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -83,7 +82,7 @@ class EncodeStage:
 
     def warm(self, *, graphs: bool) -> None:
         """Call `MediaEncoder.warm` of each encoder, on the encoders' stream."""
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):  # of none: where it is
             for encoder in set(self._encoders.values()):
                 encoder.warm(graphs=graphs)
 
@@ -117,7 +116,8 @@ class EncodeStage:
         self._gather()
         self._media, items = media, media.items()
         asked = {_key(item): item for item in items}
-        data = {_key(item): self._input_buffer(item) for item in items}
+        pinned, dtypes = self._stream is not None, {"audio": torch.float32}
+        data = {_key(item): torch.empty(item.shape, dtype=dtypes.get(item.kind, torch.uint8), pin_memory=pinned) for item in items}
         media.read_into(data[_key(item)].flatten().view(torch.uint8).numpy().data for item in items)
         self._outputs = {key: output for key in asked if (output := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]
@@ -144,13 +144,10 @@ class EncodeStage:
         return True
 
     def _launch(self, pieces: Iterator[None]) -> None:
-        with self._on_stream(), self._stopwatch.timed():
+        with torch.cuda.stream(self._stream), self._stopwatch.timed():
             if next(pieces, True):
                 self._pieces = None
             self._end = record_event(self._device)
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _launches(self) -> Iterator[None]:
         for share in self._shares:
@@ -202,11 +199,6 @@ class EncodeStage:
         if not places:
             return None
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
-
-    def _input_buffer(self, item: MediaItem) -> Tensor:
-        """Allocate host memory of an item's data, pinned for a GPU."""
-        dtype = torch.float32 if item.kind == "audio" else torch.uint8
-        return torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def _share_out(self, encoder: MediaEncoder, items: Sequence[MediaItem], data: Mapping[Key, Tensor]) -> EncodeShare:
         """Share out several inputs over the ranks, in runs of about equally many rows; a single one is encoded by all."""

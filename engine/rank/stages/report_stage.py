@@ -4,14 +4,13 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.channel import checksum
-from engine.plan import DEPTH, ROW_EMPTY, ROW_NAN, PlanView, encode_rows
+from engine.plan import ROW_EMPTY, ROW_NAN, PlanView, encode_rows
 from engine.plan_layout import RESULT_HEAD
 from engine.protocol import Logprobs, PromptLogprobs
 from engine.rank.page_check import PageCheck
@@ -20,7 +19,7 @@ from engine.rank.slots import ResultRows
 from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.sample_stage import StepTokens
 from engine.rank.step_clock import StepClock, record_event
-from engine.rank.upload import downloaded
+from engine.rank.upload import downloaded, staging
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
 
@@ -119,8 +118,7 @@ class ReportStage:
         self._device, self.pages, self.encodes, self.debug_hash = device, pages, encodes, debug_hash
         self.launched: deque[int] = deque()  # steps that are not folded yet
         self.state_hash = 0
-        pinned = device.type == "cuda"
-        self._host = cycle([torch.zeros((rows, 2), dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH + 1)])
+        self._host = staging(device, rows, 2)
         self.last_end: torch.cuda.Event | None = None  # of the step started last
 
     def start(

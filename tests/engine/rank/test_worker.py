@@ -204,7 +204,7 @@ def test_a_rank_alone_raises(recording: Recording) -> None:
 
 @pytest.mark.parametrize("step", ["load", "build"])
 def test_a_boot_without_memory_says_what_helps(recording: Recording, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """A GPU that is too small for the weights, or for what comes behind them, is a ConfigError with advice; another error is not."""
+    """A GPU that is too small for the weights, or for what comes behind them, is a ConfigError with advice; another is not."""
     config = config_of(recording.folder, 1)
     messages = {Configure: Configure(config), Allocate: Allocate(PAGES)}
     lifeline = Namespace(args=None, receive=messages.__getitem__, send=lambda _: None)
@@ -228,7 +228,7 @@ def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypa
     memory = torch.zeros(AllReduceInbox.bytes(2, 1, 2, torch.float32), dtype=torch.uint8)
     peers = AllReduceInbox(memory, pointers, 0, 1, 2, torch.float32, 1)
     geometry = read_geometry(recording.folder)
-    device, model = torch.device("cpu"), cast(Gemma4, Namespace(parameters=list, dtype=torch.float32))
+    device, model = torch.device("cpu"), cast(Gemma4, type("Bare", (), {"parameters": list, "dtype": torch.float32}))
     rank = worker.Rank(config, geometry, device, Single(), model, Inboxes(peers, cast(ArgmaxInbox, None)))
     seen = []
     runner = Namespace(capturable=True, capture=lambda: seen.append(int(peers.errors[1])))
