@@ -91,9 +91,7 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
     masks = tables.mask_rows[slots, 1] + torch.arange(len(slots), device=slots.device) % batch.width
     adjusted = ((flags != 0) | masked) & (batch.positions >= 0)
     for row in adjusted.nonzero().flatten().tolist():
-        slot = int(slots[row])
-        position = int(batch.positions[row])
-        flag = int(flags[row])
+        slot, position, flag = (int(of_rows[row]) for of_rows in (slots, batch.positions, flags))
         x = torch.where(logits[row] == -torch.inf, logits[row], cap(logits[row], batch.softcap))
         if flag & BIASED:
             ids = tables.bias_ids[slot].long() - first
@@ -104,7 +102,9 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
             counts = _counted(tables.counts[slot], batch.tokens[slot, list(inputs)].tolist(), first)
             if batch.width == 1:
                 tables.counts[slot] = counts
-            x = _penalized(x, counts, tables.penalties[slot])
+            (repetition, presence, frequency), times = tables.penalties[slot].unbind(), (counts.int() & MOST_COUNTED).float()
+            x = torch.where(counts != 0, torch.where(x > 0, x / repetition, x * repetition), x)
+            x = x - frequency * times - torch.where(times > 0, presence, 0.0)
         if flag & LIMITED:
             x = x.masked_fill(~_bits(tables.allowed[slot], first, len(x)), -torch.inf)
         if masked[row]:
@@ -122,13 +122,6 @@ def _counted(counts: Tensor, ids: list[int], first: int) -> Tensor:
     here = torch.tensor([i - first for i in ids if 0 <= i - first < len(counts)], dtype=torch.int64, device=counts.device)
     generated = (counts.int() & MOST_COUNTED).index_add(0, here, torch.ones_like(here, dtype=torch.int32))
     return (generated.clamp(max=MOST_COUNTED) - IN_PROMPT * (counts < 0)).short()
-
-
-def _penalized(x: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
-    repetition, presence, frequency = penalties.unbind()
-    generated = (counts.int() & MOST_COUNTED).float()
-    x = torch.where(counts != 0, torch.where(x > 0, x / repetition, x * repetition), x)
-    return x - frequency * generated - torch.where(generated > 0, presence, 0.0)
 
 
 def _completing(tables: SlotAdjustments, slot: int, generated: list[int]) -> list[int]:

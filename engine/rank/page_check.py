@@ -8,7 +8,7 @@
 A wrong table raises with the result of the step that would have read it.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from engine.geometry import KVGroup
 from engine.plan import PlanView
 from engine.rank.batch import ForwardBatch
 from engine.rank.slots import SlotState
-from engine.rank.upload import uploaded
 from kernels.table_check import (
     COPIED_ENTRY,
     RECORD,
@@ -34,8 +33,7 @@ _SHOWN = 4
 _ORDER = (ROW_ENTRY, COPIED_ENTRY, TABLE_ENTRY)
 
 
-@dataclass(frozen=True)
-class Violation:
+class Violation(NamedTuple):
     """A record of `kernels.table_check`, by name: `page` stands where `expected` should."""
 
     kind: int
@@ -67,22 +65,15 @@ class PageCheck:
         """Apply a plan to the expected tables, before its step. PageViolation: it appends an entry or page that is not there."""
         for group, slot, first, count in plan.releases.tolist():
             self._tables[group][slot, first : first + count] = 0
-        for group, table in enumerate(self._tables):
+        for table in self._tables:
             for admission in plan.admissions:
                 table[admission.slot] = 0
-            last = {(slot, entry): page for index, slot, entry, page in plan.appends.tolist() if index == group}
-            appends = np.array([(*key, page) for key, page in last.items()], np.int64).reshape(-1, 3)
-            self._check_range(plan.step, group, appends)
-            slots, entries, pages = uploaded(torch.from_numpy(appends), table.device).unbind(1)
-            table[slots, entries] = pages.int()
-
-    def _check_range(self, step: int, group: int, appends: np.ndarray) -> None:
-        """Raise PageViolation if an entry or a page is not there. appends: int64 [n, 3], slot, entry and page."""
-        pages, width = self._pages[group], self._tables[group].shape[1]
-        for slot, entry, page in appends.tolist():
+        for group, slot, entry, page in plan.appends.tolist():
+            pages, width = self._pages[group], self._tables[group].shape[1]
             if not (0 < page < pages and 0 <= entry < width):
-                where = self._entry_name(group, slot, entry)
-                raise PageViolation(f"plan {step}: {where} gets page {page}; its pool has {pages} pages, its table {width} entries")
+                where, has = self._entry_name(group, slot, entry), f"its pool has {pages} pages, its table {width} entries"
+                raise PageViolation(f"plan {plan.step}: {where} gets page {page}; {has}")
+            self._tables[group][slot, entry] = page
 
     def clear(self) -> None:
         """Zero the expected tables."""

@@ -177,7 +177,7 @@ class Runner:
         for name in LARGEST_SAMPLERS[isinstance(sizes, MixedSizes) :]:
             graphs.warm(partial(self.repeat, sizes, name, width))
         plan = self._inputs.plan
-        state = graphs.capture("forward", sizes, partial(self._launched_forward, sizes, width, plan), width)
+        state = graphs.capture("forward", sizes, partial(self.forward_stage.padded, sizes, plan, width), width)
         for name in SAMPLERS:
             graphs.capture(name, sizes, partial(self._sampled, name, plan, *state), width)
 
@@ -186,7 +186,7 @@ class Runner:
         """Run the plan uploaded last eagerly, padded to `sizes` with decode rows of `width` tokens, and behind decode rows alone
         the drafts of the next step; on a GPU. sizes: a number of sequences that decode, or the sizes of a step with chunks."""
         plan = self._inputs.plan
-        batch, hidden = self._launched_forward(sizes, width, plan)
+        batch, hidden = self.forward_stage.padded(sizes, plan, width)
         sampled = self._sampled(sampler, plan, batch, hidden)
         if self.draft_stage is not None and isinstance(sizes, int):
             if width == 1:
@@ -371,10 +371,5 @@ class Runner:
         if self.graphs is not None and ("forward", sizes, width) in self.graphs and uploaded is self._inputs.plan:
             batch, hidden = self.graphs.replay("forward", sizes, width)
             return FinalRows(hidden, batch, captured=sizes)
-        batch, hidden = self._launched_forward(sizes, width, uploaded)
+        batch, hidden = self.forward_stage.padded(sizes, uploaded, width)
         return FinalRows(hidden, batch)
-
-    def _launched_forward(self, sizes: int | MixedSizes, width: int, plan: Tensor) -> tuple[ForwardBatch, Tensor]:
-        """Launch the forward of an uploaded plan, padded to `sizes`. Capturable."""
-        stage = self.forward_stage
-        return stage.decode(sizes, plan, width) if isinstance(sizes, int) else stage.mixed(sizes, plan, width)

@@ -81,9 +81,8 @@ def check_attention(
 
 def failed_on_any_rank(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:
     """Returns those of `names` that failed on any rank. Every rank must call it, with the same names."""
-    flags = torch.zeros(-(-len(names) // 64) * 64, device=device)
-    flags[: len(names)] = torch.tensor([float(name in failed) for name in names], device=device)
-    return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=False) if count}
+    flags = torch.tensor([float(name in failed) for name in names], device=device)
+    return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=True) if count}
 
 
 def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:

@@ -147,13 +147,13 @@ def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> li
             batch = make()
             if isinstance(parallel, SkippedReduce):
                 parallel.calls = 0
-            hidden = model(batch, cache, attention)
+            hidden = model.states(batch, cache, attention)[1]
             steps += 1
             if not hidden.shape[0]:
                 continue
             if not job.fault:
                 check_bits(hidden, parallel)
-            logits = parallel.all_gather(model.logits(hidden))[:, : geometry.vocab]
+            logits = parallel.all_gather(model.head.logits(hidden))[:, : geometry.vocab]
             cap = geometry.softcap
             rows.append((logits if cap is None else torch.tanh(logits / cap) * cap).cpu())
         found.append(torch.cat(rows))

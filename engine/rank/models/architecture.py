@@ -27,7 +27,7 @@ class Model(Shard, ABC):
     @property
     @abstractmethod
     def head(self) -> VocabTable:
-        """The table that logits come of."""
+        """The table that logits come of: this rank's slice, before the soft cap (`geometry.softcap`)."""
 
     @abstractmethod
     def embed(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
@@ -42,17 +42,6 @@ class Model(Shard, ABC):
 
         peers: the ranks' inboxes, or for many rows their sequence-parallel norms; None: sums over ranks are collectives.
         """
-
-    def forward(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers = None
-    ) -> Tensor:
-        """[R, hidden]: the final-normed rows of `states`."""
-        return self.states(batch, cache, attention, peers)[1]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> fp32 [R, `vocab_share`]: this rank's slice, before the soft cap (`geometry.softcap`), and -inf
-        behind the vocabulary's end."""
-        return self.head.logits(hidden)
 
 
 class MediaEncoder(Shard, ABC):

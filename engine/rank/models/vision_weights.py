@@ -18,12 +18,16 @@ _RULES = (
     *(Rule(f"{_L}{name}.weight", f"{_B}norms.{own}", ("tower",), kind="norm") for name, own in BLOCK_NORMS.items()),
     Rule(_T + "std_bias", "std_bias", ("standardized",), kind="norm"),
     Rule(_T + "std_scale", "std_scale", ("standardized",), kind="norm"),
-    *(Rule(f"{_E}patch_ln1.{name}", f"patch_norm.{name}", ("cell",), kind="norm") for name in ("weight", "bias")),
     Rule(_E + "patch_dense.weight", "dense.weight", ("embedder", "cell"), kind="unpacked"),
     Rule(_E + "patch_dense.bias", "dense.bias", ("embedder",), kind="norm"),
-    *(Rule(f"{_E}patch_ln2.{name}", f"dense_norm.{name}", ("embedder",), kind="norm") for name in ("weight", "bias")),
     Rule(_E + "pos_embedding", "positions", ("positions", "axes", "embedder"), kind="unpacked"),
-    *(Rule(f"{_E}pos_norm.{name}", f"position_norm.{name}", ("embedder",), kind="norm") for name in ("weight", "bias")),
+    *(
+        Rule(f"{_E}{norm}.{name}", f"{own}.{name}", (size,), kind="norm")
+        for norm, own, size in (
+            ("patch_ln1", "patch_norm", "cell"), ("patch_ln2", "dense_norm", "embedder"), ("pos_norm", "position_norm", "embedder")
+        )
+        for name in ("weight", "bias")
+    ),
     Rule("embed_vision.embedding_projection.weight", "out", ("model", "hidden")),
 )
 

@@ -75,24 +75,21 @@ class ForwardStage:
         if soft is not None:
             rows[: len(soft.rows)], values[: len(soft.rows)] = soft.rows, soft.values
 
-    def decode(self, bucket: int, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
-        """Returns inputs and final hidden rows of decode rows, padded to `bucket` sequences of `width` tokens. Capturable."""
-        self.inputs.apply(plan)
-        batch = self.inputs.decodes(plan, bucket, width=width)
-        if self.pages is not None:
-            self.pages.check(batch)
-        return batch, self.run(batch)
-
-    def mixed(self, sizes: MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
-        """Returns inputs and final hidden rows of a plan's result rows, chunks and all padded to `sizes`. Capturable."""
-        batch, ends = self._mixed(sizes, plan, width)
-        if (soft := self.soft_tokens) is not None:
+    def padded(self, sizes: int | MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
+        """Returns inputs and final hidden rows of a plan's result rows, padded to `sizes`: so many sequences that decode, of `width`
+        tokens each, or chunks and all. Capturable."""
+        batch, ends = self._inputs_of(sizes, plan, width)
+        if (soft := self.soft_tokens) is not None and isinstance(sizes, MixedSizes):
             batch = replace(batch, soft=SoftTokens(soft.rows[: sizes.prompts], soft.values[: sizes.prompts]))
         return ends, self.run(batch)
 
-    def _mixed(self, sizes: MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
+    def _inputs_of(self, sizes: int | MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
+        """Apply a plan; returns its rows, and those that give results."""
         self.inputs.apply(plan)
-        batch, ends = self.inputs.mixed(plan, sizes, width)
+        if isinstance(sizes, MixedSizes):
+            batch, ends = self.inputs.mixed(plan, sizes, width)
+        else:
+            batch = ends = self.inputs.decodes(plan, sizes, width)
         if self.pages is not None:
             self.pages.check(batch)
         return batch, ends
@@ -113,7 +110,7 @@ class ForwardStage:
             self.inputs.apply(uploaded)
             return FinalRows(self.inputs.ids[:0])
         chunks = chunks_of(plan)
-        batch, ends = self._mixed(MixedSizes.of(plan), uploaded, width)
+        batch, ends = self._inputs_of(MixedSizes.of(plan), uploaded, width)
         batch = replace(batch, chunks=chunks, soft=None if media is None else media.soft_tokens(chunks))
         if not (scored := scored_rows(batch.chunks, scorings)):
             return FinalRows(self.run(batch), ends)
@@ -126,4 +123,4 @@ class ForwardStage:
         if peers is None and self.inboxes is not None and (sequence := self.inboxes.sequence) is not None:
             least = sequence.rows.start * (sequence.size if batch.chunks else 1)  # not captured: with fewer the host is the bound
             peers = sequence.begin(batch.rows) if least <= batch.rows < sequence.rows.stop else None
-        return self.model.forward(batch, self.cache, self.attention, peers)
+        return self.model.states(batch, self.cache, self.attention, peers)[1]

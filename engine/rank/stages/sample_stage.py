@@ -68,7 +68,7 @@ class SampleStage:
             tables = self.slots.adjustments.tables
             rows = replace(rows, adjustments=tables, plan=plan, step=STEP, width=batch.width)
         _, inbox = inboxes_of(self.inboxes, len(hidden))
-        return StepTokens(*self.sampler.sample(self.model.logits(hidden), rows, inbox, special))
+        return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, special))
 
     def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:
         """Returns `sampled`, or what a step gives that samples nothing, with the logprobs of prompt tokens."""
@@ -79,6 +79,6 @@ class SampleStage:
         """Returns the logprobs of prompt tokens, as `token_logprobs`, from the final hidden rows of a whole batch."""
 
         def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
-            return self.sampler.token_logprobs(self.model.logits(prompts.hidden[rows]), ids, alternatives)
+            return self.sampler.token_logprobs(self.model.head.logits(prompts.hidden[rows]), ids, alternatives)
 
         return token_logprobs(prompts.scored, prompts.batch, self.slots.tokens, report, self.share)

@@ -77,7 +77,7 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
     attention = attention_backend(AttentionConfig(), geometry, cache, 1, (1,), CPU)
     with torch.inference_mode():
         _, hidden = target.states(batch, cache, attention)
-        first = target.logits(hidden).argmax(-1).int()
+        first = target.head.logits(hidden).argmax(-1).int()
     return Pair(target, drafter, judge, cache, first, hidden.clone())
 
 

@@ -65,7 +65,7 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     runner._device, runner._inputs, runner.draft_stage, runner._inboxes = MagicMock(), MagicMock(), None, None
     runner._widths = runner._mixed_widths = (1,)
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
-    runner.forward_stage.decode = lambda rows, *_: ran.append(f"forward {rows}") or (rows, None)
+    runner.forward_stage.padded = lambda rows, *_: ran.append(f"forward {rows}") or (rows, None)
     runner.sample_stage.captured = lambda name, _, rows, __: ran.append(f"{name} {rows}")
     runner.capture((1, 8))
     made: Any = runner.graphs

@@ -152,7 +152,7 @@ def test_a_vocabulary_that_ranks_do_not_divide(nano: Nano, tmp_path: Path) -> No
         table = model.embedding.tokens.head.weight
         filled = len(shard_vocab(it.geometry.vocab, 4, parallel.rank))
         assert not table[filled:].any()
-        assert model.logits(torch.ones(2, it.geometry.hidden))[:, filled:].eq(-torch.inf).all()
+        assert model.head.logits(torch.ones(2, it.geometry.hidden))[:, filled:].eq(-torch.inf).all()
         if parallel.rank == 3:
             assert 0 < filled < len(table)
             table[:filled] = table[:filled].roll(shift, 0)

@@ -120,14 +120,14 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
     and not, up to the largest bucket: a step that is so large finds the memory that it takes."""
     sizes: list[int] = []
     sampled: list[tuple[int, bool, SpecialRows]] = []
-    stage, forward = runner.sample_stage, runner.forward_stage.model.forward
+    stage, forward = runner.sample_stage, runner.forward_stage.model.states
     report, sample = stage.prompt_logprobs, stage.sampler.sample
 
     def seen_sampling(logits: Tensor, batch: SamplingBatch, inbox: None, special: SpecialRows) -> tuple[Tensor, Tensor | None]:
         sampled.append((len(logits), batch.adjustments is not None, special))
         return sample(logits, batch, inbox, special)
 
-    def seen(batch: ForwardBatch, *rest: object) -> Tensor:
+    def seen(batch: ForwardBatch, *rest: object) -> tuple[Tensor, Tensor]:
         sizes.append(batch.rows)
         return forward(batch, *rest)
 
@@ -136,7 +136,7 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
         return report(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.forward_stage.model, "forward", seen)
+        patch.setattr(runner.forward_stage.model, "states", seen)
         patch.setattr(stage, "prompt_logprobs", written)
         patch.setattr(stage.sampler, "sample", seen_sampling)
         runner.warm()
@@ -393,8 +393,8 @@ def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runne
     """Through prefill, decodes and a return with all its tokens after a preemption, each token is the largest of the model's logits
     behind the formulas; as if nothing were adjusted it is not."""
     raw: list[torch.Tensor] = []
-    logits = runner.forward_stage.model.logits
-    monkeypatch.setattr(runner.forward_stage.model, "logits", lambda hidden: raw.append(logits(hidden)) or raw[-1].clone())
+    logits = runner.forward_stage.model.head.logits
+    monkeypatch.setattr(runner.forward_stage.model.head, "logits", lambda hidden: raw.append(logits(hidden)) or raw[-1].clone())
     prompt = PROMPTS[0]
     wanted = LogitAdjustments(
         repetition_penalty=1.4, frequency_penalty=1.5, presence_penalty=1.0, bias=((77, 3.0), (5, -float("inf"))), bad_words=((9,),)

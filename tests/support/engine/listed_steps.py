@@ -67,8 +67,8 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
         rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
-        hidden = model(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, shared.allreduce)
-        sampler.sample(model.logits(hidden), sampler.batch(slots, positions, parameters, tokens), shared.argmax)
+        hidden = model.states(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, shared.allreduce)[1]
+        sampler.sample(model.head.logits(hidden), sampler.batch(slots, positions, parameters, tokens), shared.argmax)
     return tuple(nodes)
 
 
@@ -138,5 +138,6 @@ def mixed(chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...
         chunk_inputs(plan, LAYOUT, tokens, SLOTS - 1, StepRows(ids, positions, slots), chunk, chunks, ends)
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
-        model(ForwardBatch(ids, positions, slots, rope, pages, ends.rows, prompts=chunk, chunk_list=chunks), cache, attention)
+        batch = ForwardBatch(ids, positions, slots, rope, pages, ends.rows, prompts=chunk, chunk_list=chunks)
+        model.states(batch, cache, attention)
     return tuple(nodes)
