@@ -21,7 +21,7 @@ for the rest: a forward may have any number of calls above two, and two forwards
 **Sharded**, for many rows: rank i sums and norms the rows r with r mod n = i, keeps their residual, and writes x to everybody.
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -58,27 +58,29 @@ class InboxPart:
     buffer: int
 
 
+@dataclass(eq=False)
 class AllReduceInbox:
     """One rank's inbox, for rows of `width` elements at most and `rows` rows at most.
 
     memory    `bytes(...)` bytes that all ranks can write; pointers  int64 [size]: every rank's, own too
     errors    int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
-    sharded   rows from which on fused norms are sharded
-    sent      rows up to which products write their parts themselves (`kernels.linear.linear_send`)
+    sharded_rows  from which on fused norms are sharded
+    sent_rows     up to which products write their parts themselves (`kernels.linear.linear_send`)
     """
 
-    def __init__(
-        self, memory: Tensor, pointers: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype, sharded: int, sent: int = 0
-    ) -> None:
-        self.rank, self.size = rank, pointers.shape[0]
-        self.rows = rows
-        self.width = width
-        self.dtype = dtype
-        self.sharded_rows = sharded
-        self.sent_rows = sent
-        self.pointers = pointers
-        self.inbox = memory.view(_BITS[dtype])
-        self.inbox.fill_(EMPTY[dtype])
+    memory: InitVar[Tensor]
+    pointers: Tensor
+    rank: int
+    rows: int
+    width: int
+    dtype: torch.dtype
+    sharded_rows: int
+    sent_rows: int = 0
+
+    def __post_init__(self, memory: Tensor) -> None:
+        self.size = len(self.pointers)
+        self.inbox = memory.view(_BITS[self.dtype])
+        self.inbox.fill_(EMPTY[self.dtype])
         self.errors = torch.zeros(2, dtype=torch.int32, device=memory.device)
         self.wait_at_most(WAIT_S)
         self._calls = 0

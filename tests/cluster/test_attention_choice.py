@@ -97,7 +97,7 @@ REFUSED = [
     (B200, replace(WHOLE, launcher=None), {"attention_extend": "trtllm_mha"}, "can build no launcher"),
     (B200, WHOLE, {"attention": "trtllm_mha", "page": 128}, "pages of 16, 32 or 64 tokens, not 128"),
     (B200, WHOLE, {"attention": "trtllm_mha", "dtype": "float32"}, "compute in bfloat16, not float32"),
-    (B200, WHOLE, {"attention": "trtllm_mha", "mtp": Mtp(model="drafter")}, "attention_decode: trtllm_mha: its decode rows are of one"),
+    (B200, WHOLE, {"attention": "trtllm_mha", "mtp": Mtp(model="drafter")}, "trtllm_mha: its decode rows are of one token"),
     (B200, WHOLE, {"attention": "reference"}, "reference runs on the CPU; on a GPU triton is the backend"),
     (None, WHOLE, {"attention": "triton"}, "triton needs a GPU; this engine runs on the CPU"),
     (None, WHOLE, {"attention_decode": "trtllm_mha"}, "it needs a GPU; this engine runs on the CPU"),

@@ -98,7 +98,7 @@ def linear_nodes(target: Target) -> Iterator[Node]:
 def sent_nodes() -> None:
     """Products that write their parts to four inboxes."""
     memory = meta(AllReduceInbox.bytes(4, 64, HIDDEN, torch.bfloat16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, long(4), 2, 64, HIDDEN, torch.bfloat16, sharded=32, sent=16)
+    peers = AllReduceInbox(memory, long(4), 2, 64, HIDDEN, torch.bfloat16, sharded_rows=32, sent_rows=16)
     for rows in (1, 8):
         linear_send(meta(rows, 2048), meta(HIDDEN, 2048), peers)
 
@@ -108,7 +108,7 @@ def allreduce_norm_nodes() -> None:
     """One rank's, two parts, and over four ranks one-shot, the first one, and sharded."""
     n, bf16 = HIDDEN, torch.bfloat16
     memory = meta(AllReduceInbox.bytes(4, 64, n, bf16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, long(4), 2, 64, n, bf16, sharded=32)
+    peers = AllReduceInbox(memory, long(4), 2, 64, n, bf16, sharded_rows=32)
     both = Norms(meta(n), meta(n))
     fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
     two = Norms(meta(2816), meta(2816), (meta(2816), meta(2816)))

@@ -71,7 +71,7 @@ def group(width: int, sharded: int = 1 << 30, dtype: torch.dtype = torch.float32
     """SIZE ranks whose inboxes are ordinary memory."""
     memories = [torch.zeros(AllReduceInbox.bytes(SIZE, ROWS, width, dtype), dtype=torch.uint8) for _ in range(SIZE)]
     pointers = torch.tensor([memory.data_ptr() for memory in memories])
-    return [AllReduceInbox(memory, pointers, rank, ROWS, width, dtype, sharded, sent=ROWS) for rank, memory in enumerate(memories)]
+    return [AllReduceInbox(memory, pointers, rank, ROWS, width, dtype, sharded, ROWS) for rank, memory in enumerate(memories)]
 
 
 ONE_SHOT = ((True, False), (False, True))  # every rank writes, then every rank reads

@@ -383,7 +383,7 @@ _KERNELS = (
     ),
     Fault(
         "frequency-penalty-rewards", "kernels/adjust.py",
-        "return x - frequency * generated", "return x + frequency * generated", "engine/rank/test_adjustments.py",
+        "x = x - frequency * times", "x = x + frequency * times", "engine/rank/test_adjustments.py",
     ),
     Fault(
         "candidates-ignore-top-p", "kernels/candidates.py",

@@ -43,11 +43,6 @@ class Weight(Module):
             setattr(made, tensor.name, empty(*tensor.shape(self.shape), dtype=dtype, device=self.device))
         return made
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.parameters())
-
     def forward(self, x: Rows | Pieces, allreduce_norm: AllReduceNorm | None = None) -> Part:
         """x [T, n] -> x W^T [T, m]. With `allreduce_norm`, this rank's part of a row-parallel product for it: few rows go to the
         ranks' inboxes, if any, many to their owners; where there is one rank, they may be left in fp32 parts [parts, T, m]."""

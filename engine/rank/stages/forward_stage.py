@@ -76,8 +76,8 @@ class ForwardStage:
             rows[: len(soft.rows)], values[: len(soft.rows)] = soft.rows, soft.values
 
     def padded(self, sizes: int | MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
-        """Returns inputs and final hidden rows of a plan's result rows, padded to `sizes`: so many sequences that decode, of `width`
-        tokens each, or chunks and all. Capturable."""
+        """Returns inputs and final hidden rows of a plan's result rows, padded to `sizes`: a number of sequences that decode, of
+        `width` tokens each, or chunks and all. Capturable."""
         batch, ends = self._inputs_of(sizes, plan, width)
         if (soft := self.soft_tokens) is not None and isinstance(sizes, MixedSizes):
             batch = replace(batch, soft=SoftTokens(soft.rows[: sizes.prompts], soft.values[: sizes.prompts]))

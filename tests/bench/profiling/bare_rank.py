@@ -14,6 +14,7 @@ from engine.rank.builder import build as build_runner
 from engine.rank.kv import KVCache
 from engine.rank.models.gemma4 import Attention
 from engine.rank.models.layers import Experts, VocabTable
+from engine.rank.models.weight import Weight
 from engine.rank.runner import Runner
 from engine.rank.synthetic_plans import admission_plan
 from tests.bench.profiling.loopback import Loopback
@@ -57,14 +58,14 @@ class BareRank(Rank):
         for name, module in self.model.named_modules():
             size = sum(own.nbytes for own in module.parameters(recurse=False) if own.ndim > 1)
             if isinstance(module, VocabTable):
-                size = batch * module.head.nbytes // module.head.shape[0]
+                size = batch * _bytes(module.head) // module.head.shape[0]
             elif id(module) in experts and (moe := self.geometry.moe):
                 size = int(size * (1 - (1 - moe.top_k / moe.experts) ** batch))
             elif isinstance(module, Attention):
                 group, pool = self.cache.of(module.layer).group, self.cache.of(module.layer).pool
                 size = batch * 2 * group.kv_heads * group.head_dim * min(context, group.window or context) * pool.element_size()
             yield name, 0 if id(module) in tables else size
-        yield "head", self.model.head.head.nbytes
+        yield "head", _bytes(self.model.head.head)
 
     def step_bytes(self, batch: int, context: int) -> int:
         return sum(size for _, size in self.module_bytes(batch, context))
@@ -90,3 +91,7 @@ def build(
         runner.capture(None if batches is None else sorted({runner.bucket(batch) for batch in batches}))
         report(f"{compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
     return BareRank(**vars(rank), runner=runner)
+
+
+def _bytes(weight: Weight) -> int:
+    return sum(tensor.nbytes for tensor in weight.parameters())

@@ -36,7 +36,7 @@ class Loopback(FirstOfGroup):
         peers = torch.arange(self.size, dtype=torch.int64, device=self._device)
         allreduce = AllReduceInbox(
             memory[: sizes[0]], memory.data_ptr() + peers * rows * width * dtype.itemsize, 0, rows, width, dtype,
-            sharded=1 << 30, sent=SENT_ROWS,
+            sharded_rows=1 << 30, sent_rows=SENT_ROWS,
         )
         argmax = ArgmaxInbox(
             memory[sizes[0] :], memory.data_ptr() + sizes[0] + peers * rows * 16, 0, rows, allreduce.errors

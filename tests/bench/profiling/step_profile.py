@@ -107,17 +107,18 @@ def recorded(model: Model) -> Iterator[set[str]]:
         module = model.get_submodule(name)
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    logits = model.logits
+    table = model.head
+    logits = table.logits
 
     def head(hidden: Tensor) -> Tensor:
         with record_function("head"):
             return logits(hidden)
 
-    model.logits = head  # type: ignore[method-assign]
+    table.logits = head  # type: ignore[method-assign]
     try:
         yield names | {"head"}
     finally:
-        del model.logits
+        del table.logits
         for handle in handles:
             handle.remove()
 

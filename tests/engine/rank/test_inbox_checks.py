@@ -60,7 +60,7 @@ class Shared:
     def inboxes(self, rank: int) -> Inboxes:
         pointers = torch.tensor([memory.data_ptr() for memory in self.memories])
         split = AllReduceInbox.bytes(RANKS, ROWS, 2 * N, torch.float32)
-        allreduce = AllReduceInbox(self.memories[rank][:split], pointers, rank, ROWS, 2 * N, torch.float32, SHARDED, sent=ROWS)
+        allreduce = AllReduceInbox(self.memories[rank][:split], pointers, rank, ROWS, 2 * N, torch.float32, SHARDED, sent_rows=ROWS)
         return Inboxes(allreduce, ArgmaxInbox(self.memories[rank][split:], pointers + split, rank, ROWS, allreduce.errors))
 
 
