@@ -23,12 +23,12 @@ from engine.rank.models.architecture import Architecture, MediaEncoder, Model
 from engine.rank.models.assistant import Assistant, load_assistant
 from engine.rank.models.assistant_geometry import check_shards, read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
-from engine.rank.models.audio import audio_encoder
+from engine.rank.models.audio import AudioEncoder, AudioTower
 from engine.rank.models.audio_weights import TENSORS as AUDIO_TENSORS
 from engine.rank.models.clipped import load_encoder
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.models.layers import Shard
-from engine.rank.models.vision import encoder_of
+from engine.rank.models.vision import Tower, VisionEmbedder
 from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, make_inboxes
 from engine.rank.runner import Runner
@@ -36,9 +36,10 @@ from engine.rank.start_checks import check_attention, check_inboxes, check_kerne
 from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import PLAIN, WeightFormat, weight_format
 
-_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], TensorTable]] = {
-    VisionGeometry: (encoder_of, VISION_TENSORS),
-    AudioGeometry: (audio_encoder, AUDIO_TENSORS),
+# The tower of a geometry, what a unified model has in its place, and the tensors of both.
+_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], Callable[..., MediaEncoder], TensorTable]] = {
+    VisionGeometry: (Tower, VisionEmbedder, VISION_TENSORS),
+    AudioGeometry: (AudioTower, AudioEncoder, AUDIO_TENSORS),
 }
 
 
@@ -121,11 +122,9 @@ def _encoders(config: EngineConfig, model: Model, source: str) -> dict[MediaKind
     folder = Path(config.model)
     made: dict[MediaGeometry, MediaEncoder] = {}
     shapes = read_media(folder, language_model_only=config.language_model_only)
-    for shape in shapes.values():
-        if shape in made:
-            continue
-        build, tensors = _ENCODERS[type(shape)]
-        encoder = made[shape] = build(shape, model.dtype, model.device)
+    for shape in dict.fromkeys(shapes.values()):
+        tower, unified, tensors = _ENCODERS[type(shape)]
+        encoder = made[shape] = (unified if shape.unified else tower)(shape, model.dtype, model.device)
         _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder, progress=model.parallel.rank == 0))
     return {kind: made[shape] for kind, shape in shapes.items()}
 

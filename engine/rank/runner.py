@@ -316,7 +316,9 @@ class Runner:
         """Start the sampling of a step, with `masks` if it has masked rows, and the copy of its outputs."""
         plan, final = step.plan, step.final
         if plan.masked:
-            self._set_masks(plan.step, masks)
+            given = decode_masks(masks)
+            assert given.step == plan.step, f"step {plan.step} has the masks of step {given.step}"
+            self.slots.adjustments.set_masks(plan.step, given.slots, given.bits, after=self.report_stage.last_end)
         width = 1 if final.batch is None else final.batch.width
         rows = self.slots.result_rows(plan.result_slots, plan.step, width)
         sampled = None
@@ -360,11 +362,6 @@ class Runner:
         if media and len(plan.encodes):
             assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
             self.encode_stage.encode(plan.encodes[:, 0].tolist(), media)
-
-    def _set_masks(self, step: int, data: bytes) -> None:
-        masks = decode_masks(data)
-        assert masks.step == step, f"step {step} has the masks of step {masks.step}"
-        self.slots.adjustments.set_masks(step, masks.slots, masks.bits, after=self.report_stage.last_end)
 
     def _padded_forward(self, sizes: int | MixedSizes, width: int, uploaded: Tensor) -> FinalRows:
         """Run the forward of a plan padded to `sizes`, as a graph if there is one and the plan lies where it reads."""

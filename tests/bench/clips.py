@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.audio_geometry import AudioGeometry, read_audio
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
-from engine.rank.models.audio import AudioEncoder, audio_encoder
+from engine.rank.models.audio import AudioEncoder, AudioTower
 from engine.rank.models.audio_weights import TENSORS
 from engine.rank.stages.encode_stage import batches
 from tests.bench.encoders import compared, seconds, show
@@ -33,7 +33,7 @@ def encoder(shape: ModelShape, device: torch.device) -> AudioEncoder:
         (Path(folder) / "config.json").write_text(json.dumps(config(shape, "bfloat16")))
         geometry = read_audio(Path(folder))
     assert geometry is not None
-    model = audio_encoder(geometry, torch.bfloat16, device)
+    model = (AudioEncoder if geometry.unified else AudioTower)(geometry, torch.bfloat16, device)
     dummy(model, TENSORS)
     return model
 

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.memory import ENCODER_ROWS
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
-from engine.rank.models.vision import VisionEncoder, encoder_of
+from engine.rank.models.vision import Tower, VisionEmbedder, VisionEncoder
 from engine.rank.models.vision_weights import TENSORS
 from engine.rank.stages.encode_stage import batches
 from engine.vision_geometry import CELL, VisionGeometry, read_vision
@@ -41,7 +41,7 @@ def encoder(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Visi
         (Path(folder) / "config.json").write_text(json.dumps(config(shape, "bfloat16")))
         geometry = read_vision(Path(folder))
     assert geometry is not None
-    model = encoder_of(geometry, dtype, device)
+    model = (VisionEmbedder if geometry.unified else Tower)(geometry, dtype, device)
     dummy(model, TENSORS)
     return model
 

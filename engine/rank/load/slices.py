@@ -113,7 +113,9 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
         rows = shard_vocab(shape[0], size, rank)
         return (Cut(0, rows.start, rows.stop),)
     if part in ("k", "v"):
-        return (_kv_cut(part, geometry, layer, rank, size),)
+        heads = shard_kv_heads(geometry.heads, layer.kv_heads, size, rank)
+        before = geometry.heads // size + (len(heads) if part == "v" else 0)
+        return (Cut(0, *(layer.head_dim * head for head in (heads.start, heads.stop, before))),)
     if part == "gate_up":
         half, share = shape[1] // 2, shape[1] // 2 // size
         starts = (rank * share, half + rank * share)
@@ -121,12 +123,6 @@ def _cuts(part: Part, shape: tuple[int, ...], geometry: Geometry, layer: Layer, 
     dim = _EVEN[part]
     share = shape[dim] // size
     return (Cut(dim, rank * share, (rank + 1) * share, share if part == "up" else 0),)
-
-
-def _kv_cut(part: Part, geometry: Geometry, layer: Layer, rank: int, size: int) -> Cut:
-    heads = shard_kv_heads(geometry.heads, layer.kv_heads, size, rank)
-    before = geometry.heads // size + (len(heads) if part == "v" else 0)
-    return Cut(0, heads.start * layer.head_dim, heads.stop * layer.head_dim, before * layer.head_dim)
 
 
 def allocate(model: "Shard", tensors: TensorTable, weights: WeightFormat = PLAIN) -> "tuple[dict[str, Piece], dict[str, Tensor]]":

@@ -182,11 +182,6 @@ class AudioTower(AudioEncoder):
         return functional.linear(x, self.last, self.bias)
 
 
-def audio_encoder(geometry: AudioGeometry, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
-    """The empty encoder of a geometry."""
-    return (AudioEncoder if geometry.unified else AudioTower)(geometry, dtype, device)
-
-
 def _distances(geometry: AudioGeometry) -> Tensor:
     """[reach, hidden]: sines and cosines of a row's distance to one before it."""
     half = geometry.hidden // 2

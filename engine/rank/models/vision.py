@@ -201,8 +201,3 @@ def patch_positions(rows: int, columns: int, cell: int) -> np.ndarray:
     """int64 [2, patches]: x and y of each patch of rows x columns cells of cell x cell patches, in the order of `_cells`."""
     cell_y, cell_x, y, x = np.indices((rows, columns, cell, cell)).reshape(4, -1)
     return np.stack([cell * cell_x + x, cell * cell_y + y])
-
-
-def encoder_of(geometry: VisionGeometry, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
-    """The empty encoder of a geometry."""
-    return (VisionEmbedder if geometry.unified else Tower)(geometry, dtype, device)

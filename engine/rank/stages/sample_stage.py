@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.memory import PIECE_LOGITS
 from engine.plan_layout import STEP
 from engine.rank.batch import ForwardBatch
 from engine.rank.models.architecture import Model
 from engine.rank.parallel import Inboxes, inboxes_of
-from engine.rank.prompt_logprobs import ScoredRows, token_logprobs
+from engine.rank.prompt_logprobs import ScoredRows
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.stages.forward_stage import ScoredBatch
+from engine.rank.upload import uploaded
 
 SAMPLERS = ("argmax", "small_top_k", "adjusted_argmax", "adjusted_small_top_k")  # of captured steps
 LARGEST_SAMPLERS = SAMPLERS[1::2]  # which launch whatever the others do
@@ -76,9 +79,14 @@ class SampleStage:
         return replace(sampled, scored=prompts.scored, prompts=self.prompt_logprobs(prompts))
 
     def prompt_logprobs(self, prompts: ScoredBatch) -> Tensor:
-        """Returns the logprobs of prompt tokens, as `token_logprobs`, from the final hidden rows of a whole batch."""
-
-        def report(rows: Tensor, ids: Tensor, alternatives: int) -> Tensor:
-            return self.sampler.token_logprobs(self.model.head.logits(prompts.hidden[rows]), ids, alternatives)
-
-        return token_logprobs(prompts.scored, prompts.batch, self.slots.tokens, report, self.share)
+        """Returns the logprobs of the tokens behind the scored rows, as `Sampler.token_logprobs` gives them, with as many
+        alternatives as any asks for. Rows go through the head in pieces of `PIECE_LOGITS`: 64 of 262 144 ids on one rank, 256 on
+        four."""
+        scored, batch, tokens = prompts.scored, prompts.batch, self.slots.tokens
+        rows = np.concatenate([np.arange(part.row, part.row + part.count) for part in scored])
+        index = uploaded(torch.from_numpy(rows), tokens.device)
+        ids = tokens[batch.slots[index].long(), batch.positions[index].long() + 1].long()
+        most, size, reports = max(part.scoring.alternatives for part in scored), max(1, PIECE_LOGITS // self.share), []
+        for piece, of_piece in zip(index.split(size), ids.split(size), strict=True):
+            reports.append(self.sampler.token_logprobs(self.model.head.logits(prompts.hidden[piece]), of_piece, most))
+        return torch.cat(reports)

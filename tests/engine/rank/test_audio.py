@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from engine.audio_geometry import read_audio
 from engine.rank.models import audio
-from engine.rank.models.audio import AudioEncoder, AudioTower, Before, audio_encoder
+from engine.rank.models.audio import AudioEncoder, AudioTower, Before
 from engine.rank.models.audio_weights import TENSORS
 from engine.rank.models.clipped import load_encoder
 from tests.conftest import Nano
@@ -34,7 +34,7 @@ def clips(geometry: Any) -> list[Tensor]:
 def encoder(folder: Path) -> AudioEncoder:
     geometry = read_audio(folder)
     assert geometry is not None
-    model = audio_encoder(geometry, torch.float32, torch.device("cpu"))
+    model = (AudioEncoder if geometry.unified else AudioTower)(geometry, torch.float32, torch.device("cpu"))
     load_encoder(model, TENSORS, folder)
     return model
 

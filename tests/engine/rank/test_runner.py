@@ -233,7 +233,7 @@ def test_logprobs_of_a_prompt_are_those_that_sampling_reports(rank: Rank, monkey
     behind each prefix; tokens are what they are without."""
     prompt = PROMPTS[1]
     quiet = run(build(rank, PAGES), scored_plans(prompt, None)[0]).rows
-    monkeypatch.setattr("engine.rank.prompt_logprobs.PIECE_LOGITS", 7 * rank.geometry.vocab)
+    monkeypatch.setattr("engine.rank.stages.sample_stage.PIECE_LOGITS", 7 * rank.geometry.vocab)
     runner = build(rank, PAGES)
     results = [run(runner, plan) for plan in scored_plans(prompt, 3)]
     assert results[0].rows[0].tokens == quiet[0].tokens

@@ -17,7 +17,7 @@ from engine.errors import CheckpointError
 from engine.rank.graphs import StageGraphs
 from engine.rank.models import captured_layers, vision
 from engine.rank.models.clipped import ClippedProduct, load_encoder
-from engine.rank.models.vision import Tower, VisionBlock, VisionEncoder, encoder_of
+from engine.rank.models.vision import Tower, VisionBlock, VisionEmbedder, VisionEncoder
 from engine.rank.models.vision_weights import TENSORS
 from engine.vision_geometry import CELL, read_vision
 from kernels.ragged_attention import ragged_attention
@@ -39,7 +39,7 @@ SIZES = ((1, 1), (2, 5), (5, 2), (4, 4), (2, 5))  # cells, rows and columns
 def encoder(folder: Path) -> VisionEncoder:
     geometry = read_vision(folder)
     assert geometry is not None
-    model = encoder_of(geometry, torch.float32, torch.device("cpu"))
+    model = (VisionEmbedder if geometry.unified else Tower)(geometry, torch.float32, torch.device("cpu"))
     load_encoder(model, TENSORS, folder)
     return model
 
