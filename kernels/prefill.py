@@ -94,28 +94,21 @@ def paged_prefill(
 def _configured(
     heads: int, kv_heads: int, d: int, page: int, window: int | None, itemsize: int, shared: int
 ) -> tuple[Configured, int]:
-    """The kernel, and how many CTAs share the queries of a tile."""
+    """The kernel, and how many CTAs share the queries of a tile. A CTA has the rows, and a turn the keys, that shared memory holds;
+    fp32, for tests, takes the least."""
     group, values = heads // kv_heads, min(d, _VALUES)
-    rows, keys = _cut(d, values, itemsize, shared)
+    rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 32)
+    turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
+    while keys > 16 and keys * turn > shared * 3 // 4:
+        keys //= 2
+    while rows > 16 and 2 * d * rows + keys * turn > shared:
+        rows //= 2
     tokens = max(1, rows // group)
     kernel = configured(
         _extend, HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page,
         TOKENS=tokens, ROWS=max(rows, triton.next_power_of_2(group)), KEYS=keys, warps=8 if rows >= 64 else 4, stages=2,
     )  # fmt: skip
     return kernel, cdiv(tile_tokens(heads, kv_heads), tokens)
-
-
-def _cut(d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
-    """Rows of a CTA and keys a turn: what shared memory holds; fp32, for tests, takes the least."""
-    if itemsize == 4:
-        return 16, 16
-    rows, keys = _TILE_ROWS, 64 if d <= 256 else 32
-    turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
-    while keys > 16 and keys * turn > shared * 3 // 4:
-        keys //= 2
-    while rows > 16 and 2 * d * rows + keys * turn > shared:
-        rows //= 2
-    return rows, keys
 
 
 @triton.jit(do_not_specialize=["width"])

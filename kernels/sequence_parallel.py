@@ -125,7 +125,11 @@ class SequenceParallel:
         cuts = [slice(start, end) for start, end in pairwise(ends)]
         ranks = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
         firsts = list(accumulate((cdiv(cut.stop - cut.start, self.size) * (self.size - 1) for cut in cuts), initial=0))
-        self.pieces = [self._piece(cut, first) for cut, first in zip(cuts, firsts, strict=False)]
+        self.pieces = []
+        for rows_of, first in zip(cuts, firsts, strict=False):
+            inside = self._own(rows_of, self.rank)
+            own = slice(rows_of.start + inside.start, rows_of.start + inside.stop)
+            self.pieces.append(_Piece(rows_of, own, self._parts_of(self.rank, rows_of, first), self._x[self.rank][own]))
         self._copies = [[self._copy(index, firsts[index], peer) for peer in ranks] for index in range(len(cuts))]
         return self
 
@@ -139,11 +143,6 @@ class SequenceParallel:
         own = self._own(rows, owner)
         count, others = own.stop - own.start, self.size - 1
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
-
-    def _piece(self, rows: slice, first: int) -> _Piece:
-        inside = self._own(rows, self.rank)
-        own = slice(rows.start + inside.start, rows.start + inside.stop)
-        return _Piece(rows, own, self._parts_of(self.rank, rows, first), self._x[self.rank][own])
 
     def _copy(self, index: int, first: int, peer: int) -> _Copy:
         slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`

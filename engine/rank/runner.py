@@ -143,7 +143,14 @@ class Runner:
         """
         graphs = StageGraphs(self._device)
         for sizes, width in self._steps(buckets):
-            self._capture_step(graphs, sizes, width)
+            # A step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`). With chunks one is enough:
+            # `warm` has run all that samplers launch.
+            for name in LARGEST_SAMPLERS[isinstance(sizes, MixedSizes) :]:
+                graphs.warm(partial(self.repeat, sizes, name, width))
+            plan = self._inputs.plan
+            state = graphs.capture("forward", sizes, partial(self.forward_stage.padded, sizes, plan, width), width)
+            for name in SAMPLERS:
+                graphs.capture(name, sizes, partial(self._sampled, name, plan, *state), width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(buckets or self._buckets, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
@@ -170,16 +177,6 @@ class Runner:
         steps = self._steps()
         for (sizes, width), name in product(islice(steps, share, None, shares), LARGEST_SAMPLERS):
             self.repeat(sizes, name, width)
-
-    def _capture_step(self, graphs: StageGraphs, sizes: int | MixedSizes, width: int) -> None:
-        # A step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`). With chunks one is enough: `warm`
-        # has run all that samplers launch.
-        for name in LARGEST_SAMPLERS[isinstance(sizes, MixedSizes) :]:
-            graphs.warm(partial(self.repeat, sizes, name, width))
-        plan = self._inputs.plan
-        state = graphs.capture("forward", sizes, partial(self.forward_stage.padded, sizes, plan, width), width)
-        for name in SAMPLERS:
-            graphs.capture(name, sizes, partial(self._sampled, name, plan, *state), width)
 
     @torch.inference_mode()
     def repeat(self, sizes: int | MixedSizes, sampler: str = "argmax", width: int = 1) -> None:
@@ -341,7 +338,8 @@ class Runner:
                 if plan.masked:
                     sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
         if final.prompts is not None:
-            sampled = self.sample_stage.with_prompts(sampled, final.prompts)
+            sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
+            sampled = replace(sampled, scored=final.prompts.scored, prompts=self.sample_stage.prompt_logprobs(final.prompts))
         if self.report_stage.debug_hash:
             self.slots.check_tables()
         launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start, (step.data, masks))

@@ -25,7 +25,11 @@ def dummy(model: Shard, tensors: TensorTable, seed: int = 0, weights: WeightForm
     needed, parameters = allocate(model, tensors, weights)
     for piece in needed.values():
         for first, block in drawn(piece, model.geometry, seed, model.device):
-            _keep(block, first, piece, parameters[piece.parameter])
+            for cut in piece.cuts:
+                rows = cut.rows(piece.shape)
+                start, stop = max(first, rows.start), min(first + len(block), rows.stop)
+                if start < stop:
+                    cut.target(parameters[piece.parameter], start, stop).copy_(block[cut.index(start - first, stop - first)])
 
 
 def drawn(piece: Piece, geometry: Geometry, seed: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
@@ -63,12 +67,3 @@ def _draw(piece: Piece, geometry: Geometry, normal: Tensor) -> Tensor:
             return torch.full_like(normal, 0.95)
         case "one":
             return torch.ones_like(normal)
-
-
-def _keep(block: Tensor, first: int, piece: Piece, parameter: Tensor) -> None:
-    """Copy what the piece's cuts take of rows [first, first + len(block))."""
-    for cut in piece.cuts:
-        rows = cut.rows(piece.shape)
-        start, stop = max(first, rows.start), min(first + len(block), rows.stop)
-        if start < stop:
-            cut.target(parameter, start, stop).copy_(block[cut.index(start - first, stop - first)])

@@ -30,10 +30,6 @@ class Rows:
     starts: Tensor
     longest: int
 
-    def padded(self, size: int) -> "Rows":
-        """The first `size` rows, of which any may be a picture's."""
-        return Rows(self.cos[:size], self.sin[:size], self.starts, size)
-
 
 RunLayers = Callable[[range, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
 
@@ -49,7 +45,8 @@ class CapturedLayers:
         self._parts = [range(first, min(first + LAYERS, count)) for first in range(0, count, LAYERS)]
         self._rows = Rows(angles[0], angles[1], torch.zeros(PICTURES + 1, dtype=torch.int32, device=angles.device), SIZES[-1])
         for size in reversed(SIZES):
-            rows, (h, x) = self._rows.padded(size), states[:, :size]
+            rows = Rows(angles[0, :size], angles[1, :size], self._rows.starts, size)  # of which any may be a picture's
+            h, x = states[:, :size]
             graphs.warm(partial(run, self._parts[0], h, x, rows))
             for part in self._parts:
                 h, x = graphs.capture("layers", (size, part.start), partial(run, part, h, x, rows))

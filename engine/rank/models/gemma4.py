@@ -105,19 +105,16 @@ class Block(Module):
         scalar = None if self._ple else self.scalar
         if self._moe:
             assert isinstance(x, Tensor)
+            weights, chosen, inner = self.router(h, norms["pre_experts"])  # first: the MLP's weights come while it runs
+            both = self.experts(inner, weights, chosen, beside=self.mlp(x))  # parts side by side: normed apart, then added
             halves = (norms["post_dense"], norms["post_experts"])
-            h, x = step.allreduce_norm(self._dense_and_experts(h, x), h, norms["post_mlp"], after, scalar, halves=halves)
+            h, x = step.allreduce_norm(both, h, norms["post_mlp"], after, scalar, halves=halves)
         else:
             h, x = step.allreduce_norm.add(self.mlp(x, step.allreduce_norm), h, norms["post_mlp"], after, scalar)
         if step.ple is None:
             return h, x
         p = self.ple_out(self.ple_gate.gelu_mul(h, step.ple[:, self._index]))
         return step.allreduce_norm(p, h, norms["post_ple"], next_norm, self.scalar, summed=True)
-
-    def _dense_and_experts(self, h: Tensor, x: Tensor) -> Tensor:
-        """Both branches' parts, side by side: they are whole, and normed apart, before they are added."""
-        weights, chosen, inner = self.router(h, self.norms["pre_experts"])  # first: the MLP's weights come while it runs
-        return self.experts(inner, weights, chosen, beside=self.mlp(x))
 
 
 def with_next_norms(blocks: nn.ModuleList, last: Tensor) -> tuple[Tensor, list[tuple[Block, Tensor]]]:

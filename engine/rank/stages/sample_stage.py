@@ -73,11 +73,6 @@ class SampleStage:
         _, inbox = inboxes_of(self.inboxes, len(hidden))
         return StepTokens(*self.sampler.sample(self.model.head.logits(hidden), rows, inbox, special))
 
-    def with_prompts(self, sampled: StepTokens | None, prompts: ScoredBatch) -> StepTokens:
-        """Returns `sampled`, or what a step gives that samples nothing, with the logprobs of prompt tokens."""
-        sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
-        return replace(sampled, scored=prompts.scored, prompts=self.prompt_logprobs(prompts))
-
     def prompt_logprobs(self, prompts: ScoredBatch) -> Tensor:
         """Returns the logprobs of the tokens behind the scored rows, as `Sampler.token_logprobs` gives them, with as many
         alternatives as any asks for. Rows go through the head in pieces of `PIECE_LOGITS`: 64 of 262 144 ids on one rank, 256 on
