@@ -20,7 +20,6 @@ from kernels.fused_allreduce_norm import polled
 from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
 from kernels.sample import GREEDY, SMALL, cap, choose_kept, gumbel, gumbel_noise, mask, noise_key, over_temperature
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
-from kernels.slots import put
 
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
 ROW_NO_TOKEN = 4  # every id is forbidden
@@ -148,7 +147,7 @@ def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) ->
 def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:
     """Write the rows' tokens int32 [R] behind their inputs; padding rows have none."""
     rows = (batch.positions >= 0).nonzero().flatten()
-    put(batch.tokens, batch.slots[rows].long(), batch.positions[rows].long() + 1, chosen[rows])
+    batch.tokens[batch.slots[rows].long(), batch.positions[rows].long() + 1] = chosen[rows]
 
 
 # ---- kernels

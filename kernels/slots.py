@@ -4,7 +4,6 @@
     decode_inputs   slot, position and token of each decode row; lengths advance
     gather_pages    the page ids that each sequence reads, in one row of their own; also for other libraries' kernels
     rotary_table    cos and sin of each row's position
-    put             values at (row, column) pairs of a table
 
 A plan is int32, laid out as the caller says (`PlanLayout`). A step's rows beyond the plan's decode rows are padding: slot
 `padding`, position -1, token 0.
@@ -56,7 +55,7 @@ def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengt
             tables[group][slot, first : first + count] = 0
         for index, table in enumerate(tables):
             own = appends[appends[:, 0] == index]
-            put(table, own[:, 1], own[:, 2], own[:, 3])
+            table[own[:, 1], own[:, 2]] = own[:, 3].int()
         lengths[chunks[:, 0]] = chunks[:, 2].int()
 
 
@@ -131,11 +130,6 @@ def rotary_table(positions: Tensor, frequencies: Tensor, out: Tensor) -> None:
     else:
         angles = positions[:, None].float() * frequencies
         out[:, :pairs], out[:, pairs:] = angles.cos(), angles.sin()
-
-
-def put(table: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write values [k] of any integer dtype into table [m, n] at rows and columns int64 [k], whose pairs are distinct."""
-    table.view(-1)[rows * table.shape[1] + columns] = values.to(table.dtype)  # `view` raises where the table is not contiguous
 
 
 # ---- references

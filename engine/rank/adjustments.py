@@ -29,9 +29,26 @@ class Adjustments:
     def __init__(self, slots: int, ids: range, device: torch.device, width: int = 1) -> None:
         self.ids, self._device = ids, device
         self._words = range(ids.start >> 5, ((ids.stop - 1) >> 5) + 1)
-        self.tables = _tables(slots, len(ids), len(self._words), device, width)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros((slots, *shape), dtype=dtype, device=device)
+
+        words = len(self._words)
+        self.tables = SlotAdjustments(
+            flags=zeros(),
+            bias_ids=zeros(MAX_BIAS_IDS),
+            bias=zeros(MAX_BIAS_IDS, dtype=torch.float32),
+            penalties=zeros(3, dtype=torch.float32),
+            counts=zeros(len(ids), dtype=torch.int16),
+            starts=zeros(2),
+            allowed=zeros(words),
+            bad_words=zeros(MAX_BAD_WORD_IDS),
+            word_ends=zeros(MAX_BAD_WORDS),
+            masks=zeros(width, words).flatten(0, 1),
+            mask_rows=zeros(2) + _NO_STEP,
+        )
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._staging = zip(staging(device, slots * width, len(self._words)), staging(device, slots, 2), strict=False)
+        self._staging = zip(staging(device, slots * width, words), staging(device, slots, 2), strict=False)
         self._flags, self._mask_steps = np.zeros(slots, np.int32), np.full(slots, _NO_STEP, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -113,31 +130,8 @@ class Adjustments:
         return ((self._mask_steps[slots] == step) | (self._flags[slots] != 0)).tolist()
 
     def _put(self, table: Tensor, slots: Sequence[int], rows: np.ndarray) -> None:
-        table[self._uploaded(np.array(slots, np.int64))] = self._uploaded(rows)
-
-    def _uploaded(self, array: np.ndarray) -> Tensor:
-        return uploaded(torch.from_numpy(array), self._device)
-
-
-def _tables(slots: int, n: int, words: int, device: torch.device, width: int) -> SlotAdjustments:
-    """Allocate the tables of `slots` slots without adjustments. n: logits of this rank; words: of its masks."""
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros((slots, *shape), dtype=dtype, device=device)
-
-    return SlotAdjustments(
-        flags=zeros(),
-        bias_ids=zeros(MAX_BIAS_IDS),
-        bias=zeros(MAX_BIAS_IDS, dtype=torch.float32),
-        penalties=zeros(3, dtype=torch.float32),
-        counts=zeros(n, dtype=torch.int16),
-        starts=zeros(2),
-        allowed=zeros(words),
-        bad_words=zeros(MAX_BAD_WORD_IDS),
-        word_ends=zeros(MAX_BAD_WORDS),
-        masks=zeros(width, words).flatten(0, 1),
-        mask_rows=zeros(2) + _NO_STEP,
-    )
+        index, values = (uploaded(torch.from_numpy(array), self._device) for array in (np.array(slots, np.int64), rows))
+        table[index] = values
 
 
 def _flags(adjustments: LogitAdjustments | None) -> int:

@@ -340,8 +340,6 @@ class Runner:
         if final.prompts is not None:
             sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
             sampled = replace(sampled, scored=final.prompts.scored, prompts=self.sample_stage.prompt_logprobs(final.prompts))
-        if self.report_stage.debug_hash:
-            self.slots.check_tables()
         launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start, (step.data, masks))
         self._encode(plan, step.media)
         return launched

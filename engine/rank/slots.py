@@ -113,12 +113,6 @@ class SlotState:
         )
         return ResultRows(slots, self._numbers[slots], logprobs, special, adjusted, width)
 
-    def check_tables(self) -> None:
-        """Assert that every entry of the page tables is a page of its pool. Waits for the device: for tests and `debug_hash`."""
-        for cache in self.cache:
-            low, high, pages = int(cache.table.min()), int(cache.table.max()), cache.pool.shape[1]
-            assert 0 <= low <= high < pages, f"group {cache.group.name}: entries {low} .. {high} in a pool of {pages} pages"
-
 
 def _filters(params: SamplingParams) -> str:
     """Says which op filters a sequence's rows: "none", "small top_k" (`kernels.candidates`) or "other" (`kernels.filters`)."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.plan import Admission, StepPlan
 from engine.protocol import SamplingParams
-from engine.rank.kv import GroupCache, KVCache
+from engine.rank.kv import KVCache
 
 
 def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int, step: int = 0) -> StepPlan:
@@ -16,15 +16,13 @@ def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
         admissions.append(Admission(slot, slot + 1, tokens, length, params, cached=cached))
-    appends = [append for group in cache for append in _appends(group, slots, cached, end)]
-    return StepPlan(step, admissions=admissions, appends=appends)
-
-
-def _appends(cache: GroupCache, slots: Sequence[int], start: int, end: int) -> list[tuple[int, ...]]:
-    entries, count = cache.group.pages_for(start, end), cache.pool.shape[1] - 1
-    pages = 1 + np.random.default_rng(0).permutation(count)
-    return [
-        (cache.group.index, slot, entry, int(pages[(slot * len(entries) + index) % count]))
-        for slot in slots
-        for index, entry in enumerate(entries)
-    ]
+    plan = StepPlan(step, admissions=admissions)
+    for group in cache:
+        entries, count = group.group.pages_for(cached, end), group.pool.shape[1] - 1
+        pages = 1 + np.random.default_rng(0).permutation(count)
+        plan.appends += [
+            (group.group.index, slot, entry, int(pages[(slot * len(entries) + index) % count]))
+            for slot in slots
+            for index, entry in enumerate(entries)
+        ]
+    return plan

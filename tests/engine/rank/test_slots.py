@@ -18,7 +18,6 @@ from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import MixedSizes, StepBuffers, chunks_of
 from kernels.sampling_batch import SMALL_TOP_K
-from kernels.slots import put
 from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk
 
 pytestmark = pytest.mark.cpu
@@ -160,11 +159,10 @@ def run_plans(seed: int, plant_fault: Callable[[StepPlan], StepPlan]) -> None:
             assert rows.numbers.tolist() == [model.sequences[slot].number for slot in plan.result_slots]
             sampled = [model.rng.randrange(1000) for _ in plan.result_slots]
             index = torch.tensor(wanted, dtype=torch.int64)
-            put(slots.tokens, batch.slots[index].long(), batch.positions[index].long() + 1, torch.tensor(sampled))
+            slots.tokens[batch.slots[index].long(), batch.positions[index].long() + 1] = torch.tensor(sampled, dtype=torch.int32)
             for slot, token in zip(plan.result_slots, sampled, strict=True):
                 model.sequences[slot].tokens.append(token)
         compare(slots, model)
-        slots.check_tables()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -251,16 +249,6 @@ def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
         assert masked == [done + more < 2 for more in range(4)]
 
 
-def test_an_entry_outside_its_pool_is_found() -> None:
-    """The debug check names the group of a page number that its pool does not have."""
-    rank = Rank()
-    rank.run(StepPlan(1, appends=[PageAppend(1, 0, 0, PAGES - 1)]))
-    rank.slots.check_tables()
-    rank.run(StepPlan(2, appends=[PageAppend(1, 0, 0, PAGES)]))
-    with pytest.raises(AssertionError, match="group full"):
-        rank.slots.check_tables()
-
-
 def test_the_last_of_equal_appends_counts() -> None:
     """A slot given away within a plan is appended to twice: the later page stands."""
     rank = Rank()
@@ -297,16 +285,6 @@ def test_a_plan_too_large_for_the_buffer_goes_up_by_itself() -> None:
     last = {(append.slot, append.index): append.page for append in appends}
     for (slot, index), page in last.items():
         assert rank.slots.cache.groups[1].table[slot, index] == page
-
-
-def test_flat_writes() -> None:
-    """put is plain indexing of (row, column) pairs, and refuses a table that is not contiguous."""
-    table = torch.zeros((3, 5), dtype=torch.int32)
-    rows, columns = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 3])
-    put(table, rows, columns, torch.tensor([7, 8, 9]))
-    assert table.tolist() == [[0, 0, 0, 0, 7], [0, 0, 0, 0, 0], [8, 0, 0, 9, 0]]
-    with pytest.raises(RuntimeError):
-        put(table.t(), rows, rows, rows)
 
 
 def test_chunks_have_the_spans_that_they_name() -> None:
