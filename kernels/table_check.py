@@ -22,7 +22,7 @@ from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, t
 from kernels.slots import first_entry, first_page
 
 RECORD, RECORDS = 8, 64
-TABLE_ENTRY, ROW_ENTRY, COPIED_ENTRY = 1, 2, 3
+ROW_ENTRY, COPIED_ENTRY, TABLE_ENTRY = 1, 2, 3  # in the order in which violations are said
 _RECORD, _ROW_ENTRY = constexpr(RECORD), constexpr(ROW_ENTRY)
 
 

@@ -30,7 +30,6 @@ from kernels.table_check import (
 )
 
 _SHOWN = 4
-_ORDER = (ROW_ENTRY, COPIED_ENTRY, TABLE_ENTRY)
 
 
 class Violation(NamedTuple):
@@ -44,10 +43,6 @@ class Violation(NamedTuple):
     expected: int
     row: int
     position: int
-
-    def order(self) -> tuple[int, ...]:
-        """Sorts violations in a message: first those that name a row."""
-        return _ORDER.index(self.kind), self.group, self.slot, self.entry
 
 
 class PageCheck:
@@ -101,8 +96,7 @@ class PageCheck:
         count = int(violations[0])
         if count:
             records = violations[RECORD:].reshape(RECORDS, RECORD)[:count].tolist()
-            ordered = sorted((Violation(*record) for record in records), key=Violation.order)
-            shown = "; ".join(map(self._sentence, ordered[:_SHOWN]))
+            shown = "; ".join(self._sentence(Violation(*record)) for record in sorted(records)[:_SHOWN])
             more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
             raise PageViolation(f"step {step}: {shown}{more}")
 

@@ -27,7 +27,7 @@ from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaKind
 from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend
-from engine.rank.batch import ForwardBatch
+from engine.rank.batch import ForwardBatch, SoftTokens
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
 from engine.rank.models.architecture import MediaEncoder, Model
@@ -117,7 +117,8 @@ class Runner:
         most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
         self._prompt_rows = [*(rows for rows in PROMPT_ROWS + LARGE_PROMPT_ROWS if rows < most), most]
         if encoders and not geometry.bidirectional:
-            self.forward_stage.allocate_soft_tokens(config.prefill_budget)
+            values = torch.zeros((config.prefill_budget, geometry.hidden), dtype=model.dtype, device=device)
+            self.forward_stage.soft_tokens = SoftTokens(torch.full((len(values),), -1, device=device), values)
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
@@ -221,8 +222,9 @@ class Runner:
 
     def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
         """Sample a padded step by the sampler of that name, and accept its drafts. Capturable."""
-        sampled = self.sample_stage.captured(name, plan, batch, hidden)
-        return self._accepted(batch, hidden, sampled, adjusted=name.startswith("adjusted"))
+        adjusted, special = name.startswith("adjusted"), SpecialRows(small_top_k=name.endswith("small_top_k"))
+        sampled = self.sample_stage.sample(plan if adjusted else None, batch, hidden, special)
+        return self._accepted(batch, hidden, sampled, adjusted=adjusted)
 
     def _accepted(self, batch: ForwardBatch, hidden: Tensor, sampled: StepTokens, *, adjusted: bool) -> StepTokens:
         if self.draft_stage is None or batch.width == 1:

@@ -116,9 +116,9 @@ def test_each_planted_fault_is_recorded() -> None:
     first = int(tables.expected[slot, 0])
     tables.expected[slot, 1] = tables.table[slot, 1] = tables.gathered[0, 1] = 0
     assert tables.check() == [
+        (ROW_ENTRY, 1, slot, 1, 0, 0, 0, position),
         (TABLE_ENTRY, 1, slot, 0, PAGES + 3, first, slot, END),
         (TABLE_ENTRY, 1, slot, tail, 9, 0, slot, END),
-        (ROW_ENTRY, 1, slot, 1, 0, 0, 0, position),
         (3,),
     ]
     assert tables.table[slot, 0] == first

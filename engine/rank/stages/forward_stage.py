@@ -7,7 +7,6 @@ whose chunks the host must know (`ForwardStage.eager`), runs as it is.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from engine.plan import PlanView
@@ -51,7 +50,7 @@ class ForwardStage:
     """Runs the model over a step's rows.
 
     inboxes      the group's; None: sums over ranks are collectives
-    soft_tokens  of padded steps, at fixed addresses
+    soft_tokens  of padded steps, at fixed addresses: so many as they may have; None: they have none
     """
 
     model: Model
@@ -61,12 +60,6 @@ class ForwardStage:
     inboxes: Inboxes | None
     pages: PageCheck | None
     soft_tokens: SoftTokens | None = None
-
-    def allocate_soft_tokens(self, rows: int) -> None:
-        """Let padded steps have up to `rows` soft tokens."""
-        ids = self.inputs.ids
-        values = torch.zeros((rows, self.model.geometry.hidden), dtype=self.model.dtype, device=ids.device)
-        self.soft_tokens = SoftTokens(torch.full((rows,), -1, device=ids.device), values)
 
     def set_soft_tokens(self, soft: SoftTokens | None) -> None:
         """Set the soft tokens of the next padded step; None: it has none."""

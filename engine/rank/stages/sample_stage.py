@@ -59,11 +59,6 @@ class SampleStage:
     inboxes: Inboxes | None
     share: int
 
-    def captured(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
-        """Sample the batch's rows by one of SAMPLERS. Capturable."""
-        special = SpecialRows(small_top_k=name.endswith("small_top_k"))
-        return self.sample(plan if name.startswith("adjusted") else None, batch, hidden, special)
-
     def sample(self, plan: Tensor | None, batch: ForwardBatch, hidden: Tensor, special: SpecialRows) -> StepTokens:
         """Sample the batch's rows from their final hidden rows; with the step's `plan`, logits are adjusted as their slots say."""
         rows = self.sampler.batch(batch.slots, batch.positions, self.slots.parameters, self.slots.tokens)

@@ -66,7 +66,7 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     runner._widths = runner._mixed_widths = (1,)
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
     runner.forward_stage.padded = lambda rows, *_: ran.append(f"forward {rows}") or (rows, None)
-    runner.sample_stage.captured = lambda name, _, rows, __: ran.append(f"{name} {rows}")
+    runner._sampled = lambda name, _, rows, __: ran.append(f"{name} {rows}")  # type: ignore[method-assign,assignment,return-value]
     runner.capture((1, 8))
     made: Any = runner.graphs
     warmed = [entry for name in LARGEST_SAMPLERS for entry in ("forward 8", f"{name} 8")]

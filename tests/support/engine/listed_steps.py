@@ -17,7 +17,7 @@ from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import FirstOfGroup, make_inboxes
-from engine.rank.sampler import Sampler
+from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import SlotState
 from engine.rank.stages.draft_stage import DraftStage
 from engine.rank.stages.sample_stage import SampleStage
@@ -113,7 +113,8 @@ def sampled(member: str, name: str, rows: int, width: int) -> tuple[Node, ...]:
     shape = geometry(member)
     stage = sampling(shape, width - 1)
     with record(target=(9, 0)) as nodes:
-        stage.captured(name, int32(4096), *final(shape, rows, width))
+        special = SpecialRows(small_top_k=name.endswith("small_top_k"))
+        stage.sample(int32(4096) if name.startswith("adjusted") else None, *final(shape, rows, width), special)
     return tuple(nodes)
 
 
