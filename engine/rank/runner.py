@@ -107,7 +107,8 @@ class Runner:
         self._inboxes = inboxes
         self.pages = PageCheck(self.slots) if config.debug_pages else None
         check = self.pages.check_copies if self.pages is not None else None
-        chosen = AttentionConfig.of(config, failed_checks)
+        asked = config.attention_of("decode"), config.attention_of("extend")
+        chosen = AttentionConfig(*asked, failed_checks, config.flashinfer_download)
         attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
@@ -210,7 +211,7 @@ class Runner:
         """Returns what a plan is padded to, a bucket of decode rows or the sizes of a step with chunks. None: it runs unpadded, as
         it has no rows, or too many, or the host must know its chunks (spans, logprobs of prompts, soft tokens)."""
         if not len(plan.chunks):
-            return self.bucket(len(plan.rows)) if len(plan.rows) else None
+            return self._inputs.bucket(len(plan.rows)) if len(plan.rows) else None
         has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
         if not self._pads_chunks or len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
             return None
@@ -264,10 +265,6 @@ class Runner:
         self.slots.lengths[slot] = 0
         for group in self.slots.cache:
             group.pool[:, 0] = 0
-
-    def bucket(self, decodes: int) -> int:
-        """Returns the rows that `decodes` decode rows are padded to."""
-        return self._inputs.bucket(decodes)
 
     def launch(self, data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
         """Start the step of the plan `data`, with `masks` if it has masked rows, and the encodes of `media` that it names. At most
@@ -334,9 +331,9 @@ class Runner:
                     self.draft_stage.accept(final.batch, sampled.chosen, final.hidden, adjusted=False)
                 sequences = len(plan.result_slots)
                 if self.graphs is not None:
-                    self.graphs.replay("draft", self.bucket(sequences), 1 + plan.drafts)
+                    self.graphs.replay("draft", self._inputs.bucket(sequences), 1 + plan.drafts)
                 else:
-                    self.draft_stage.draft(self.bucket(sequences), plan.drafts)
+                    self.draft_stage.draft(self._inputs.bucket(sequences), plan.drafts)
                 if plan.masked:
                     sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
         if final.prompts is not None:

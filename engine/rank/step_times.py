@@ -35,21 +35,14 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     counts = [count for count in _points(min(config.max_seqs, most) - 1, (1, 32, 128)) if count]
     mixed = [(count, max(0.0, probe.mixed_ms(count, short, prefills))) for count in counts]
     context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
-    read_ms, attend_ms = _context_costs(probe, prefills[0], prefills[len(prefills) // 2], config.max_len - 1)
+    read_ms, attend_ms, few, many = 0.0, 0.0, prefills[0], prefills[len(prefills) // 2]
+    if context := max(0, min(CHUNK_CONTEXT, config.max_len - 1 - many[0])):  # before chunks of few rows and of many
+        less, more = (max(0.0, probe.prefill_ms(rows, context) - alone) / context for rows, alone in (few, many))
+        attend_ms = max(0.0, more - less) / max(1, many[0] - few[0])
+        read_ms = max(0.0, less - few[0] * attend_ms)
     tile = TILE if config.device == "cuda" else 1
     probe.clear()
     return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile)
-
-
-def _context_costs(probe: "_Probe", few: tuple[int, float], many: tuple[int, float], length: int) -> tuple[float, float]:
-    """Returns (ms that a context token adds to a chunk's step, ms that it adds per chunk token), from chunks of few rows and of
-    many."""
-    context = max(0, min(CHUNK_CONTEXT, length - many[0]))
-    if not context:
-        return 0.0, 0.0
-    less, more = (max(0.0, probe.prefill_ms(rows, context) - alone) / context for rows, alone in (few, many))
-    per_row = max(0.0, more - less) / max(1, many[0] - few[0])
-    return max(0.0, less - few[0] * per_row), per_row
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:

@@ -86,7 +86,7 @@ def drafting(bench: BareRank, batch: int, args: argparse.Namespace, step: int) -
     step_ms = 1e3 * seconds / len(results)
     figures = {"tokens": given, "drafts_step_ms": step_ms, "token_ms": step_ms / given}
     if (graphs := runner.graphs) is not None:
-        bucket, steps = runner.bucket(batch), args.steps - 2 * WARM_STEPS
+        bucket, steps = runner._inputs.bucket(batch), args.steps - 2 * WARM_STEPS
         figures["verify_ms"] = replay_ms(bench, partial(replay, graphs, bucket, width), steps)
         figures["draft_ms"] = replay_ms(bench, partial(graphs.replay, "draft", bucket, width), steps)
     return figures
@@ -114,7 +114,7 @@ def check_graphs(bench: BareRank, parallel: Parallel, args: argparse.Namespace) 
 
 def profile(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace) -> None:
     """Kernels of one step by name: calls, total and mean microseconds; the trace in `out`."""
-    graphs, rows = bench.runner.graphs, bench.runner.bucket(batch)
+    graphs, rows = bench.runner.graphs, bench.runner._inputs.bucket(batch)
     if graphs is None:
         return
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]

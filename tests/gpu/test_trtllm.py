@@ -259,7 +259,7 @@ def shard_runner(rank: BareRank, backend: str) -> Runner:
     inboxes = rank.parallel.inboxes(buckets(config.max_seqs)[-1], rank.geometry.hidden, dtype)
     made = Runner(rank.model, rank.cache, config, rank.geometry, inboxes, (), None, {})
     if made.capturable:
-        made.capture([made.bucket(ROWS)])
+        made.capture([made._inputs.bucket(ROWS)])
     return made
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.attention import BACKENDS, OWN, REFERENCE
 from engine.attention.backend_entry import BackendEntry, RowKind
-from engine.config import EngineConfig
 from engine.geometry import Geometry, KVGroup, Layer
 from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, Norms, PartSettings
 from engine.rank.batch import RowBlock
@@ -29,11 +28,6 @@ class AttentionConfig:
     extend: str | None = None
     failed_checks: FailedChecks = ()
     download: bool = False
-
-    @classmethod
-    def of(cls, config: EngineConfig, failed_checks: FailedChecks = ()) -> "AttentionConfig":
-        """Takes the backends that the settings ask for."""
-        return cls(config.attention_of("decode"), config.attention_of("extend"), failed_checks, config.flashinfer_download)
 
 
 @dataclass(frozen=True)

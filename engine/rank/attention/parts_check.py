@@ -28,33 +28,25 @@ def mismatches(
     """Runs both parts of each group. Of groups, by index, where they differ by more than TOLERANCE: the largest error of a row, as
     a part of its norm. settings: a bucket of ROWS at least."""
     errors = {}
-    for group in groups:
-        layer = geometry.layers[group.layers[0]]
-        errors[group.index] = _part_error(kind, replace(group, index=0, layers=(layer.index,)), layer, settings, parts)
+    for index, group in ((each.index, replace(each, index=0, layers=each.layers[:1])) for each in groups):
+        layer, visible, page = geometry.layers[group.layers[0]], group.window or 500, group.page
+        if kind == "decode":  # at the edges of window and page, one of a single key, and padding
+            spans = [(end - 1, end) for end in (visible + 2 * page + 6, page, page + 1, 1, 0)]
+        else:  # a fresh chunk, and one whose window begins inside a page of its prefix
+            spans = [(0, 40), (visible + 3, visible + 36)]
+        chunks = (Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)) if kind == "extend" else ()
+        cache, batch = _poisoned_sequences(group, layer, spans, settings.device, chunks)
+        weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=_DTYPE, device=settings.device)  # scores of deviation 1
+        norms, width = (weight, weight), (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
+        qkv = torch.randn((batch.rows, width), generator=torch.Generator().manual_seed(batch.rows)).to(settings.device, _DTYPE)
+        (block,), outputs = batch.blocks, []
+        for maker in (paged.parts(settings), parts):
+            part: AttentionPart = getattr(maker, kind)(cache)
+            outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
+            part.attend(qkv, layer, norms, block, part.prepare(block), outputs[-1])
+        expected, actual = outputs
+        errors[index] = row_error(actual, expected)
     return {index: error for index, error in errors.items() if not error <= TOLERANCE[_DTYPE]}
-
-
-def _part_error(kind: RowKind, group: KVGroup, layer: Layer, settings: PartSettings, parts: AttentionParts) -> float:
-    """Decode rows at the edges of window and page, one of a single key, and padding; a fresh chunk, and one whose window begins
-    inside a page of its prefix."""
-    visible = group.window or 500
-    if kind == "decode":
-        ends = (visible + 2 * group.page + 6, group.page, group.page + 1, 1, 0)
-        spans = [(end - 1, end) for end in ends]
-    else:
-        spans = [(0, 40), (visible + 3, visible + 36)]
-    chunks = (Chunk(0, *spans[0], 0), Chunk(1, *spans[1], 40)) if kind == "extend" else ()
-    cache, batch = _poisoned_sequences(group, layer, spans, settings.device, chunks)
-    weight = torch.full((group.head_dim,), group.head_dim**-0.25, dtype=_DTYPE, device=settings.device)  # scores of deviation one
-    norms, width = (weight, weight), (settings.heads + (2 - layer.k_eq_v) * group.kv_heads) * group.head_dim
-    qkv = torch.randn((batch.rows, width), generator=torch.Generator().manual_seed(batch.rows)).to(settings.device, _DTYPE)
-    (block,), outputs = batch.blocks, []
-    for maker in (paged.parts(settings), parts):
-        part: AttentionPart = getattr(maker, kind)(cache)
-        outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
-        part.attend(qkv, layer, norms, block, part.prepare(block), outputs[-1])
-    expected, actual = outputs
-    return row_error(actual, expected)
 
 
 def _poisoned_sequences(

@@ -63,22 +63,18 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[dic
     by_name: dict[str, TensorHeader] = {}
     complaints, names = [], set()
     for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
-        for header in _shard_headers(path):
-            names.add(header.name)
-            if index and index.get(header.name) != path.name:
-                complaints.append(f"{header.name} lies in {path.name}, where the index does not say so")
-            first = by_name.setdefault(tensors.published_name(header.name, geometry), header)
-            if first.name != header.name:
-                complaints.append(f"{first.name} and {header.name} are names of one tensor")
+        with opened(path, "np") as file:  # nothing is read, and torch is not needed
+            for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
+                view = file.get_slice(name)
+                header = TensorHeader(path, name, tuple(view.get_shape()), view.get_dtype())
+                names.add(name)
+                if index and index.get(name) != path.name:
+                    complaints.append(f"{name} lies in {path.name}, where the index does not say so")
+                first = by_name.setdefault(tensors.published_name(name, geometry), header)
+                if first.name != name:
+                    complaints.append(f"{first.name} and {name} are names of one tensor")
     complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in names]
     return by_name, complaints
-
-
-def _shard_headers(path: Path) -> Iterator[TensorHeader]:
-    with opened(path, "np") as file:  # nothing is read, and torch is not needed
-        for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
-            view = file.get_slice(name)
-            yield TensorHeader(path, name, tuple(view.get_shape()), view.get_dtype())
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -171,7 +171,10 @@ class AudioTower(AudioEncoder):
         self.subsample = Subsample(self, geometry)
         self.blocks = nn.ModuleList(AudioBlock(self, geometry) for _ in geometry.layers)
         self.last, self.bias = self.parameter(geometry.output, geometry.hidden), self.parameter(geometry.output)
-        self._distances = _distances(geometry).to(device, dtype)
+        half = geometry.hidden // 2
+        rates = torch.exp(torch.arange(half) * -(math.log(10_000) / max(half - 1, 1)))
+        angles = torch.arange(geometry.reach)[:, None] * rates  # of a row's distance to one before it
+        self._distances = torch.cat([angles.sin(), angles.cos()], dim=1).to(device, dtype)
 
     def encoded(self, clips: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         before = Before.of([self.geometry.tokens(len(clip)) for clip in clips], self.geometry.reach, self.device)
@@ -180,11 +183,3 @@ class AudioTower(AudioEncoder):
             yield
             x = block(x, self._distances, before)
         return functional.linear(x, self.last, self.bias)
-
-
-def _distances(geometry: AudioGeometry) -> Tensor:
-    """[reach, hidden]: sines and cosines of a row's distance to one before it."""
-    half = geometry.hidden // 2
-    rates = torch.exp(torch.arange(half) * -(math.log(10_000) / max(half - 1, 1)))
-    angles = torch.arange(geometry.reach)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=1)

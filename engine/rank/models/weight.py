@@ -47,8 +47,11 @@ class Weight(Module):
         """x [T, n] -> x W^T [T, m]. With `allreduce_norm`, this rank's part of a row-parallel product for it: few rows go to the
         ranks' inboxes, if any, many to their owners; where there is one rank, they may be left in fp32 parts [parts, T, m]."""
         peers = None if allreduce_norm is None else allreduce_norm.peers
-        if isinstance(x, GatheredRows):
-            return self._gathered(x)
+        if isinstance(x, GatheredRows):  # the product of each piece once it has come
+            out = x.rows.new_empty(len(x.rows), len(self.weight))
+            for to, piece in zip(x.group.cut(out), x.pieces(), strict=True):
+                linear(piece, self.weight, out=to)
+            return out
         if isinstance(peers, SequenceParallel):
             return (linear(piece, self.weight) for piece in peers.cut(x))
         assert isinstance(x, Tensor)
@@ -58,13 +61,6 @@ class Weight(Module):
             return linear_parts(x, self.weight)
         sent = linear_send(x, self.weight, peers)
         return linear(x, self.weight) if sent is None else sent
-
-    def _gathered(self, x: GatheredRows) -> Tensor:
-        """The product of each piece of x once it has come."""
-        out = x.rows.new_empty(len(x.rows), len(self.weight))
-        for to, piece in zip(x.group.cut(out), x.pieces(), strict=True):
-            linear(piece, self.weight, out=to)
-        return out
 
     def fp32(self, x: Tensor) -> Tensor:
         """x [T, n] -> fp32 [T, m], the product not rounded to x's dtype: bf16 logits would tie in one row of fourteen."""

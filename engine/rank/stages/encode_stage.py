@@ -126,12 +126,15 @@ class EncodeStage:
         self._items = [
             EncodedItem(np.concatenate([np.arange(*run) for run in item.runs]), _key(item), item.end) for item in items
         ]
-        for slot, item in zip(slots, self._items, strict=True):
-            self._slot_items[slot].append(item)
+        for slot, encoded in zip(slots, self._items, strict=True):
+            self._slot_items[slot].append(encoded)
         self._pieces = self._launches()
         self._end = None
         self._plans += 1
-        self._count(items, new)
+        self._counts.update(queries=len(items), hits=len(items) - len(new))
+        for item in new:
+            self._counts[_COUNTED_AS[item.kind]] += item.shape[0] if item.kind == "video" else 1
+            self._counts["rows"] += item.soft_tokens
 
     def advance(self) -> bool:
         """Read a record of data; once all are read, launch the next piece of what was begun if the device has ended the last one.
@@ -172,12 +175,6 @@ class EncodeStage:
         for item in self._items:
             item.output = self._outputs[item.key]
         self._items, self._outputs, self._shares = [], {}, []
-
-    def _count(self, items: Sequence[MediaItem], encoded: Sequence[MediaItem]) -> None:
-        self._counts.update(queries=len(items), hits=len(items) - len(encoded))
-        for item in encoded:
-            self._counts[_COUNTED_AS[item.kind]] += item.shape[0] if item.kind == "video" else 1
-            self._counts["rows"] += item.soft_tokens
 
     def has_items(self, slots: Iterable[int]) -> bool:
         """Returns whether any of the slots has an item whose end no chunk has reached."""

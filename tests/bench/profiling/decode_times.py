@@ -48,7 +48,7 @@ def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int, r
     with lengths_kept(rank):
         _, seconds = rank.run(plans)
     graphs = rank.runner.graphs
-    graph_ms = None if graphs is None else replay_ms(rank, partial(replay, graphs, rank.runner.bucket(batch)), steps)
+    graph_ms = None if graphs is None else replay_ms(rank, partial(replay, graphs, rank.runner._inputs.bucket(batch)), steps)
     floor_ms = 1e3 * rank.step_bytes(batch, context) / read_rate
     return StepTime(batch, context, 1e3 * seconds / len(plans), graph_ms, floor_ms)
 

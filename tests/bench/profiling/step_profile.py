@@ -70,7 +70,7 @@ def profile_step(
     trace: a file beside which torch's own trace of the timed steps is written, with batch and context in its name
     """
     admit(rank, batch, context, steps, step)
-    rows, graphs = rank.runner.bucket(batch), rank.runner.graphs
+    rows, graphs = rank.runner._inputs.bucket(batch), rank.runner.graphs
     with lengths_kept(rank), without_overlap(), recorded(rank.model) as names:
         seen = _profiled(partial(rank.runner.repeat, rows), 1)
     spans, scopes = spans_of(seen, names)

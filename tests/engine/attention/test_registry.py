@@ -134,9 +134,9 @@ def test_the_router_gives_it_its_rows() -> None:
         router = attention_backend(asked, shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
         return attended(it, router)
 
-    assert run(AttentionConfig.of(CONFIG)).equal(want)
+    assert run(AttentionConfig(CONFIG.attention_of("decode"))).equal(want)
     assert FakeDecode.rows == 2
-    assert run(AttentionConfig.of(CONFIG, {("decode", 0)})).equal(want)
+    assert run(AttentionConfig(CONFIG.attention_of("decode"), failed_checks={("decode", 0)})).equal(want)
     assert FakeDecode.rows == 2
 
 
