@@ -114,8 +114,8 @@ class MappedCollectives:
     def _memory_barrier(self) -> None:
         """Keep the data's loads and stores on their side of the flag's, also on processors that reorder them (Arm)."""
         for _ in range(2):
-            self._lock.acquire()
-            self._lock.release()
+            with self._lock:
+                pass
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:

@@ -48,9 +48,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     check_contiguous(x, weights, chosen, gate_up, down, dense)
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
     up_tile, down_tile = _tiles(rows * top_k, count, x.element_size(), shared_memory(x))
-    tiles, order, position, single = chosen, None, None, rows == 1
-    if not single:
-        tiles, order, position = _sorted(chosen, count, up_tile.rows)
+    single = rows == 1
+    tiles, order, position = (chosen, None, None) if single else _sorted(chosen, count, up_tile.rows)
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
     _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, single=single)
     _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, single=single)

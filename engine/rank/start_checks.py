@@ -69,8 +69,7 @@ def check_attention(
     errors: dict[tuple[RowKind, int], float] = {}
     for kind, entry in used.items():
         parts = make_parts(entry, settings, download=config.flashinfer_download)
-        wrong = parts_check.mismatches(kind, geometry, groups, settings, parts)
-        errors |= {(kind, index): error for index, error in wrong.items()}
+        errors |= {(kind, index): error for index, error in parts_check.mismatches(kind, geometry, groups, settings, parts).items()}
     failed, sentences = failed_on_any_rank(parallel, names, errors, device), []
     for kind, index in sorted(failed):
         how = f"by {errors[kind, index]:.2g}" if (kind, index) in errors else "on another rank"

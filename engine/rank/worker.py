@@ -16,7 +16,6 @@ told of the exception and ends the group.
 import gc
 import time
 from collections import deque
-from subprocess import Popen
 
 import torch
 
@@ -60,10 +59,9 @@ def boot(lifeline: Lifeline) -> Runner:
 def _boot(lifeline: Lifeline) -> Runner:
     started = time.monotonic()
     config = lifeline.receive(Configure).config
-    compilers: list[Popen[bytes]] = []
     if config.device == "cuda":
         set_cache_keys()
-        compilers = compile_ahead.start(config) if lifeline.args.index == 0 else []
+    compilers = compile_ahead.start(config) if config.device == "cuda" and lifeline.args.index == 0 else []
     rank = load(config, lifeline.args)
     weight_bytes = rank.weight_bytes
     with torch.inference_mode():

@@ -23,9 +23,8 @@ class AllReduceNorm:
     """
 
     def __init__(self, parallel: Parallel, peers: Peers, eps: float, *, keep_full_residual: bool = False) -> None:
-        self._parallel, self._eps, self._keep_full_residual = parallel, eps, keep_full_residual
+        self.parallel, self._eps, self._keep_full_residual = parallel, eps, keep_full_residual
         self.peers = peers.begin() if isinstance(peers, AllReduceInbox) else peers
-        self.ranks = parallel.size
 
     def add(
         self, part: Part, residual: Tensor, post: Tensor, next_norm: Tensor | None, scalar: Tensor | None = None
@@ -53,6 +52,6 @@ class AllReduceNorm:
         norms = Norms(post, next_norm, halves)
         peers = self.peers if isinstance(self.peers, AllReduceInbox) and not summed else None
         if not (summed or peers or isinstance(part, InboxPart)):
-            part = self._parallel.all_reduce(part)
+            part = self.parallel.all_reduce(part)
         h, normed = fused_allreduce_norm(part, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
         return h, h if normed is None else normed

@@ -46,16 +46,11 @@ class Model(Shard, ABC):
 
 class MediaEncoder(Shard, ABC):
     """What makes of pictures, video or audio the rows that take the places of their placeholders' embeddings; every rank has all of
-    it. `out`: the last product, whose `width` is that of the embeddings."""
+    it. `out`: the last product, as wide as the embeddings."""
 
     def __init__(self, geometry: MediaGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, Single(), dtype, device)
         self.out = self.matrix(geometry.model, geometry.output)
-
-    @property
-    def width(self) -> int:
-        """Width of its rows."""
-        return self.out.shape[0]
 
     @abstractmethod
     def inputs(self, data: Tensor) -> list[Tensor]:

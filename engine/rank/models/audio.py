@@ -10,7 +10,7 @@ their numbers. A clip's soft tokens depend on that clip alone.
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ from kernels.norm import rms_norm
 _EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class Before:
+class Before(NamedTuple):
     """Rows int64 [T, n] that each row sees, the nearest first; bool, where there is none."""
 
     rows: Tensor

@@ -102,8 +102,7 @@ class Tower(VisionEncoder):
         if geometry.standardize:
             self.std_bias, self.std_scale = self.parameter(geometry.hidden), self.parameter(geometry.hidden)
         layer = geometry.layers[0]
-        frequencies = inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim // 2)
-        self._frequencies = frequencies.to(device)
+        self._frequencies = inverse_frequencies(layer.rope.theta, layer.rope.pairs, layer.head_dim // 2).to(device)
         self._captured: CapturedLayers | None = None
 
     def warm(self, *, graphs: bool) -> None:

@@ -55,7 +55,7 @@ class Weight(Module):
         if isinstance(peers, SequenceParallel):
             return (linear(piece, self.weight) for piece in peers.cut(x))
         assert isinstance(x, Tensor)
-        if allreduce_norm is None or (peers is None and allreduce_norm.ranks > 1):
+        if allreduce_norm is None or (peers is None and allreduce_norm.parallel.size > 1):
             return linear(x, self.weight)
         if peers is None:
             return linear_parts(x, self.weight)

@@ -155,8 +155,7 @@ class EncodeStage:
     def _launches(self) -> Iterator[None]:
         for share in self._shares:
             for batch in batches(share.encoder, share.inputs):
-                pieces = share.encoder.pieces([uploaded(one, self._device) for one in batch])
-                share.parts.append((yield from pieces))
+                share.parts.append((yield from share.encoder.pieces([uploaded(one, self._device) for one in batch])))
 
     def _gather(self) -> None:
         """Finish the encodes begun last: launch what is left of them, gather their rows over ranks on the steps' stream, keep them
@@ -210,15 +209,15 @@ class EncodeStage:
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
         """Gather the rows [rows, hidden] of all the share's items, in order."""
-        encoder, counts = share.encoder, share.counts
+        encoder, counts, width = share.encoder, share.counts, share.encoder.out.shape[0]
         for part in share.parts if self._stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self._device))  # made by encoders, and read here
         if len(counts) == 1:
             return torch.cat(share.parts)
-        padded = torch.zeros((max(counts), encoder.width), dtype=encoder.dtype, device=self._device)
+        padded = torch.zeros((max(counts), width), dtype=encoder.dtype, device=self._device)
         if share.parts:
             padded[: counts[self._parallel.rank]] = torch.cat(share.parts)
-        gathered = self._parallel.all_gather(padded).view(max(counts), -1, encoder.width)
+        gathered = self._parallel.all_gather(padded).view(max(counts), -1, width)
         return torch.cat([gathered[:count, rank] for rank, count in enumerate(counts)])
 
 
