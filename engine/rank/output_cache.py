@@ -16,7 +16,7 @@ Key = tuple[bytes, tuple[int, ...]]  # digest and shape of an item
 
 
 @dataclass(eq=False)
-class Output:
+class EncodedRows:
     """rows [n, hidden] that an encoder gave: on the device, or on the host once the cache has moved them there."""
 
     rows: Tensor
@@ -27,15 +27,15 @@ class Outputs:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
-        self._outputs: OrderedDict[Key, Output] = OrderedDict()
+        self._outputs: OrderedDict[Key, EncodedRows] = OrderedDict()
 
-    def take(self, key: Key) -> Output | None:
+    def take(self, key: Key) -> EncodedRows | None:
         """Remove and return the output; None: it is not there."""
         output = self._outputs.pop(key, None)
         self.bytes -= 0 if output is None else output.rows.nbytes
         return output
 
-    def put(self, key: Key, output: Output) -> list[tuple[Key, Output]]:
+    def put(self, key: Key, output: EncodedRows) -> list[tuple[Key, EncodedRows]]:
         """Keep an output as the one used last; removes and returns those that there is no room for."""
         self._outputs[key] = output
         self.bytes += output.rows.nbytes
@@ -56,14 +56,14 @@ class OutputCache:
         self.on_device, self.on_host = Outputs(device_bytes), Outputs(host_bytes)
         self.host_hits = self.evictions = 0
 
-    def take(self, key: Key) -> Output | None:
+    def take(self, key: Key) -> EncodedRows | None:
         """Remove the output from the cache and return it on the device; None: it is not there."""
         if (output := self.on_device.take(key)) is None and (output := self.on_host.take(key)) is not None:
             self.host_hits += 1
             output.rows = uploaded(output.rows, self._device)
         return output
 
-    def put(self, key: Key, output: Output) -> None:
+    def put(self, key: Key, output: EncodedRows) -> None:
         """Keep an output as the one used last; what the device has no room for goes to the host."""
         for old, left in self.on_device.put(key, output):
             left.rows = downloaded(left.rows)

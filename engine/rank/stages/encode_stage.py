@@ -27,7 +27,7 @@ from engine.plan import Admission, PlanView
 from engine.protocol import MediaItem, MediaKind
 from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
-from engine.rank.output_cache import Key, Output, OutputCache
+from engine.rank.output_cache import EncodedRows, Key, OutputCache
 from engine.rank.parallel import Parallel
 from engine.rank.step_clock import Stopwatch, record_event
 from engine.rank.upload import uploaded
@@ -45,7 +45,7 @@ class EncodedItem:
     positions: np.ndarray
     key: Key
     end: int
-    output: Output | None = None
+    output: EncodedRows | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class EncodeStage:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # weights were written there
         self._plans = 0  # that encode, so far; of the last one:
         self._items: list[EncodedItem] = []  # without rows yet
-        self._outputs: dict[Key, Output] = {}
+        self._outputs: dict[Key, EncodedRows] = {}
         self._shares: list[EncodeShare] = []
         self._media: MediaReader | None = None
         self._pieces: Iterator[None] | None = None  # not launched yet
@@ -168,7 +168,7 @@ class EncodeStage:
             torch.cuda.current_stream(self._device).wait_event(self._end)
         for share in self._shares:
             rows = self._gathered_rows(share).split([count for _, count in share.keys])
-            self._outputs |= {key: Output(own.clone()) for (key, _), own in zip(share.keys, rows, strict=True)}
+            self._outputs |= {key: EncodedRows(own.clone()) for (key, _), own in zip(share.keys, rows, strict=True)}
         for key, output in self._outputs.items():
             self._cache.put(key, output)
         for item in self._items:
