@@ -9,14 +9,14 @@ _COMPLETED = ("stop", "length")
 _OURS = ("error", "dead", "deadline")  # ends without a token that count against the objective at once
 
 
-class Judged(EventRecord, frozen=True):
+class Judged(EventRecord):
     """A request kept to an objective (verdict good), or did not (bad)."""
 
     slo: str
     verdict: str
 
 
-class Completed(EventRecord, frozen=True):
+class Completed(EventRecord):
     """A request was answered: its outcome is stop or length."""
 
     e2e_s: float
@@ -24,7 +24,7 @@ class Completed(EventRecord, frozen=True):
     inference_s: float | None
 
 
-class MeanStep(EventRecord, frozen=True):
+class MeanStep(EventRecord):
     """The steps between two reports of a core that had work all the while, on average."""
 
     seconds: float

@@ -17,6 +17,7 @@ from engine.attention.backend_entry import RowKind
 from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
 from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, kv_groups, read_geometry
+from engine.protocol import FrozenStruct
 from engine.weight_formats import FORMATS, weight_format
 
 Device = Literal["cpu", "cuda"]
@@ -32,7 +33,7 @@ VERIFY_ROWS = 128  # queries x heads of a KV head that a GPU verifies at once
 _SizeMeta = partial(Meta, extra={"sizes": True})  # of what decides what fits into memory: `quartet plan` has an option for it
 
 
-class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
     """Multi-token prediction: a drafter guesses tokens, and the model computes all of them in one step. The text is the same."""
 
     model: Annotated[str | None, Meta(description="the drafter, as `model` (Google's: its name and -assistant)")] = None
@@ -45,7 +46,7 @@ class Mtp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "auto"
 
 
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSettings(FrozenStruct, kw_only=True):
     """What a user may set. The description is the help that users read; times are in seconds."""
 
     tp: Annotated[int, _SizeMeta(ge=1, le=64, description="ranks of a group: GPUs of one node")] = 1
@@ -129,7 +130,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (self.attention_decode if kind == "decode" else self.attention_extend) or self.attention
 
 
-class EngineConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True):
     """One group. Built by `engine_config`, which checks it; never mutated.
 
     model       local folder with config.json (and the weights, unless load_format is dummy)

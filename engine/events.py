@@ -17,9 +17,7 @@ An abort ends a request's clock where the front asked for it; tokens that come a
 from collections.abc import Callable
 from typing import Literal
 
-import msgspec
-
-from engine.protocol import Load
+from engine.protocol import FrozenStruct, Load
 from engine.rank_status import EncoderFigures
 
 Outcome = Literal[
@@ -28,25 +26,25 @@ Outcome = Literal[
 KeyVerdict = Literal["admitted", "unauthenticated", "forbidden", "rate_limited"]
 
 
-class EventRecord(msgspec.Struct, frozen=True):
+class EventRecord(FrozenStruct):
     """Values that never change; equal to those of its own kind alone."""
 
 
-class RequestStarted(EventRecord, frozen=True):
+class RequestStarted(EventRecord):
     """A request was submitted."""
 
     request: int
     prompt_tokens: int
 
 
-class Scheduled(EventRecord, frozen=True):
+class Scheduled(EventRecord):
     """The core has begun with a request; a preemption later does not begin it again."""
 
     request: int
     queue_s: float
 
 
-class FirstToken(EventRecord, frozen=True):
+class FirstToken(EventRecord):
     """The first tokens of a request arrived."""
 
     request: int
@@ -59,7 +57,7 @@ class FirstToken(EventRecord, frozen=True):
         return None if self.queue_s is None else self.ttft_s - self.queue_s
 
 
-class Tokens(EventRecord, frozen=True):
+class Tokens(EventRecord):
     """Outputs with `count` tokens in all arrived, in one message, first ones included; `token_gaps_s`: of each that is not its
     request's first, the time since the one before it, divided by its tokens."""
 
@@ -67,7 +65,7 @@ class Tokens(EventRecord, frozen=True):
     token_gaps_s: list[float]
 
 
-class RequestFinished(EventRecord, frozen=True):
+class RequestFinished(EventRecord):
     """A request ended; every RequestStarted gets exactly one. `outcome` dead: the group ended under it; stop: a stop string too."""
 
     request: int
@@ -80,21 +78,21 @@ class RequestFinished(EventRecord, frozen=True):
     queue_s: float | None = None
 
 
-class KeyDecision(EventRecord, frozen=True):
+class KeyDecision(EventRecord):
     """An HTTP request that needs an API key was let in, or was not. `key`: its holder's name; empty where it has no valid key."""
 
     key: str
     verdict: KeyVerdict
 
 
-class KeyTokens(EventRecord, frozen=True):
+class KeyTokens(EventRecord):
     """A request of the key's holder has ended: tokens of its prompt and of its answers, once."""
 
     key: str
     count: int
 
 
-class EngineLoad(EventRecord, frozen=True):
+class EngineLoad(EventRecord):
     """The core's figures have come.
 
     `interval_s` is the time since an earlier step was reported, if the core has had work ever since; None: it had not, or this
@@ -105,13 +103,13 @@ class EngineLoad(EventRecord, frozen=True):
     interval_s: float | None = None
 
 
-class EngineFailed(EventRecord, frozen=True):
+class EngineFailed(EventRecord):
     """The group ended, for this reason; every open request then finishes as dead."""
 
     reason: str
 
 
-class ProcessFigures(EventRecord, frozen=True):
+class ProcessFigures(EventRecord):
     """One process of the group at this moment; `name` is a rank's number, or `core`.
 
     stall_s: how long it has owed a step without progress, 0 while it owes none. `busy_s` is how long its device took for the last
@@ -128,7 +126,7 @@ class ProcessFigures(EventRecord, frozen=True):
     encoder_s: float
 
 
-class ScrapeGauges(EventRecord, frozen=True):
+class ScrapeGauges(EventRecord):
     """What is read at a scrape, not sent as an event: the front's open requests, the group's processes, what one rank's encoders
     have done (the others' have done the same, but in other times)."""
 

@@ -24,9 +24,9 @@ class Allocator:
     def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], share: float | None) -> None:
         self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
         self.page = groups[0].page
-        *sliding, self._full = self.pools
+        self._full = self.pools[-1]
         self._caches = share is not None
-        self.cache = PrefixCache(self._full, sliding[0] if sliding else None, share or 0.0)
+        self.cache = PrefixCache(self._full, self.pools[0], share or 0.0)
 
     @property
     def bidirectional(self) -> bool:

@@ -41,7 +41,7 @@ class RingExecutor:
 class FrontLink:
     """The front's socket: whole messages in, buffered frames out, never blocking.
 
-    Every method raises EOFError when the front is gone: it closed the socket, or left answers unread in it, which is a reset.
+    Every method raises ConnectionError when the front is gone: it closed the socket, or left answers unread in it, which is a reset.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -57,14 +57,9 @@ class FrontLink:
             self.flush()
         if not readable:
             return []
-        try:
-            data = self._sock.recv(1 << 20)
-        except BlockingIOError:
-            return []
-        except ConnectionError as error:
-            raise EOFError("the front left answers unread") from error
+        data = self._sock.recv(1 << 20)
         if not data:
-            raise EOFError("the front closed its socket")
+            raise ConnectionError("the front closed its socket")
         return self._frames.feed(data)
 
     def send(self, batch: TokenBatch) -> None:
@@ -81,6 +76,4 @@ class FrontLink:
                 sent = self._sock.send(self._unsent)
             except BlockingIOError:
                 return
-            except ConnectionError as error:
-                raise EOFError("the front closed its socket") from error
             del self._unsent[:sent]

@@ -269,7 +269,7 @@ def serve(lifeline: Lifeline) -> None:
     lifeline.send(Ready())
     try:
         Core(scheduler, executor, link, lifeline, Waiter(args.spin, idle_s=200e-6), vocabulary).run()
-    except EOFError:
+    except ConnectionError:
         return
 
 

@@ -93,12 +93,12 @@ def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
 
 
 class PrefixCache:
-    """Segments of both pools; `sliding` None: a model without sliding layers. `share`: the part of each pool that may lie idle.
+    """Segments of both pools, which are one for a model without sliding layers. `share`: the part of each pool that may lie idle.
 
     evicted_pages   evicted since boot
     """
 
-    def __init__(self, full: PagePool, sliding: PagePool | None, share: float) -> None:
+    def __init__(self, full: PagePool, sliding: PagePool, share: float) -> None:
         self.evicted_pages = 0
         self._full = full
         self._sliding = sliding
@@ -164,8 +164,7 @@ class PrefixCache:
             segment.tail = array("i", tail)
             self._tails[segment] = None
             self._changes += 1
-            if self._sliding is not None:
-                self._sliding.keep(tail)
+            self._sliding.keep(tail)
         self._touch(segment)
         if supersedes:
             self._supersede(segment)
@@ -213,7 +212,7 @@ class PrefixCache:
     def trim(self) -> None:
         """Evict idle pages beyond each pool's share."""
         for pool in (self._full, self._sliding):
-            while pool is not None and pool.idle > self._share * pool.total:
+            while pool.idle > self._share * pool.total:
                 self._evict(pool)
 
     def discard(self, keys: list[bytes]) -> None:
@@ -277,7 +276,6 @@ class PrefixCache:
     def _drop_tail(self, segment: Segment) -> None:
         assert segment.tail is not None
         self._changes += 1
-        if self._sliding is not None:
-            self.evicted_pages += self._sliding.drop(segment.tail)
+        self.evicted_pages += self._sliding.drop(segment.tail)
         segment.tail = None
         del self._tails[segment]

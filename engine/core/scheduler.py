@@ -65,17 +65,15 @@ class SchedulerConfig:
         return 1 + self.drafts[-1]
 
 
-class PlanDraft(msgspec.Struct):
-    """A plan being made, and what it leaves in flight."""
+class PlanDraft(InFlightStep, kw_only=True):
+    """A plan being made: what it leaves in flight, and what it may still get."""
 
-    plan: StepPlan
-    in_flight: InFlightStep
     encoder_rows: int  # positions of media items that it may still encode
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     decode_rows: int = 0  # beside its chunks
-    chunks: dict[int, int] = {}  # slot -> index of its chunk in the plan
+    chunk_of: dict[int, int] = {}  # slot -> index of its chunk in the plan
 
 
 class Scheduler:
@@ -110,7 +108,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         plan = self._plan
-        draft = PlanDraft(plan, InFlightStep(plan), self.config.encoder_rows)
+        draft = PlanDraft(plan, encoder_rows=self.config.encoder_rows)
         self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
         self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left
@@ -134,13 +132,13 @@ class Scheduler:
         if plan.encodes:
             self._encodes += 1
             self._budget.encodes()
-        plan.drafts = draft.drafts if draft.in_flight.drafting else 0
-        draft.in_flight.encoder_waits = len(self._encoder_waits)
+        plan.drafts = draft.drafts if draft.drafting else 0
+        draft.encoder_waits = len(self._encoder_waits)
         if shares:
-            draft.in_flight.expected = self._budget.planned(_chunks(draft))
+            draft.expected = self._budget.planned(_chunks(draft))
         _add_spans(draft)
         self._plan = StepPlan(plan.step + 1)
-        self._results.in_flight.append(draft.in_flight)
+        self._results.in_flight.append(draft)
         return plan
 
     def commit(self, result: StepResult) -> None:
@@ -184,12 +182,12 @@ class Scheduler:
         waiting = self._admissions.candidates()
         if not (prefills or waiting):
             self._budget.idle()
-            draft.drafts, draft.in_flight.size = self._drafting.choose(len(self.requests.running))
+            draft.drafts, draft.size = self._drafting.choose(len(self.requests.running))
             return {}
         decoding = [sequence for sequence in self.requests.running if sequence.decodable]
         decodes = DecodeRows(len(decoding), sum(sequence.high for sequence in decoding))
         draft.decode_rows = decodes.rows
-        draft.drafts, draft.in_flight.size = self._drafting.choose(decodes.rows)
+        draft.drafts, draft.size = self._drafting.choose(decodes.rows)
         draft.budget = self._budget.prompt_tokens(decodes.rows * (1 + draft.drafts))
         prompts = [_prompt(sequence) for sequence in prefills]
         for sequence in waiting:  # probably what was cached when it was queued still is
@@ -199,7 +197,7 @@ class Scheduler:
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
-        add_to_plan, add_row, single = draft.plan.rows.append, draft.in_flight.rows.append, self.config.widest == 1
+        add_to_plan, add_row, single = draft.plan.rows.append, draft.rows.append, self.config.widest == 1
         for sequence in list(self.requests.running):
             slot = sequence.slot
             if slot < 0:
@@ -298,12 +296,12 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
         """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
-        plan, rows, start, end = draft.plan, draft.in_flight.chunks, sequence.high, sequence.high + size
-        self.allocator.hold(sequence, end, draft.plan)
+        plan, rows, start, end = draft.plan, draft.chunks, sequence.high, sequence.high + size
+        self.allocator.hold(sequence, end, plan)
         sequence.high = end
         draft.budget = max(0, draft.budget - size)
         draft.scored -= size if sequence.reports_prompt else 0
-        index = draft.chunks.setdefault(sequence.slot, len(rows))
+        index = draft.chunk_of.setdefault(sequence.slot, len(rows))
         if index < len(rows):
             start = plan.chunks[index][1]
         samples = end == sequence.target
@@ -349,7 +347,7 @@ class Scheduler:
 
 def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
     """Note that its token in this step has drafts behind it, unless its next row is to have none."""
-    draft.in_flight.drafting += sequence.may_draft
+    draft.drafting += sequence.may_draft
     sequence.drafts = draft.drafts if sequence.may_draft else 0
 
 
@@ -366,7 +364,7 @@ def _chunks(draft: PlanDraft) -> list[Prompt]:
 def _add_spans(draft: PlanDraft) -> None:
     """Give each chunk the spans in it."""
     plan = draft.plan
-    for index, (sequence, *_) in enumerate(draft.in_flight.chunks):
+    for index, (sequence, *_) in enumerate(draft.chunks):
         if sequence.spans:
             slot, start, end, first_logit = plan.chunks[index][:4]
             spans = [span for span in sequence.spans if start <= span[0] < end]

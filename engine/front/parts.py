@@ -5,20 +5,22 @@ from itertools import groupby
 
 import msgspec
 
+from engine.protocol import FrozenStruct
 
-class Content(msgspec.Struct, frozen=True):
+
+class Content(FrozenStruct):
     """Text of the answer itself."""
 
     text: str
 
 
-class Reasoning(msgspec.Struct, frozen=True):
+class Reasoning(FrozenStruct):
     """Text of a thought, which comes before the answer."""
 
     text: str
 
 
-class ToolCallStart(msgspec.Struct, frozen=True):
+class ToolCallStart(FrozenStruct):
     """A call begins; its arguments follow. `index`: its place among the reply's calls; `id`: no other call has it."""
 
     index: int
@@ -26,7 +28,7 @@ class ToolCallStart(msgspec.Struct, frozen=True):
     name: str
 
 
-class Arguments(msgspec.Struct, frozen=True):
+class Arguments(FrozenStruct):
     """More of the arguments of call `index`: JSON text, which is only complete once the call is."""
 
     index: int
