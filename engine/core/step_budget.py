@@ -25,7 +25,6 @@ Precedence is by `priority` (lower first, as in vLLM), then by arrival; preempti
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.lifeline import StepTimes
@@ -42,38 +41,37 @@ MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a sing
 Points = tuple[tuple[float, float], ...]
 
 
-@dataclass(frozen=True)
-class Policy:
-    """`order(lengths, turn)`: the indices of prompts in the order of service. `lengths`: tokens that each could use,
-    running prompts by precedence, then waiting ones. `turn`: the first prompt is served first.
-
-    overtaking  how many later requests may be admitted before one that could not be
-    long        how many prompts longer than a step's budget are computed at a time
-    """
-
-    order: Callable[[list[int], bool], list[int]]
-    overtaking: int
-    long: int
-
-
-def in_order(lengths: list[int], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
-    """Keeps the order of precedence."""
-    return list(range(len(lengths)))
-
-
-def shortest_first(lengths: list[int], turn: bool) -> list[int]:
-    """The first prompt on its turn, then the shortest: short ones hardly wait for long ones, and long ones finish."""
-    return sorted(range(len(lengths)), key=lambda index: (turn and index > 0, lengths[index]))
-
-
-POLICIES = {"fair": Policy(shortest_first, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
-
-
 class Prompt(NamedTuple):
     """Tokens that could be computed now, and the length of the context before them."""
 
     tokens: int
     context: int
+
+
+class Policy(NamedTuple):
+    """`order(prompts, turn)`: the indices of prompts in the order of service. `prompts`: running ones by precedence, then waiting
+    ones. `turn`: the first prompt is served first.
+
+    overtaking  how many later requests may be admitted before one that could not be
+    long        how many prompts longer than a step's budget are computed at a time
+    """
+
+    order: Callable[[list[Prompt], bool], list[int]]
+    overtaking: int
+    long: int
+
+
+def in_order(prompts: list[Prompt], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
+    """Keeps the order of precedence."""
+    return list(range(len(prompts)))
+
+
+def shortest_first(prompts: list[Prompt], turn: bool) -> list[int]:
+    """The first prompt on its turn, then the shortest: short ones hardly wait for long ones, and long ones finish."""
+    return sorted(range(len(prompts)), key=lambda index: (turn and index > 0, prompts[index].tokens))
+
+
+POLICIES = {"fair": Policy(shortest_first, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
 
 
 class StepEstimate:
@@ -211,7 +209,7 @@ class StepBudget:
         """Tokens of each prompt in the next step, `most` in total, beside these decode rows; prompts as in `Policy.order`.
         `share_rest` may give more in the same step, and `planned` gets the outcome."""
         self._decodes = decodes
-        order = self._order(prompts, self._turn(prompts[0], most))
+        order = self._policy.order(prompts, self._turn(prompts[0], most))
         if self._has_target:
             tokens = self._within_target(prompts, order, most)
         else:
@@ -224,7 +222,7 @@ class StepBudget:
 
     def share_rest(self, prompts: list[Prompt], most: int, chunks: list[Prompt]) -> list[int]:
         """Further tokens for a step that has `chunks` already, in place of what other prompts could not use."""
-        order = self._order(prompts, turn=False)
+        order = self._policy.order(prompts, False)
         if not self._has_target:
             return shares(prompts, order, most)
         return shares(prompts, order, most, self._estimate(chunks), self._may_take_ms)
@@ -302,6 +300,3 @@ class StepBudget:
         for chunk in chunks:
             time.add(*chunk)
         return time
-
-    def _order(self, prompts: list[Prompt], turn: bool) -> list[int]:
-        return self._policy.order([prompt.tokens for prompt in prompts], turn)

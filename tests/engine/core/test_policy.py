@@ -61,11 +61,12 @@ def test_shares_are_within_what_is_asked_and_there(name: str) -> None:
 def test_the_shortest_go_first() -> None:
     """The shortest first, behind the oldest when it is its turn; in order of arrival the oldest first."""
     wanted = [10_000, 5000, 100, 300]
-    assert shortest_first(wanted, False) == [2, 3, 1, 0]
-    assert shortest_first(wanted, True) == [0, 2, 3, 1]
+    prompts = [Prompt(each, 0) for each in wanted]
+    assert shortest_first(prompts, False) == [2, 3, 1, 0]
+    assert shortest_first(prompts, True) == [0, 2, 3, 1]
     assert shortest_first([], True) == in_order([], True) == []
-    assert in_order(wanted, False) == [0, 1, 2, 3]
-    assert shares([Prompt(each, 0) for each in wanted], [2, 3, 1, 0], 1000) == [0, 600, 100, 300]
+    assert in_order(prompts, False) == [0, 1, 2, 3]
+    assert shares(prompts, [2, 3, 1, 0], 1000) == [0, 600, 100, 300]
 
 
 def test_a_step_is_filled_up_to_its_target() -> None:
