@@ -64,8 +64,6 @@ class Vocabulary:
         """What of the grammar cannot be kept, in a sentence; None: a reply can begin. It costs what `matcher` and a mask do."""
         try:
             self.matcher(grammar).mask()
-        except UnicodeEncodeError:
-            return "the grammar is not valid Unicode (a lone surrogate)"
         except GenerationFailed as error:
             return str(error)
         return None

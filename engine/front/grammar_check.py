@@ -31,7 +31,7 @@ class GrammarCheck:
         """Raises InvalidRequest that says under `param` what of the grammar cannot be kept; Overloaded: too many others wait."""
         if len(rules) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"{param}: its grammar is larger than {MAX_GRAMMAR_BYTES} bytes", param=param)
-        key = hashlib.sha256(rules.encode("utf-8", "surrogatepass")).digest()
+        key = hashlib.sha256(rules.encode()).digest()
         if key not in self._verdicts:
             async with self._in_turn() as vocabulary:
                 if key not in self._verdicts:  # another has asked for the same

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
@@ -24,7 +24,7 @@ class ValueSchema:
     """One value's schema; `root` is where `#/...` references point. Without a schema anything is allowed."""
 
     schema: Any = True
-    root: Any = field(default=True, repr=False)
+    root: Any = True
 
     @cached_property
     def types(self) -> frozenset[str] | None:
@@ -140,7 +140,7 @@ def json_kind(text: str) -> str | None:
     """The JSON type of `text`; None: it is not JSON."""
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError):
         return None
     return _PYTHON_TYPES[type(value)]
 
