@@ -137,7 +137,7 @@ class CallGrammar:
             raise SchemaError(f"{json.dumps(schema)[:100]} as a schema")
         schema = _without_nulls(schema)
         if depth and schema.get("nullable") is True:  # as OpenAPI 3.0 says what templates show, too
-            return _either(['"null"', self._by_schema({**schema, "nullable": False}, depth)])
+            return _either(["any_null", self._by_schema({**schema, "nullable": False}, depth)])
         for keyword in (*_REFERRING, "const", "enum"):
             if keyword in schema:
                 return self._special(keyword, schema, depth)
@@ -196,9 +196,7 @@ class CallGrammar:
                 return self._string(schema)
             case "integer" | "number":
                 return self._rule("number", f"%json {json.dumps({'type': kind} | _bounds(schema))}")
-            case "boolean":
-                return '"true" | "false"'
-        return '"null"'
+        return f"any_{kind}"
 
     def _string(self, schema: Schema) -> str:
         self._patterns += "pattern" in schema

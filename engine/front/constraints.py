@@ -48,7 +48,10 @@ class Constraints:
             return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
         if markers is None:
             raise InvalidRequest("tools: this model's vocabulary has no tokens for tool calls", param="tools")
-        calls, most = self._call_grammar(markers), 1 if self.choice.one else None
+        names = self.tools.names if self.choice.names is None else self.choice.names
+        kept = names if self.arguments == "strict" else self.tools.strict
+        schemas = {name: self.tools.parameters(name).schema if name in kept else {} for name in names}
+        calls, most = CallGrammar(markers, schemas, self.tools.strict), 1 if self.choice.one else None
         if self.choice.mode == "required":
             thought = Thought.optional if thought is Thought.forced else thought
             answer = calls_answer(calls, most)
@@ -78,12 +81,6 @@ class Constraints:
         if self.arguments == "strict":
             return replace(self, arguments="names")
         return replace(self, arguments="off") if self.ours and self.arguments == "names" else None
-
-    def _call_grammar(self, markers: Markers) -> CallGrammar:
-        names = self.tools.names if self.choice.names is None else self.choice.names
-        kept = names if self.arguments == "strict" else self.tools.strict
-        schemas = {name: self.tools.parameters(name).schema if name in kept else {} for name in names}
-        return CallGrammar(markers, schemas, self.tools.strict)
 
 
 def _thought(markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Thought:

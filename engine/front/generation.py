@@ -403,15 +403,11 @@ class DeltaReader(Generic[T]):
                     has_yielded = True
                     yield generation.choice, delta
             except Exception as error:
-                self._abort_siblings(generation, error)
+                reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
+                for other in self.generations:  # closing their streams would report that the client has gone
+                    if other is not generation:
+                        other.abort(reason)
                 if not has_yielded:
                     raise
                 self._error = error
                 return
-
-    def _abort_siblings(self, failed: Generation, error: Exception) -> None:
-        """Abort the others with the true reason; closing their streams would report that the client has gone."""
-        reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
-        for generation in self.generations:
-            if generation is not failed:
-                generation.abort(reason)

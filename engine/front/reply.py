@@ -118,7 +118,15 @@ class ReplyParser:
             self._read(text)
         else:
             for token in tokens:
-                self._push_token(token)
+                if token not in self._pieces.special:
+                    self._count(1)
+                    self._read(self._detokenizer.push([token]))
+                    continue
+                self._read(self._detokenizer.flush())
+                if self._arguments is None:
+                    self._marker(token)
+                else:
+                    self._marker_in_arguments(token, self._arguments)
         return self._take()
 
     def end(self, *, cut: bool) -> list[Part]:
@@ -150,17 +158,6 @@ class ReplyParser:
         return self._state in (self._label, self._thought)
 
     # --- tokens ---
-
-    def _push_token(self, token: int) -> None:
-        if token not in self._pieces.special:
-            self._count(1)
-            self._read(self._detokenizer.push([token]))
-            return
-        self._read(self._detokenizer.flush())
-        if self._arguments is None:
-            self._marker(token)
-        else:
-            self._marker_in_arguments(token, self._arguments)
 
     def _marker(self, token: int) -> None:
         """A control token outside of arguments."""

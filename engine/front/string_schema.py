@@ -107,32 +107,18 @@ def _anchored(atoms: list[str], pattern: str) -> str:
     return ("" if begins else _ANY) + f"(?:{''.join(inside)})" + ("" if ends else _ANY)
 
 
-def _date() -> str:
-    """A day that there is, of the years 0001 to 9999."""
-    year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-    leap = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-    days = "(?:0[1-9]|1[0-9]|2[0-8])"
-    months = f"(?:0[1-9]|1[0-2])-{days}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31"
-    return f"(?:{year}-(?:{months})|{leap}-02-29)"
-
-
-def _duration() -> str:
-    """A duration by RFC 3339, appendix A."""
-    number = "[0-9]{1,6}"
-    seconds = f"{number}S"
-    minutes = f"{number}M(?:{seconds})?"
-    time = f"T(?:{number}H(?:{minutes})?|{minutes}|{seconds})"
-    days = f"{number}D"
-    months = f"{number}M(?:{days})?"
-    return f"P(?:(?:{number}Y(?:{months})?|{months}|{days})(?:{time})?|{time}|{number}W)"
-
-
-def _ipv6() -> str:
-    group = "[0-9a-fA-F]{1,4}"
-    both = [f"(?:{group}:){{1,{7 - behind}}}(?::{group}){{1,{behind}}}" for behind in range(1, 7)]
-    return f"(?:(?:{group}:){{7}}{group}|(?:{group}:){{1,7}}:|:(?::{group}){{1,7}}|::|{'|'.join(both)})"
-
-
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # 0001 to 9999
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAYS = "(?:0[1-9]|1[0-9]|2[0-8])"
+_MONTHS = f"(?:0[1-9]|1[0-2])-{_DAYS}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31"
+_DATE = f"(?:{_YEAR}-(?:{_MONTHS})|{_LEAP}-02-29)"  # a day that there is
+_MINUTES = "[0-9]{1,6}M(?:[0-9]{1,6}S)?"  # of a duration by RFC 3339, appendix A, as what follows
+_HOURS = f"T(?:[0-9]{{1,6}}H(?:{_MINUTES})?|{_MINUTES}|[0-9]{{1,6}}S)"
+_MONTHS_AND_DAYS = "[0-9]{1,6}M(?:[0-9]{1,6}D)?"
+_FROM_YEARS = f"[0-9]{{1,6}}Y(?:{_MONTHS_AND_DAYS})?|{_MONTHS_AND_DAYS}|[0-9]{{1,6}}D"
+_GROUP = "[0-9a-fA-F]{1,4}"
+_BOTH_ENDS = "|".join(f"(?:{_GROUP}:){{1,{7 - behind}}}(?::{_GROUP}){{1,{behind}}}" for behind in range(1, 7))
+_IPV6 = f"(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,7}}:|:(?::{_GROUP}){{1,7}}|::|{_BOTH_ENDS})"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _LAST_LABEL = "[A-Za-z](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"  # one of digits makes it an address
 _NAME = rf"(?:{_LABEL}\.)*{_LAST_LABEL}"
@@ -141,16 +127,16 @@ _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _LOCAL = "[A-Za-z0-9_+-]{1,16}"
 _PATH = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"  # RFC 3986's pchar
-_HOST = rf"(?:{_IPV4}|\[{_ipv6()}\]|{_NAME})(?::[1-9][0-9]{{0,3}})?"
+_HOST = rf"(?:{_IPV4}|\[{_IPV6}\]|{_NAME})(?::[1-9][0-9]{{0,3}})?"
 FORMATS: Mapping[str, str] = {
-    "date": _date(),
+    "date": _DATE,
     "time": _TIME,
-    "date-time": f"{_date()}T{_TIME}",
-    "duration": _duration(),
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P(?:(?:{_FROM_YEARS})(?:{_HOURS})?|{_HOURS}|[0-9]{{1,6}}W)",
     "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "email": rf"{_LOCAL}(?:\.{_LOCAL}){{0,2}}@(?:{_LABEL}\.)+[A-Za-z]{{2,24}}",
     "hostname": _NAME,
     "ipv4": _IPV4,
-    "ipv6": _ipv6(),
+    "ipv6": _IPV6,
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_HOST}(?:/{_PATH}*)*|{_PATH}+(?:/{_PATH}*)*)(?:\?(?:{_PATH}|[/?])*)?(?:#(?:{_PATH}|[/?])*)?",
 }

@@ -4,7 +4,7 @@ A declaration is OpenAI's: {"type": "function", "function": {"name", "descriptio
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.checkpoint import JsonObject
@@ -95,30 +95,23 @@ def _check_parameters(parameters: Any, where: str) -> None:
             left += _checked_schema(schema, parameters, where)
 
 
-def _checked_schema(schema: Any, root: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The schemas inside this one, and the one that it refers to, each with its place; what is wrong with itself is raised."""
+def _checked_schema(schema: Any, root: Any, where: str) -> list[tuple[str, Any]]:
+    """The schemas inside this one, and the one that it refers to, each with its place, not longer than anybody reads; what is wrong
+    with itself is raised."""
     if isinstance(schema, bool):
-        return
+        return []
     if not isinstance(schema, Mapping):
         raise _wrong(where, "must be a JSON Schema: an object, true or false")
     _check_keywords(schema, where)
+    found = [(f".{keyword}", inner) for keyword in _SCHEMAS for inner in listed(schema.get(keyword))]
     for keyword in SCHEMAS_BY_NAME:
-        for name, inner in _of_kind(Mapping, schema, keyword, where).items():
-            yield _inside(where, f".{keyword}.{name}"), inner
+        found += [(f".{keyword}.{name}", inner) for name, inner in _of_kind(dict, schema, keyword, where).items()]
     for keyword in _SCHEMA_LISTS:
-        for index, inner in enumerate(_of_kind(list, schema, keyword, where)):
-            yield _inside(where, f".{keyword}[{index}]"), inner
-    for keyword in _SCHEMAS:
-        for inner in listed(schema.get(keyword)):
-            yield _inside(where, f".{keyword}"), inner
+        found += [(f".{keyword}[{index}]", inner) for index, inner in enumerate(_of_kind(list, schema, keyword, where))]
     target = referred(root, schema.get("$ref"))  # which need not stand where schemas do
     if target is not None:  # else it points nowhere: what it stands for may be anything
-        yield _inside(where, ".$ref"), target
-
-
-def _inside(where: str, step: str) -> str:
-    """A place inside another, not longer than anybody reads."""
-    return f"{where}{step}"[:_LONGEST_PATH]
+        found.append((".$ref", target))
+    return [(f"{where}{step}"[:_LONGEST_PATH], inner) for step, inner in found]
 
 
 def _check_keywords(schema: Schema, where: str) -> None:
@@ -136,9 +129,9 @@ def _of_kind(kind: type[Any], schema: Schema, keyword: str, where: str) -> Any:
     """The value of `keyword`, which must be of this kind; an empty one where there is none."""
     value = schema.get(keyword)
     if value is None:
-        return {} if kind is Mapping else kind()
+        return kind()
     if not isinstance(value, kind):
-        raise _wrong(f"{where}.{keyword}", "must be an object" if kind is Mapping else "must be a list")
+        raise _wrong(f"{where}.{keyword}", f"must be {'an object' if kind is dict else 'a list'}")
     return value
 
 
