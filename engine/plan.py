@@ -29,7 +29,7 @@ as one forward. Ranks clear rows before releases, which comes to the same: both 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, starmap
+from itertools import chain
 from typing import NamedTuple, cast
 
 import msgspec
@@ -43,6 +43,7 @@ from engine.protocol import (
     MediaItem,
     PromptLogprobs,
     SamplingParams,
+    pack_tokens,
     token_bytes,
 )
 
@@ -235,7 +236,10 @@ def encode_plan(plan: StepPlan) -> bytes:
     flags = FLAG_STOP * plan.stop | FLAG_MASKED * plan.masked
     sections = [_packed(getattr(plan, name)) for name in SECTIONS]
     counts = [len(section) // size for section, size in zip(sections, _ROW_BYTES, strict=True)]
-    admissions = _encode(list(map(_packed_admission, plan.admissions))) if plan.admissions else b""
+    admitted = [
+        (each.slot, each.number, pack_tokens(each.tokens), each.prompt, _sent(each.params), each.cached) for each in plan.admissions
+    ]
+    admissions = _encode(admitted) if admitted else b""
     header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(admissions), plan.drafts)
     return b"".join([header, *sections, admissions])
 
@@ -293,22 +297,16 @@ def read_plan(data: bytes) -> PlanView:
         end += count * width
     if 4 * end + size != len(data):
         raise ValueError(f"plan {step} is {len(data)} bytes long, its sections end at {4 * end + size}")
-    admissions = tuple(starmap(_admission, _decode_admissions(memoryview(data)[4 * end :]))) if size else ()
+    admissions = tuple(
+        Admission(slot, number, cast("Sequence[int]", np.frombuffer(tokens, np.int32)), prompt, params, cached)
+        for slot, number, tokens, prompt, params, cached in (_decode_admissions(memoryview(data)[4 * end :]) if size else ())
+    )
     return PlanView(step, stop, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions)
 
 
 def _sent(params: SamplingParams) -> SamplingParams:
     """Returns the parameters without what ranks do not read: masks are made in the core."""
     return msgspec.structs.replace(params, max_tokens=0, grammar=None, thought=None)
-
-
-def _packed_admission(admission: Admission) -> tuple[int, int, bytes, int, SamplingParams, int]:
-    tokens, params = np.asarray(admission.tokens, np.int32).tobytes(), _sent(admission.params)
-    return admission.slot, admission.number, tokens, admission.prompt, params, admission.cached
-
-
-def _admission(slot: int, number: int, tokens: bytes, prompt: int, params: SamplingParams, cached: int) -> Admission:
-    return Admission(slot, number, cast("Sequence[int]", np.frombuffer(tokens, np.int32)), prompt, params, cached)
 
 
 def encode_rows(

@@ -103,10 +103,15 @@ class Admissions:
             if not self._requests.free_slots:
                 return
             hit = self._allocator.find(sequence)
-            if self._waits(sequence, hit, prefills):
+            left = len(sequence.tokens) - hit.count * self._allocator.page
+            if sequence.waits and left < 2:
+                continue  # nothing to compute until its mask comes
+            if self._allocator.being_computed(sequence, hit, prefills, self._gain):
                 continue
-            if not self._may_begin(sequence, hit, page_budget, prefills):
-                if sequence.overtaken >= self._policy.overtaking:
+            holds_up = sequence.overtaken >= self._policy.overtaking
+            long = [other for other in prefills if other.target - other.high > self._budget] if left > self._budget else []
+            if (len(long) >= self._policy.long and not holds_up) or not page_budget.fits(sequence, hit):
+                if holds_up:
                     return
                 passed.append(sequence)
                 continue
@@ -122,20 +127,6 @@ class Admissions:
     def _prefills(self) -> list[Sequence]:
         """Running sequences whose prompts are not committed to their ends."""
         return [sequence for sequence in self._requests.running if sequence.low < sequence.target]
-
-    def _waits(self, sequence: Sequence, hit: Hit, prefills: list[Sequence]) -> bool:
-        """It has nothing to compute until its mask comes, or another sequence is about to compute its prefix."""
-        if sequence.waits and len(sequence.tokens) - hit.count * self._allocator.page < 2:
-            return True
-        return self._allocator.being_computed(sequence, hit, prefills, self._gain)
-
-    def _may_begin(self, sequence: Sequence, hit: Hit, page_budget: AdmissionBudget, prefills: list[Sequence]) -> bool:
-        """There are pages, and it is short, or few enough long prompts are being computed."""
-        if len(sequence.tokens) - hit.count * self._allocator.page > self._budget:
-            long = sum(other.target - other.high > self._budget for other in prefills)
-            if long >= self._policy.long and sequence.overtaken < self._policy.overtaking:
-                return False
-        return page_budget.fits(sequence, hit)
 
     def _admit(self, sequence: Sequence, hit: Hit) -> None:
         first = not sequence.started

@@ -41,7 +41,7 @@ class RingExecutor:
 class FrontLink:
     """The front's socket: whole messages in, buffered frames out, never blocking.
 
-    Every method raises ConnectionError when the front is gone: it closed the socket, or left answers unread in it, which is a reset.
+    Every method raises ConnectionError when the front is gone: it closed the socket, or left answers unread in it (a reset).
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -247,20 +247,15 @@ class Masks:
     def advance(self) -> None:
         """Read what was committed; call it after each commit, and while something is `making`."""
         if ended := [state for state in self._states if state.sequence.ended]:
-            self._forget(ended)
+            self._states = [state for state in self._states if not state.sequence.ended]
+            needed = {state.compiled for state in self._states}
+            for state in ended:  # cancel what threads have not started for it and nobody else
+                for future in {state.making, state.compiled} - needed:
+                    if future is not None:
+                        future.cancel()
         states = [state for state in self._states if self._read_tokens(state)]
         if states:
             self._make_masks(states)
-
-    def _forget(self, ended: list[MaskState]) -> None:
-        """Follow these no longer, and cancel what threads have not started for them and nobody else."""
-        self._states = [state for state in self._states if not state.sequence.ended]
-        needed = {id(state.compiled) for state in self._states}
-        for state in ended:
-            if state.making is not None:
-                state.making.cancel()
-            if state.compiled is not None and id(state.compiled) not in needed:
-                state.compiled.cancel()
 
     def planned(self, plan: StepPlan) -> None:
         """A masked plan was just made: `due` will give its masks."""

@@ -100,17 +100,15 @@ class Requests:
                 encoder.check(item)
             if not end <= item.first < item.end <= prompt:
                 raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
-            self._check_spans(item)
+            end = item.first
+            for begin, span_end in item.spans:
+                span = f"the span [{begin}, {span_end})"
+                if not end <= begin < span_end <= item.end:
+                    raise InvalidRequest(f"{span} is not one of the media item at [{item.first}, {item.end})")
+                if span_end - begin > MAX_SPAN or not self.allocator.holds_span(span_end - begin):
+                    raise InvalidRequest(f"{span} of a media item is longer than what can be computed at once")
+                end = span_end
             end = item.end
-
-    def _check_spans(self, item: MediaItem) -> None:
-        end = item.first
-        for begin, span_end in item.spans:
-            if not end <= begin < span_end <= item.end:
-                raise InvalidRequest(f"the span [{begin}, {span_end}) is not one of the media item at [{item.first}, {item.end})")
-            if span_end - begin > MAX_SPAN or not self.allocator.holds_span(span_end - begin):
-                raise InvalidRequest(f"the span [{begin}, {span_end}) of a media item is longer than what can be computed at once")
-            end = span_end
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot under a new admission number."""

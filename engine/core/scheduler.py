@@ -69,11 +69,11 @@ class PlanDraft(InFlightStep, kw_only=True):
     """A plan being made: what it leaves in flight, and what it may still get."""
 
     encoder_rows: int  # positions of media items that it may still encode
+    chunk_of: dict[int, int]  # slot -> index of its chunk in the plan
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
     decode_rows: int = 0  # beside its chunks
-    chunk_of: dict[int, int] = {}  # slot -> index of its chunk in the plan
 
 
 class Scheduler:
@@ -108,7 +108,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         plan = self._plan
-        draft = PlanDraft(plan, encoder_rows=self.config.encoder_rows)
+        draft = PlanDraft(plan, encoder_rows=self.config.encoder_rows, chunk_of={})
         self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
         self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left
@@ -196,7 +196,8 @@ class Scheduler:
         return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, decodes), strict=True))
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
-        """A row for each running sequence, in order, if it can have one and its pages; prefills get their shares of the budget."""
+        """A row for each running sequence, in order, if it can have one and its pages: nobody is preempted for more than one
+        position; prefills get their shares of the budget."""
         add_to_plan, add_row, single = draft.plan.rows.append, draft.rows.append, self.config.widest == 1
         for sequence in list(self.requests.running):
             slot = sequence.slot
@@ -212,9 +213,11 @@ class Scheduler:
                 width = 1 + min(draft.drafts, sequence.drafts, sequence.limit - 2 - sequence.high) if may_draft else 1
                 end = high + width
                 if end > sequence.held:
-                    if not self._hold_row(sequence, width, draft.plan):
+                    width = self.allocator.fitting(sequence, width) or int(self._preempt_for(sequence, 1))
+                    if not width:
                         continue
-                    end = min(end, sequence.held)
+                    end = high + width
+                    self.allocator.hold(sequence, end, draft.plan)
                 sequence.high = end
                 if not single:
                     _note_drafts(sequence, draft)
@@ -223,13 +226,6 @@ class Scheduler:
                     flags, draft.plan.masked = ROW_MASKED, True
                 add_to_plan((slot, end - high, flags))
                 add_row((sequence, sequence.number, end - high))
-
-    def _hold_row(self, sequence: Sequence, width: int, plan: StepPlan) -> int:
-        """Take the pages for up to `width` positions; how many it can have. Nobody is preempted for more than one."""
-        width = self.allocator.fitting(sequence, width) or int(self._preempt_for(sequence, 1))
-        if width:
-            self.allocator.hold(sequence, sequence.high + width, plan)
-        return width
 
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
@@ -240,21 +236,17 @@ class Scheduler:
         count = max(least, sequence.last_end(sequence.high + count) - sequence.high)
         if count > sequence.ready or (count > most and draft.plan.chunks):
             return  # a span that is longer than the budget has a step without other chunks
-        size = self._fitting(sequence, count, least)
+        fitting, headroom = self.allocator.fitting, len(self.requests.running) - 1  # a page for each other sequence
+        fit = fitting(sequence, count, headroom)
+        if fit < least:
+            fit = fitting(sequence, count)
+        size = sequence.last_end(sequence.high + fit) - sequence.high
         if size < least:
             size = least if may_preempt and self._preempt_for(sequence, least) else 0
         if sequence.media and size:
             size = self._encode(sequence, size, draft)
         if size:
             self._chunk(sequence, size, draft)
-
-    def _fitting(self, sequence: Sequence, count: int, least: int) -> int:
-        """How many of its next `count` positions can have pages, with one for every other sequence if `least` of them can."""
-        fitting = self.allocator.fitting
-        size = fitting(sequence, count, headroom=len(self.requests.running) - 1)
-        if size < least:
-            size = fitting(sequence, count)
-        return sequence.last_end(sequence.high + size) - sequence.high
 
     def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
         """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.

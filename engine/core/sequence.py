@@ -154,10 +154,10 @@ class Sequence(msgspec.Struct, eq=False):
         return self.scored if self.scores else len(self.tokens) - 1
 
     def admit(self, slot: int, number: int, pools: Iterable[PagePool]) -> None:
-        """Take a slot under a new admission number; everything is to be computed."""
+        """Take a slot under a new admission number; the allocator gives it pages (`attach`)."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.low = self.high = self.drafts = self.encoded = self.dropped = self.held = self.release_at = 0
+        self.drafts = self.encoded = self.dropped = 0
         self.cache_points, self.drafted, self.hit = [], [], None
         self.runs = [PageRun(pool) for pool in pools]
 
