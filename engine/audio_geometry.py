@@ -87,4 +87,4 @@ def _geometry(audio: JsonObject, text: Geometry) -> AudioGeometry:
 def _layers(count: int, heads: int, hidden: int) -> tuple[Layer, ...]:
     """Rows without a tower have one of width 0, whose tensors no rule names."""
     rope = Rope(1.0, 0)
-    return tuple(Layer(i, "sliding", hidden // heads, heads, rope, 4 * hidden, k_eq_v=False, kv_source=i) for i in range(count))
+    return tuple(Layer(i, "sliding", hidden // heads, heads, rope, 4 * hidden, kv_source=i) for i in range(count))

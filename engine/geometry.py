@@ -70,8 +70,8 @@ class Layer:
     kv_heads: int
     rope: Rope
     intermediate: int
-    k_eq_v: bool
     kv_source: int
+    k_eq_v: bool = False
     drafts: bool = False
 
     @property

@@ -16,6 +16,7 @@ from engine.vision_geometry import CELL, SIDE
 PIECE_LOGITS = 1 << 24  # of a rank's share, fp32: so many are worked on at once where rows are filtered, or report logprobs
 PIECES = 5  # tensors of so many logits that are alive there at once: the rows', sent ones, received ones, scaled ones, padding
 CACHED_TOKENS = 8192  # of a conversation, as the pools are sized for
+INBOX_BUFFERS = 5  # parts that may wait to be read: `kernels.fused_allreduce_norm.BUFFERS`
 INBOX_BYTES = 512 << 20  # that a rank's inboxes for all-reduces may take; sums of more rows are collectives
 SEQUENCE_WORK = 1536 * 5376**2  # rows times hidden^2: with less all-reduces are as fast as norms of own rows
 CPU_BYTES = 1 << 30  # of a whole group, where the device is the machine's own memory
@@ -59,7 +60,7 @@ def inbox_rows(config: EngineConfig, geometry: Geometry) -> int:
 
 
 def _inbox_row_bytes(config: EngineConfig, geometry: Geometry) -> int:
-    return 5 * (config.tp + 1) * geometry.summed_width * ITEMSIZE[config.dtype]
+    return INBOX_BUFFERS * (config.tp + 1) * geometry.summed_width * ITEMSIZE[config.dtype]
 
 
 def exchange_bytes(config: EngineConfig, geometry: Geometry) -> int:

@@ -75,7 +75,7 @@ def _geometry(vision: JsonObject, text: Geometry) -> VisionGeometry:
         if head_dim % 4 or vision["num_key_value_heads"] != heads:
             raise CheckpointError(f"vision_config: head_dim {head_dim}, or fewer KV heads than query heads, is not implemented")
     rope = Rope(float((vision.get("rope_parameters") or {}).get("rope_theta", 100.0)), head_dim // 4)
-    layers = tuple(Layer(i, "full", head_dim, heads, rope, width, k_eq_v=False, kv_source=i) for i in range(count))
+    layers = tuple(Layer(i, "full", head_dim, heads, rope, width, kv_source=i) for i in range(count))
     own = {"hidden": hidden, "heads": heads, "layers": layers, "eps": vision["rms_norm_eps"], "ple": 0, "moe": None}
     return VisionGeometry(
         **(vars(text) | own),

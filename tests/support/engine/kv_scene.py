@@ -82,7 +82,7 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
             held = min(kind.page, end - entry * kind.page)
             cache.pool[0, page, :, :, :held] = draw((2, kind.kv_heads, held, kind.head_dim)) / kind.head_dim**0.25
     rope = Rope(1e4, kind.head_dim // 2 if kind.window else kind.head_dim // 8)
-    layer = Layer(3 if kind.kv_projections else 7, group.name, kind.head_dim, kind.kv_heads, rope, 16, kind.kv_projections == 1, 3)
+    layer = Layer(3 if kind.kv_projections else 7, group.name, kind.head_dim, kind.kv_heads, rope, 16, 3, kind.kv_projections == 1)
     slots = [slot for slot, (start, end) in enumerate(spans) for _ in range(start, end)]
     positions = [position for start, end in spans for position in range(start, end)]
     offsets = [sum(end - start for start, end in chunks[:index]) for index in range(len(chunks))]
