@@ -4,10 +4,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.mutants import FAULTS
+from tests.support.mutation import planted
 from tests.support.repo_rules import (
     ROOT,
     changelog_complaints,
@@ -232,3 +235,11 @@ def test_a_module_without_docstring_is_caught() -> None:
     """Code without a docstring is reported; an empty file and a documented one are not."""
     assert docstring_complaints("# a comment is no docstring\nX = 1\n") == ["1: no module docstring"]
     assert docstring_complaints("") == docstring_complaints('"""Says what it is."""\nX = 1\n') == []
+
+
+def test_the_faults_that_are_planted_have_their_places() -> None:
+    """The text that a fault of one line replaces stands once in its file: code that changes takes the table with it."""
+    for fault in FAULTS:
+        planted(fault, ROOT)
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        planted(replace(FAULTS[0], old="no such line"), ROOT)

@@ -40,11 +40,11 @@ _CORE = (
     ),
     Fault(
         "long-prompt-starves", "engine/core/step_budget.py",
-        "if turn and order:", "if False:", "engine/core/test_policy.py",
+        "(turn and index > 0, prompts[index].tokens)", "(False, prompts[index].tokens)", "engine/core/test_policy.py",
     ),
     Fault(
         "queue-may-be-overtaken-for-ever", "engine/core/admit.py",
-        "if sequence.overtaken >= self._policy.overtaking:", "if False:", "engine/core/test_policy.py",
+        "                if holds_up:", "                if False:", "engine/core/test_policy.py",
     ),
     Fault(
         "admissions-exceed-a-plan", "engine/core/admit.py",
@@ -60,7 +60,7 @@ _CORE = (
     ),
     Fault(
         "rejected-drafts-stay-planned", "engine/core/results.py",
-        "sequence.high -= width - len(row.tokens)", "sequence.high -= 0", "engine/core/test_widths.py",
+        "sequence.high -= width - given", "sequence.high -= 0", "engine/core/test_widths.py",
     ),
     Fault(
         "row-runs-before-its-mask", "engine/core/scheduler.py",
