@@ -41,7 +41,6 @@ Compiled = Future[tuple[Matcher, np.ndarray]]
 SLOW_S = 0.002  # CPU time of a mask above which others do not wait for it: half a forward of 31B on four H200
 SLOW_TOKENS = 16  # tokens for which a grammar counts as slow after a slow mask
 GRAMMARS = 64  # compiled grammars that are kept for requests to come
-_UNAVAILABLE = "grammars are not available: the checkpoint has no tokenizer that they can be made for"
 
 
 class ThoughtLimit:
@@ -163,20 +162,17 @@ class MaskState:
 
 @dataclass(frozen=True)
 class MaskedRow:
-    """A planned row, of an admission. `most`: index of its first token, if rows before it gave all that was planned; `rejected`: of
-    its sequence when it was planned."""
+    """A planned row, of an admission. `most`: index of its first token, if no row of its sequence ever gave less than planned."""
 
     state: MaskState
     number: int
-    slot: int
     width: int
     most: int
-    rejected: int
 
     @property
     def length(self) -> int:
         """Its first token's index; while rows before it are in flight, an upper bound."""
-        return self.most - (self.state.sequence.rejected - self.rejected)
+        return self.most - self.state.sequence.rejected
 
     @property
     def unmasked(self) -> bool:
@@ -230,7 +226,7 @@ class Masks:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
         if self._vocabulary is None:
-            self._requests.refuse(request.id, _UNAVAILABLE)
+            self._requests.refuse(request.id, "grammars are not available: the checkpoint has no tokenizer to make them for")
             return
         if (sequence := self._requests.add(request)) is None:
             return
@@ -264,7 +260,7 @@ class Masks:
         for state in self._states:
             sequence = state.sequence
             if sequence.masked and (width := widths.get(sequence.slot)):
-                rows.append(MaskedRow(state, sequence.number, sequence.slot, width, sequence.high - width + 1, sequence.rejected))
+                rows.append(MaskedRow(state, sequence.number, width, sequence.high - width + 1 + sequence.rejected))
                 state.update_wait()
         assert rows, plan
         self._planned.append((plan.step, rows))
@@ -273,7 +269,7 @@ class Masks:
         """The masks of planned steps, in order, up to the first step that lacks one."""
         while self._planned and all(row.ready for row in self._planned[0][1]):
             step, rows = self._planned.popleft()
-            yield self._encoded(step, {row.slot: row.masks for row in rows if not row.unmasked})
+            yield self._encoded(step, {row.state.sequence.slot: row.masks for row in rows if not row.unmasked})
 
     def discard(self) -> Iterator[bytes]:
         """Empty records for the steps still planned, so that ranks can finish them; their results are not wanted."""

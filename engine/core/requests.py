@@ -4,7 +4,6 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
-from array import array
 from collections.abc import Mapping
 
 from engine.core.allocator import Allocator
@@ -55,7 +54,9 @@ class Requests:
     def add(self, request: GenerateRequest) -> Sequence | None:
         """Queue a new request, or refuse it if it can never run here: None."""
         try:
-            tokens = _prompt(request)
+            if len(request.prompt) % 4:
+                raise InvalidRequest(f"the prompt could not be read: {len(request.prompt)} bytes are no int32 numbers")
+            tokens = request.tokens
             limit = self._limit(request, len(tokens))
             if request.id in self.unfinished:
                 raise InvalidRequest(f"request id {request.id} is already in use")
@@ -189,14 +190,6 @@ class Requests:
         """The outputs since the last call, in order."""
         outputs, self.outputs = self.outputs, []
         return outputs
-
-
-def _prompt(request: GenerateRequest) -> "array[int]":
-    """The prompt's tokens; InvalidRequest if they cannot be read."""
-    try:
-        return request.tokens
-    except ValueError as error:
-        raise InvalidRequest(f"the prompt could not be read: {error}") from error
 
 
 def _too_long(message: str) -> InvalidRequest:

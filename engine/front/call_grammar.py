@@ -223,23 +223,14 @@ class CallGrammar:
         required = frozenset(schema.get("required") or ())
         others = schema.get("additionalProperties", bool(required) or "properties" not in schema)
         properties = dict.fromkeys(required, others) | dict(schema.get("properties") or {})
-        if not properties:
-            return self._map(others, depth)
+        if not properties and (others is True or others == {}):
+            return "any_object"
         members = [(self._member(key, properties[key], depth), key in required) for key in sorted(properties, key=str.lower)]
         more = ""
-        if schema.get("additionalProperties", False) is not False:
-            key = self._rule("KEY", f"KEY & ~({' | '.join(map(json.dumps, properties))})")
+        if (schema.get("additionalProperties", False) if properties else others) is not False:
+            key = self._rule("KEY", f"KEY & ~({' | '.join(map(json.dumps, properties))})") if properties else "KEY"
             more = self._rule("member", f'{key} ":" ({self._value(others, depth + 1)})')
         return self._rule("object", f'"{{" {self._members(members, more)} "}}"')
-
-    def _map(self, schema: Any, depth: int) -> str:
-        """An object whose keys are free."""
-        if schema is False:
-            return '"{" "}"'
-        if schema is True or schema == {}:
-            return "any_object"
-        member = self._rule("member", f'KEY ":" ({self._value(schema, depth + 1)})')
-        return self._rule("object", f'"{{" ({member} ("," {member})*)? "}}"')
 
     def _member(self, key: str, schema: Any, depth: int) -> str:
         if not _BARE_KEY.fullmatch(key):

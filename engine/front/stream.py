@@ -5,15 +5,15 @@ when there is something to `take`, and leaves by `abort` or by the end.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from engine.protocol import AbortReason, Output
 
+_ADDED = ("tokens", "logprobs", "prompt_logprobs", "cached", "accepted", "rejected")  # of outputs that pile up
 
-@dataclass(slots=True)
-class Clock:
+
+class Clock(msgspec.Struct):
     """The clock points of one request (drawn in engine/events.py), None until they come; updated in place."""
 
     submitted: float
@@ -85,13 +85,5 @@ class Stream:
 
 
 def _joined(first: Output, second: Output) -> Output:
-    return msgspec.structs.replace(
-        first,
-        tokens=first.tokens + second.tokens,
-        logprobs=first.logprobs + second.logprobs,
-        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
-        finish=second.finish,
-        cached=first.cached + second.cached,
-        accepted=first.accepted + second.accepted,
-        rejected=first.rejected + second.rejected,
-    )
+    added = {name: getattr(first, name) + getattr(second, name) for name in _ADDED}
+    return msgspec.structs.replace(first, finish=second.finish, **added)

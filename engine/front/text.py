@@ -88,8 +88,9 @@ class StopStrings:
             _, start, stop = min(matches)
             return text[:start], stop
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
-                self._held = text[start:]
+            held = text[start:]
+            if any(stop.startswith(held) for stop in self._stops):
+                self._held = held
                 return text[:start], None
         return text, None
 

@@ -57,7 +57,7 @@ def of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
     def of_another_step(self: Masks, step: int, masks: Mapping[int, np.ndarray]) -> bytes:
         rows = self._planned[-1][1] if self._planned else ()
         made = [row for row in rows if not row.unmasked and row.state.masks is not None]
-        return encoded(self, step, {row.slot: row.masks for row in made} or masks)
+        return encoded(self, step, {row.state.sequence.slot: row.masks for row in made} or masks)
 
     patch.setattr(Masks, "_encoded", of_another_step)
 
