@@ -41,11 +41,8 @@ class AdmissionBudget:
         if not self._running:
             return True
         for index, pool in enumerate(self._pools):
-            need = pool.group.worst_pages(len(sequence.tokens) + 1)
-            if pool.group.window is None:
-                need = max(0, need - len(hit.full)) + hit.idle_full
-            else:
-                need = max(0, need - len(hit.tail)) + pool.idle_in(hit.tail)
+            found = hit.full if pool.group.window is None else hit.tail
+            need = max(0, pool.group.worst_pages(len(sequence.tokens) + 1) - len(found)) + pool.idle_in(found)
             if need + self._promised[index] + self._running > pool.available:
                 return False
         return True

@@ -2,8 +2,7 @@
 
     free   nobody has it
     held   by one sequence or several
-    idle   by none, but the prefix cache keeps it until a sequence needs a page; `idle_changes` counts pages that become idle, or
-           are idle no more
+    idle   by none, but the prefix cache keeps it until a sequence needs a page
 
 Page 0 is the null page: it is never handed out and every unused table entry names it.
 """
@@ -21,7 +20,7 @@ class PagePool:
     def __init__(self, group: KVGroup, pages: int) -> None:
         self.group = group
         self.total = pages - 1
-        self.idle = self.idle_changes = 0
+        self.idle = 0
         self._free = list(range(pages - 1, 0, -1))
         self.holders = [0] * pages  # sequences that hold each page
         self._kept = [0] * pages  # how often the prefix cache keeps it
@@ -60,7 +59,7 @@ class PagePool:
         for page in pages:
             if not self.holders[page]:
                 assert self._kept[page], page
-                self._count_idle(-1)
+                self.idle -= 1
             self.holders[page] += 1
 
     def give(self, pages: Iterable[int]) -> None:
@@ -70,7 +69,7 @@ class PagePool:
             self.holders[page] -= 1
             if not self.holders[page]:
                 if self._kept[page]:
-                    self._count_idle(1)
+                    self.idle += 1
                 else:
                     self._free.append(page)
 
@@ -89,13 +88,9 @@ class PagePool:
             assert self._kept[page] > 0, page
             self._kept[page] -= 1
             if not self._kept[page] and not self.holders[page]:
-                self._count_idle(-1)
+                self.idle -= 1
                 self._free.append(page)
         return len(self._free) - before
-
-    def _count_idle(self, change: int) -> None:
-        self.idle += change
-        self.idle_changes += 1
 
     def idle_in(self, pages: Iterable[int]) -> int:
         """How many of these kept pages no sequence holds."""
@@ -146,13 +141,11 @@ class Hit:
 
     full, tail  their pages of the full group; of the sliding group, the last ones that the window needs
     branch      up to which page the full group alone knows the prefix
-    idle_full   full pages that no sequence holds
-    version     `PrefixCache.version`: the hit is valid until it changes
+    version     `PrefixCache.version` then: the hit is valid until it changes
     """
 
     count: int
     full: "array[int]"
     tail: "array[int]"
     branch: int
-    idle_full: int
     version: int

@@ -95,6 +95,8 @@ def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
 class PrefixCache:
     """Segments of both pools, which are one for a model without sliding layers. `share`: the part of each pool that may lie idle.
 
+    version         grows with each change of what can be found
+
     evicted_pages   evicted since boot
     """
 
@@ -103,16 +105,11 @@ class PrefixCache:
         self._full = full
         self._sliding = sliding
         self._share = share
-        self._changes = 0  # of what can be found
+        self.version = 0
         self._root = Segment(None, 0, [], array("i"), array("i"))
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._tails: OrderedDict[Segment, None] = OrderedDict()
         self._random = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
-
-    @property
-    def version(self) -> int:
-        """Grows with each change of what can be found, and of which full pages are idle."""
-        return self._changes + self._full.idle_changes
 
     # -- find
 
@@ -125,7 +122,7 @@ class PrefixCache:
         full = array("i")
         for segment in reversed(list(last.path())):
             full.extend(segment.pages)
-        return Hit(last.end, full, last.tail, known, self._full.idle_in(full), self.version)
+        return Hit(last.end, full, last.tail, known, self.version)
 
     def _walk(self, keys: list[bytes]) -> tuple[Segment, int]:
         """(the last segment that lies wholly on the path of `keys`, full pages known of that path)."""
@@ -163,7 +160,7 @@ class PrefixCache:
         if segment.tail is None:
             segment.tail = array("i", tail)
             self._tails[segment] = None
-            self._changes += 1
+            self.version += 1
             self._sliding.keep(tail)
         self._touch(segment)
         if supersedes:
@@ -178,7 +175,7 @@ class PrefixCache:
         return self._add(segment, keys[known:], full[known:]) if known < len(keys) else segment
 
     def _add(self, parent: Segment, keys: list[bytes], pages: list[int]) -> Segment:
-        self._changes += 1
+        self.version += 1
         self._full.keep(pages)
         segment = Segment(parent, parent.end, keys, array("i", pages))
         parent.children[keys[0]] = segment
@@ -266,7 +263,7 @@ class PrefixCache:
     def _remove(self, segment: Segment) -> None:
         assert segment.parent is not None
         assert not segment.children
-        self._changes += 1
+        self.version += 1
         if segment.tail is not None:
             self._drop_tail(segment)
         self.evicted_pages += self._full.drop(segment.pages)
@@ -275,7 +272,7 @@ class PrefixCache:
 
     def _drop_tail(self, segment: Segment) -> None:
         assert segment.tail is not None
-        self._changes += 1
+        self.version += 1
         self.evicted_pages += self._sliding.drop(segment.tail)
         segment.tail = None
         del self._tails[segment]
