@@ -149,6 +149,9 @@ class CallGrammar:
 
     def _special(self, keyword: str, schema: Schema, depth: int) -> str:
         _only(schema, {keyword} | (_BESIDE_CONSTANTS if keyword in ("const", "enum") else {"type"}))
+        inside, beside = ValueSchema({keyword: schema[keyword]}, self._root), ValueSchema({"type": schema.get("type")})
+        if keyword in _REFERRING and not all(map(beside.allows, inside.types or ())):
+            raise SchemaError(f"the schema keyword {keyword!r} with types other than the 'type' beside it")
         match keyword:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
