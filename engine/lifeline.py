@@ -204,7 +204,14 @@ def run(body: Callable[[Lifeline], None]) -> NoReturn:
     try:
         body(lifeline)
     except BaseException as error:  # noqa: BLE001 - crash only
-        fail(lifeline, error)
+        user = isinstance(error, QuartetError)
+        text = str(error) if user else f"{type(error).__name__}: {error}"
+        trace = text if user else "".join(traceback.format_exception(error))
+        who = "core" if lifeline.args.role == "core" else f"rank {lifeline.args.index}"
+        say("".join(f"{who}: {line}\n" for line in trace.splitlines()))
+        with contextlib.suppress(OSError):  # the replica may be gone too
+            lifeline.send(Failed(text, user))
+        os._exit(1)
     os._exit(0)
 
 
@@ -213,15 +220,3 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
-
-
-def fail(lifeline: Lifeline, error: BaseException) -> NoReturn:
-    """Tell the replica why this process cannot go on, and end it."""
-    user = isinstance(error, QuartetError)
-    text = str(error) if user else f"{type(error).__name__}: {error}"
-    trace = text if user else "".join(traceback.format_exception(error))
-    who = "core" if lifeline.args.role == "core" else f"rank {lifeline.args.index}"
-    say("".join(f"{who}: {line}\n" for line in trace.splitlines()))
-    with contextlib.suppress(OSError):  # the replica may be gone too
-        lifeline.send(Failed(text, user))
-    os._exit(1)

@@ -95,7 +95,8 @@ class Admissions:
         candidates = self.candidates()
         if not candidates:
             return
-        page_budget, prefills, passed = AdmissionBudget(self._requests), self._prefills(), []
+        page_budget, passed = AdmissionBudget(self._requests), []
+        prefills = [sequence for sequence in self._requests.running if sequence.low < sequence.target]
         for sequence in candidates:
             if not self._requests.free_slots:
                 return
@@ -119,19 +120,15 @@ class Admissions:
             for other in passed:
                 other.overtaken += 1
             yield sequence
-            prefills = self._prefills()
-
-    def _prefills(self) -> list[Sequence]:
-        """Running sequences whose prompts are not committed to their ends."""
-        return [sequence for sequence in self._requests.running if sequence.low < sequence.target]
+            prefills.append(sequence)
 
     def _admit(self, sequence: Sequence, hit: Hit) -> None:
-        first = not sequence.started
         self._requests.admit(sequence)
         self._allocator.attach(sequence, hit, self._plan)
         self._add_to_plan(sequence)
-        if first:
-            sequence.first_cached = sequence.low
+        if not sequence.started:
+            sequence.started, sequence.first_cached = True, sequence.low
+            self._requests.started.append(sequence.id)
             if not sequence.scores:
                 self._requests.counters.queried_tokens += len(sequence.tokens)
                 self._requests.counters.hit_tokens += sequence.low

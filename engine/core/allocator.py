@@ -28,11 +28,6 @@ class Allocator:
         self._caches = share is not None
         self.cache = PrefixCache(self._full, self.pools[0], share or 0.0)
 
-    @property
-    def bidirectional(self) -> bool:
-        """Whether any layer sees tokens of a span both ways, so that a chunk must hold all of it."""
-        return any(pool.group.bidirectional for pool in self.pools)
-
     def holds_span(self, length: int) -> bool:
         """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
         chunk, groups = (length - 2) // self.page + 2, [(pool.total, pool.group.window) for pool in self.pools]

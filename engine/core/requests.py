@@ -45,7 +45,7 @@ class Requests:
         self.unfinished: dict[int, Sequence] = {}
         self.free_slots = list(range(slots - 1, -1, -1))
         self.outputs: list[Output] = []
-        self._started: list[int] = []
+        self.started: list[int] = []
         self._max_len, self._longest = max_len, longest
         self._admissions = 0
 
@@ -66,7 +66,7 @@ class Requests:
         self.counters.received += 1
         root, precedence = root_key(request.salt), (request.priority, self.counters.received)
         sequence = Sequence(request.id, tokens, len(tokens), limit, request.params, precedence, root, request.media)
-        if not self.allocator.bidirectional:
+        if not any(pool.group.bidirectional for pool in self.allocator.pools):  # no layer sees a span both ways
             sequence.spans.clear()
         self.unfinished[request.id] = sequence
         self._enqueue(sequence)
@@ -115,9 +115,6 @@ class Requests:
         """Give a waiting sequence a slot under a new admission number."""
         self.waiting.remove(sequence)
         self._admissions += 1
-        if not sequence.started:
-            sequence.started = True
-            self._started.append(sequence.id)
         sequence.admit(self.free_slots.pop(), self._admissions, self.allocator.pools)
         bisect.insort(self.running, sequence, key=lambda running: running.precedence)
 
@@ -183,7 +180,7 @@ class Requests:
 
     def drain_started(self) -> list[int]:
         """Requests that were admitted for the first time since the last call."""
-        started, self._started = self._started, []
+        started, self.started = self.started, []
         return started
 
     def drain(self) -> list[Output]:

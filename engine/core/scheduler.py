@@ -178,7 +178,7 @@ class Scheduler:
 
     def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
-        prefills = [sequence for sequence in self.requests.running if sequence.high < sequence.target and sequence.ready]
+        prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
         waiting = self._admissions.candidates()
         if not (prefills or waiting):
             self._budget.idle()

@@ -107,7 +107,11 @@ class ReplyParser:
         self._call_is_open = False  # <tool_call|> may still come
         self.reasoning_tokens = self.calls = self.ended_calls = 0
         self._state: Callable[[str], str] = self._gap if self._tools else self._content
-        self._resume(markers.open_thought(prompt))
+        if (thought := markers.open_thought(prompt)) is not None:  # it goes on; the prompt's part is not put out
+            self._begin_thought()
+            self.push(thought)
+            self.reasoning_tokens, self._reasoned = 0, False
+            self._held = self._held if self._state == self._label else ""
 
     def push(self, tokens: Sequence[int]) -> list[Part]:
         if self._pieces.special.isdisjoint(tokens):
@@ -144,14 +148,6 @@ class ReplyParser:
             self._no_call()
         self._held = ""
         return self._take()
-
-    def _resume(self, thought: Sequence[int] | None) -> None:
-        """Continue a thought that the prompt has begun; the prompt's part is not put out."""
-        if thought is not None:
-            self._begin_thought()
-            self.push(thought)
-            self.reasoning_tokens, self._reasoned = 0, False
-            self._held = self._held if self._state == self._label else ""
 
     @property
     def _thinking(self) -> bool:

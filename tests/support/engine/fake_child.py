@@ -15,7 +15,7 @@ import msgspec
 from cluster.children import boot_json, child_command, child_name
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.errors import CheckpointError
-from engine.lifeline import Allocate, BootArgs, Configure, Lifeline, Loaded, Ready, fail
+from engine.lifeline import Allocate, BootArgs, Configure, Lifeline, Loaded, Ready, run
 from engine.plan import ResultRow, StepPlan
 from tests.support.engine.plans import decode_plan, encode_result, result_of
 
@@ -142,12 +142,7 @@ def serve(lifeline: Lifeline, behaviour: Behaviour) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    lifeline = Lifeline(msgspec.json.decode(sys.argv[1], type=BootArgs))
-    try:
-        serve(lifeline, msgspec.json.decode(sys.argv[2], type=Behaviour))
-    except BaseException as error:  # noqa: BLE001 - as in the real children
-        fail(lifeline, error)
-    os._exit(0)
+    run(lambda lifeline: serve(lifeline, msgspec.json.decode(sys.argv[2], type=Behaviour)))
 
 
 if __name__ == "__main__":
