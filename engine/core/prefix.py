@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from struct import pack
+from typing import cast
 
 import msgspec
 
@@ -64,9 +65,10 @@ def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
 
 
 class Segment(msgspec.Struct, eq=False):
-    """Pages [start, start + len(keys)) of a path: one key and one full page each. `tail`: sliding pages before its end."""
+    """Pages [start, start + len(keys)) of a path: one key and one full page each. `tail`: sliding pages before its end. The root is
+    its own parent."""
 
-    parent: "Segment | None"
+    parent: "Segment"
     start: int
     keys: list[bytes]
     pages: "array[int]"
@@ -80,8 +82,8 @@ class Segment(msgspec.Struct, eq=False):
 
     def path(self) -> "Iterator[Segment]":
         """Yields the segment and those above it, without the root."""
-        segment: Segment | None = self
-        while segment is not None and segment.parent is not None:
+        segment = self
+        while segment.parent is not segment:
             yield segment
             segment = segment.parent
 
@@ -106,7 +108,8 @@ class PrefixCache:
         self._sliding = sliding
         self._share = share
         self.version = 0
-        self._root = Segment(None, 0, [], array("i"), array("i"))
+        self._root = Segment(cast("Segment", None), 0, [], array("i"), array("i"))
+        self._root.parent = self._root
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._tails: OrderedDict[Segment, None] = OrderedDict()
         self._random = random.Random(0)  # noqa: S311 - no secret; the same requests leave the same cache
@@ -117,7 +120,6 @@ class PrefixCache:
         """The longest cached prefix of `keys`; nothing is taken yet."""
         last, known = self._walk(keys)
         while last.tail is None:
-            assert last.parent is not None
             last = last.parent
         full = array("i")
         for segment in reversed(list(last.path())):
@@ -185,7 +187,6 @@ class PrefixCache:
     def _split(self, segment: Segment, count: int) -> Segment:
         """Cut off its first `count` pages as a segment of their own, above it."""
         parent = segment.parent
-        assert parent is not None
         upper = Segment(parent, segment.start, segment.keys[:count], segment.pages[:count])
         parent.children[upper.keys[0]] = upper
         segment.parent, segment.start = upper, segment.start + count
@@ -244,9 +245,9 @@ class PrefixCache:
             renew(segment)
         return next(segment for segment in order if idle(segment))
 
-    def _prune(self, segment: Segment | None) -> None:
+    def _prune(self, segment: Segment) -> None:
         """Remove a segment that leads to no tail, then those above it that no longer lead to one."""
-        while segment is not None and segment.parent is not None and not segment.children and segment.tail is None:
+        while segment is not self._root and not segment.children and segment.tail is None:
             self._remove(segment)
             segment = segment.parent
 
@@ -261,7 +262,6 @@ class PrefixCache:
         self._prune(segment.parent)
 
     def _remove(self, segment: Segment) -> None:
-        assert segment.parent is not None
         assert not segment.children
         self.version += 1
         if segment.tail is not None:
