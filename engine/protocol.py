@@ -98,11 +98,6 @@ class SamplingParams(FrozenStruct, kw_only=True, omit_defaults=True):
     thought: ThoughtBudget | None = None
     drafts: bool = True
 
-    @property
-    def needs_masks(self) -> bool:
-        """Whether the core says which tokens may come."""
-        return self.grammar is not None or self.thought is not None
-
 
 class MediaItem(FrozenStruct):
     """An image, a video or a clip in a prompt: its tokens are those at [first, first + length).

@@ -102,10 +102,8 @@ class Core:
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
-            case GenerateRequest() if message.params.needs_masks:
-                self._masks.add(message)
             case GenerateRequest():
-                self._requests.add(message)
+                self._masks.add(message)
             case Abort():
                 self._requests.abort(message.id, message.reason)
             case Control(action="stop"):

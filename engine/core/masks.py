@@ -224,13 +224,16 @@ class Masks:
         return any(state.constrained and (state.matcher is None or state.making is not None) for state in self._states)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request that needs masks, and start to compile its grammar; or refuse it."""
-        if self._vocabulary is None:
+        """Queue a request. If it needs masks, start to compile its grammar, or refuse it."""
+        grammar, thought = request.params.grammar, request.params.thought
+        free = grammar is None and thought is None
+        if self._vocabulary is None and not free:
             self._requests.refuse(request.id, "grammars are not available: the checkpoint has no tokenizer to make them for")
             return
-        if (sequence := self._requests.add(request)) is None:
+        sequence = self._requests.add(request)
+        if sequence is None or free:
             return
-        grammar, thought, length = request.params.grammar, request.params.thought, len(sequence.tokens)
+        length = len(sequence.tokens)
         compiled = None if grammar is None else self._compiled(grammar.text)
         limit = None if thought is None else ThoughtLimit(thought, length)
         state = MaskState(sequence, compiled, None if grammar is None else grammar.trigger, limit, length)

@@ -230,17 +230,19 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, share: int, draft: PlanDraft, *, may_preempt: bool = True) -> None:
         """Compute up to `share` more of its known tokens, as far as there are pages."""
         most = min(draft.budget, draft.scored) if sequence.reports_prompt else draft.budget
-        count, least = min(sequence.ready, share, most), sequence.shortest_chunk
+        high = sequence.high
+        least = sequence.uncut_ends(high + 1)[1] - high  # a whole span, if one begins there
+        count = min(sequence.ready, share, most)
         if count < 1:
             return
-        count = max(least, sequence.last_end(sequence.high + count) - sequence.high)
+        count = max(least, sequence.last_end(high + count) - high)
         if count > sequence.ready or (count > most and draft.plan.chunks):
             return  # a span that is longer than the budget has a step without other chunks
         fitting, headroom = self.allocator.fitting, len(self.requests.running) - 1  # a page for each other sequence
         fit = fitting(sequence, count, headroom)
         if fit < least:
             fit = fitting(sequence, count)
-        size = sequence.last_end(sequence.high + fit) - sequence.high
+        size = sequence.last_end(high + fit) - high
         if size < least:
             size = least if may_preempt and self._preempt_for(sequence, least) else 0
         if sequence.media and size:

@@ -123,16 +123,11 @@ class Sequence(msgspec.Struct, eq=False):
         """The text before the item is no longer than it: a step for that alone is not worth it."""
         return item.first - self.high <= item.length
 
-    @property
-    def shortest_chunk(self) -> int:
-        """Tokens of the shortest chunk that can be its next: a whole span, if one begins there."""
-        return self._uncut_ends(self.high + 1)[1] - self.high
-
     def last_end(self, end: int) -> int:
         """The last position up to `end` that is within no span: there a chunk may end."""
-        return self._uncut_ends(end)[0]
+        return self.uncut_ends(end)[0]
 
-    def _uncut_ends(self, end: int) -> tuple[int, int]:
+    def uncut_ends(self, end: int) -> tuple[int, int]:
         """The nearest positions before and behind `end` at which a chunk may end: itself, if it is within no span."""
         index = bisect_left(self.spans, (end,))
         span = self.spans[index - 1] if index else (0, 0)

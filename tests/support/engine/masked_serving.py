@@ -65,7 +65,7 @@ def serve(
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,), served.known)
     machine.plant_masks = plant
     for request in requests:
-        masks.add(request) if request.params.needs_masks else scheduler.requests.add(request)
+        masks.add(request)
     while scheduler.requests.unfinished or scheduler.in_flight:
         if masks.making:
             masks.advance()

@@ -231,10 +231,7 @@ class Host:
 
     def add(self, request: GenerateRequest) -> None:
         """A request comes."""
-        if request.params.needs_masks:
-            self.masks.add(request)
-        else:
-            self.scheduler.requests.add(request)
+        self.masks.add(request)
 
     def work(self) -> bool:
         """Threads go on; whether there is anything new."""
