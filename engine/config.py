@@ -190,7 +190,9 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
-    seqs, max_len, budget = config.max_seqs, config.max_len, config.prefill_budget
+    seqs = config.max_seqs
+    max_len = config.max_len
+    budget = config.prefill_budget
     plan = largest_plan(seqs, max_len, budget, config.page, len(groups), width=config.widest)
     for name, largest in (("plan", plan), ("result", largest_result(seqs, config.widest))):
         if largest > MAX_RECORD:

@@ -202,7 +202,9 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType =
         owners = [layer for layer in geometry.layers if layer.kind == kind and layer.owns_kv]
         if not owners:
             continue
-        first, sliding, indices = owners[0], kind == "sliding", tuple(layer.index for layer in owners)
+        first = owners[0]
+        sliding = kind == "sliding"
+        indices = tuple(layer.index for layer in owners)
         heads = len(shard_kv_heads(geometry.heads, first.kv_heads, tp, 0))
         form = heads, first.head_dim, geometry.window if sliding else None, page, dtype
         groups.append(KVGroup(len(groups), kind, indices, *form, bidirectional=sliding and geometry.bidirectional))
@@ -267,8 +269,10 @@ def _check_implemented(section: JsonObject, implemented: Implemented) -> None:
 
 
 def _geometry(config: JsonObject, text: JsonObject) -> Geometry:
-    wrapped, unified = "text_config" in config, "unified" in config["model_type"]
-    vocab, ple = text["vocab_size"], text.get("hidden_size_per_layer_input") or 0
+    wrapped = "text_config" in config
+    unified = "unified" in config["model_type"]
+    vocab = text["vocab_size"]
+    ple = text.get("hidden_size_per_layer_input") or 0
     ple_vocab = text.get("vocab_size_per_layer_input") or vocab
     if ple and ple_vocab < vocab:
         raise ValueError(f"vocab_size_per_layer_input ({ple_vocab}) is below vocab_size ({vocab})")

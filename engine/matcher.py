@@ -100,7 +100,9 @@ class Matcher:
     end."""
 
     def __init__(self, matcher: LLMatcher, size: int, *, frees: bool = False) -> None:
-        self.inner, self._size, self.frees = matcher, size, frees
+        self.inner = matcher
+        self._size = size
+        self.frees = frees
         self.mask_s = 0.0
         self._check()
 

@@ -127,7 +127,8 @@ class Admissions:
         self._allocator.attach(sequence, hit, self._plan)
         self._add_to_plan(sequence)
         if not sequence.started:
-            sequence.started, sequence.first_cached = True, sequence.low
+            sequence.started = True
+            sequence.first_cached = sequence.low
             self._requests.started.append(sequence.id)
             if not sequence.scores:
                 self._requests.counters.queried_tokens += len(sequence.tokens)

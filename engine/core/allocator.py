@@ -30,7 +30,8 @@ class Allocator:
 
     def holds_span(self, length: int) -> bool:
         """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
-        chunk, groups = (length - 2) // self.page + 2, [(pool.total, pool.group.window) for pool in self.pools]
+        chunk = (length - 2) // self.page + 2
+        groups = [(pool.total, pool.group.window) for pool in self.pools]
         return all(window is None or chunk - (1 - window) // self.page <= total for total, window in groups)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
@@ -41,7 +42,8 @@ class Allocator:
     def hold(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
         """Take the pages for positions up to `end`."""
         for run in sequence.runs:
-            pool, count = run.pool, max(0, -(-end // self.page) - run.end)
+            pool = run.pool
+            count = max(0, -(-end // self.page) - run.end)
             if count > pool.free:
                 self.cache.make_free(pool, count)
             pages = pool.take(count)
@@ -52,7 +54,8 @@ class Allocator:
 
     def _append(self, sequence: Sequence, run: PageRun, pages: list[int], plan: StepPlan) -> None:
         """Append the last of a run's pages to the ranks' tables."""
-        group, entries = run.pool.group.index, range(run.end - len(pages), run.end)
+        group = run.pool.group.index
+        entries = range(run.end - len(pages), run.end)
         plan.appends.extend(zip(repeat(group), repeat(sequence.slot), entries, pages))
 
     def append_again(self, sequence: Sequence, plan: StepPlan) -> None:

@@ -188,7 +188,9 @@ class Drafting:
         return Trial(option, sum(self._verified[option.drafts :]), ([], []))
 
     def _note_time(self, stats: RowStats, drafts: int, ms: float, prompt_tokens: int) -> None:
-        chosen, trial, kind = stats.chosen, stats.trial, bool(prompt_tokens)
+        chosen = stats.chosen
+        trial = stats.trial
+        kind = bool(prompt_tokens)
         if trial is not None and drafts == trial.option.drafts:
             trial.ms[kind].append((ms, prompt_tokens))
             counts = list(map(len, trial.ms))
@@ -274,10 +276,13 @@ class Drafting:
 
     def _tokens(self, drafting: float) -> list[float]:
         """Tokens that a row gives on average with 0, 1, ... drafts, if such a share of rows may draft."""
-        right, last, tokens = 1.0, GUESS, [1.0]
+        right = 1.0
+        last = GUESS
+        tokens = [1.0]
         for had, were in self._remembered[:, 1:].T.tolist():
             after = (were + GUESS_ROWS * right * last) / (had + GUESS_ROWS)
-            last, right = min(1.0, after / right) if right else 0.0, after
+            last = min(1.0, after / right) if right else 0.0
+            right = after
             tokens.append(tokens[-1] + drafting * right)
         return tokens
 

@@ -157,7 +157,8 @@ class Core:
 
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""
-        outputs, started = self._requests.drain(), self._requests.drain_started()
+        outputs = self._requests.drain()
+        started = self._requests.drain_started()
         if outputs or started or self._report:
             self._report = False
             self._link.send(TokenBatch(outputs=outputs, started=started, load=self._scheduler.load()))
@@ -196,7 +197,9 @@ class StepLog:
             counts = f"prefill {prefill}, decode {decode}; cached {load.hit_tokens - self._hit_tokens}"
             logger.info("%.1f s: %d %s steps, %s, %s", now - self._since, len(steps), name, counts, self._state(load))
         self._steps.clear()
-        self._since, self._preemptions, self._hit_tokens = None, load.preemptions, load.hit_tokens
+        self._since = None
+        self._preemptions = load.preemptions
+        self._hit_tokens = load.hit_tokens
 
     def _state(self, load: Load) -> str:
         pools = ", ".join(f"{pool.name} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)

@@ -225,7 +225,8 @@ class Masks:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. If it needs masks, start to compile its grammar, or refuse it."""
-        grammar, thought = request.params.grammar, request.params.thought
+        grammar = request.params.grammar
+        thought = request.params.thought
         free = grammar is None and thought is None
         if self._vocabulary is None and not free:
             self._requests.refuse(request.id, "grammars are not available: the checkpoint has no tokenizer to make them for")

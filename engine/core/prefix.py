@@ -190,7 +190,8 @@ class PrefixCache:
         upper = Segment(parent, segment.start, segment.keys[:count], segment.pages[:count])
         parent.children[upper.keys[0]] = upper
         segment.parent, segment.start = upper, segment.start + count
-        segment.keys, segment.pages = segment.keys[count:], segment.pages[count:]
+        segment.keys = segment.keys[count:]
+        segment.pages = segment.pages[count:]
         upper.children[segment.keys[0]] = segment
         self._order[upper] = None
         return upper

@@ -170,7 +170,8 @@ def _note_drafts(step: InFlightStep, result: StepResult) -> None:
 
 def _cut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
     """The row's tokens up to the first that ends the sequence, and why it ends; or up to where masks may begin."""
-    length, may_stop = len(sequence.tokens), sequence.prompt + sequence.params.min_tokens
+    length = len(sequence.tokens)
+    may_stop = sequence.prompt + sequence.params.min_tokens
     for count, token in enumerate(tokens, 1):
         finish = None
         if token in sequence.stop_ids and length + count > may_stop:

@@ -178,9 +178,11 @@ class Scheduler:
 
     def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
-        prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
-        waiting = self._admissions.candidates()
-        if not (prefills or waiting):
+        prompts = self._prompts()
+        for sequence in self._admissions.candidates():  # probably what was cached when it was queued still is
+            cached = sequence.cached_when_queued
+            prompts[sequence] = Prompt(len(sequence.tokens) - cached, cached)
+        if not prompts:
             self._budget.idle()
             draft.drafts, draft.size = self._drafting.choose(len(self.requests.running))
             return {}
@@ -189,16 +191,19 @@ class Scheduler:
         draft.decode_rows = decodes.rows
         draft.drafts, draft.size = self._drafting.choose(decodes.rows)
         draft.budget = self._budget.prompt_tokens(decodes.rows * (1 + draft.drafts))
-        prompts = [_prompt(sequence) for sequence in prefills]
-        for sequence in waiting:  # probably what was cached when it was queued still is
-            cached = sequence.cached_when_queued
-            prompts.append(Prompt(len(sequence.tokens) - cached, cached))
-        return dict(zip(prefills + waiting, self._budget.share(prompts, draft.budget, decodes), strict=True))
+        return dict(zip(prompts, self._budget.share(list(prompts.values()), draft.budget, decodes), strict=True))
+
+    def _prompts(self) -> dict[Sequence, Prompt]:
+        """What each running sequence could compute now of its prompt, in order."""
+        prefills = [sequence for sequence in self.requests.running if sequence.high < sequence.target]
+        return {sequence: Prompt(sequence.ready, sequence.high) for sequence in prefills if sequence.ready > 0}
 
     def _run_all(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """A row for each running sequence, in order, if it can have one and its pages: nobody is preempted for more than one
         position; prefills get their shares of the budget."""
-        add_to_plan, add_row, single = draft.plan.rows.append, draft.rows.append, self.config.widest == 1
+        add_to_plan = draft.plan.rows.append
+        add_row = draft.rows.append
+        single = self.config.widest == 1
         for sequence in list(self.requests.running):
             slot = sequence.slot
             if slot < 0:
@@ -290,7 +295,10 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
         """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
-        plan, rows, start, end = draft.plan, draft.chunks, sequence.high, sequence.high + size
+        plan = draft.plan
+        rows = draft.chunks
+        start = sequence.high
+        end = sequence.high + size
         self.allocator.hold(sequence, end, plan)
         sequence.high = end
         draft.budget = max(0, draft.budget - size)
@@ -316,10 +324,9 @@ class Scheduler:
         """Give running prefills what is left of the `planned` shares."""
         if draft.plan.prompt_tokens >= planned:
             return
-        prefills = [sequence for sequence in self.requests.running if sequence.ready > 0]
-        prompts = [_prompt(sequence) for sequence in prefills]
-        rest = self._budget.share_rest(prompts, draft.budget, _chunks(draft))
-        for sequence, share in zip(prefills, rest, strict=True):
+        prompts = self._prompts()
+        rest = self._budget.share_rest(list(prompts.values()), draft.budget, _chunks(draft))
+        for sequence, share in zip(prompts, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 
     def _run_any(self, draft: PlanDraft) -> None:
@@ -343,11 +350,6 @@ def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
     """Note that its token in this step has drafts behind it, unless its next row is to have none."""
     draft.drafting += sequence.may_draft
     sequence.drafts = draft.drafts if sequence.may_draft else 0
-
-
-def _prompt(sequence: Sequence) -> Prompt:
-    """What a running sequence could compute now."""
-    return Prompt(sequence.ready, sequence.high)
 
 
 def _chunks(draft: PlanDraft) -> list[Prompt]:

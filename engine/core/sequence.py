@@ -91,7 +91,8 @@ class Sequence(msgspec.Struct, eq=False):
 
     def __post_init__(self) -> None:
         params = self.params
-        self.may_draft, self.stop_ids = params.drafts, frozenset(params.stop_ids)
+        self.may_draft = params.drafts
+        self.stop_ids = frozenset(params.stop_ids)
         trigger = None if params.grammar is None else params.grammar.trigger
         thought = None if params.thought is None else params.thought.begin
         self.cut_ids = frozenset(token for token in (trigger, thought) if token is not None)
@@ -153,19 +154,25 @@ class Sequence(msgspec.Struct, eq=False):
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
         self.drafts = self.encoded = self.dropped = 0
-        self.cache_points, self.drafted, self.hit = [], [], None
+        self.cache_points = []
+        self.drafted = []
+        self.hit = None
         self.runs = [PageRun(pool) for pool in pools]
 
     def step_back(self) -> None:
         """Drop the decode rows in flight. It keeps slot and pages, and is admitted again with its next row, which begins at `low`:
         K and V of a position that is computed twice are the same."""
         assert self.low >= self.target, self
-        self.number, self.drafts, self.drafted = 0, 0, []
-        self.dropped, self.high = max(self.dropped, self.high), self.low
+        self.number = self.drafts = 0
+        self.drafted = []
+        self.dropped = max(self.dropped, self.high)
+        self.high = self.low
 
     def leave(self) -> int:
         """Give the slot back. Results of this admission no longer count."""
-        slot, self.slot, self.number = self.slot, -1, 0
+        slot = self.slot
+        self.slot = -1
+        self.number = 0
         self.low = self.high = 0
         self.runs = []
         self.waits.discard("encoder")

@@ -83,7 +83,10 @@ class StepEstimate:
 
     def __init__(self, times: StepTimes, decodes: int, context: int, slowed: float = 1.0) -> None:
         """`decodes` decode rows, with `context` tokens of context in total. `slowed`: what steps take relative to `times`."""
-        self._times, self._rows, self._chunks, self._slowed = times, decodes, 0, slowed
+        self._times = times
+        self._rows = decodes
+        self._chunks = 0
+        self._slowed = slowed
         self._rest = _interpolate(times.mixed, decodes) + times.context_ms * context if decodes else 0.0
         self.decode_ms = slowed * (_interpolate(times.decodes, decodes) + times.context_ms * context) if decodes else 0.0
 
@@ -99,7 +102,8 @@ class StepEstimate:
 
     def add(self, tokens: int, context: int) -> None:
         """Add a chunk of `tokens` behind `context` others."""
-        self._rows, self._chunks = self._rows + tokens, self._chunks + 1
+        self._rows += tokens
+        self._chunks += 1
         self._rest += self._times.read_ms * context + self._times.attend_ms * context * tokens
 
     def fitting(self, context: int, target_ms: float) -> int:
@@ -202,7 +206,9 @@ class StepBudget:
 
     def idle(self) -> None:
         """There are no prompts: a step of decode rows alone makes up for what is owed."""
-        self._passed, self._passed_ms, self._saving = 0, 0.0, False
+        self._passed = 0
+        self._passed_ms = 0.0
+        self._saving = False
         self._save(PROMPTS_TIME * self._target_ms)
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
@@ -276,7 +282,8 @@ class StepBudget:
 
     def _enough(self, prompt: Prompt, most: int) -> int:
         """Tokens that are worth a step: as many as take twice the prompt time of the fewest."""
-        fewest, time = min(prompt.tokens, max(1, most // SMALLEST_PART)), self._estimate()
+        fewest = min(prompt.tokens, max(1, most // SMALLEST_PART))
+        time = self._estimate()
         least = self._estimate([Prompt(fewest, prompt.context)])
         return max(fewest, min(prompt.tokens, most, time.fitting(prompt.context, 2 * least.ms - time.decode_ms)))
 

@@ -91,7 +91,9 @@ class CallGrammar:
         if not schema:
             return "any_object"
         self._root, self._strict = schema, strict
-        kept, size, referred = len(self._rules), self._bytes, dict(self._referred)
+        kept = len(self._rules)
+        size = self._bytes
+        referred = dict(self._referred)
         try:
             return f"({self._value(_of_object(schema), 0)})"
         except SchemaError as error:
@@ -149,7 +151,8 @@ class CallGrammar:
 
     def _special(self, keyword: str, schema: Schema, depth: int) -> str:
         _only(schema, {keyword} | (_BESIDE_CONSTANTS if keyword in ("const", "enum") else {"type"}))
-        inside, beside = ValueSchema({keyword: schema[keyword]}, self._root), ValueSchema({"type": schema.get("type")})
+        inside = ValueSchema({keyword: schema[keyword]}, self._root)
+        beside = ValueSchema({"type": schema.get("type")})
         if keyword in _REFERRING and not all(map(beside.allows, inside.types or ())):
             raise SchemaError(f"the schema keyword {keyword!r} with types other than the 'type' beside it")
         match keyword:
@@ -211,7 +214,9 @@ class CallGrammar:
 
     def _array(self, schema: Schema, depth: int) -> str:
         named = [self._rule("item", self._value(item, depth + 1)) for item in schema.get("prefixItems") or ()]
-        least, most, others = schema.get("minItems") or 0, schema.get("maxItems"), schema.get("items", True)
+        least = schema.get("minItems") or 0
+        most = schema.get("maxItems")
+        others = schema.get("items", True)
         most = len(named) if others is False and (most is None or most > len(named)) else most
         repeats(least, most)
         begun = ' "," '.join(named)

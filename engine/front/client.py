@@ -218,9 +218,12 @@ class EngineClient(asyncio.Protocol):
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
         """Count the tokens of one message, and report them; not those of requests that have ended or are being aborted."""
-        now, total, gaps = monotonic(), 0, list[float]()
+        now = monotonic()
+        total = 0
+        gaps = list[float]()
         for output in outputs:
-            entry, count = self._requests.get(output.id), len(output.tokens)
+            entry = self._requests.get(output.id)
+            count = len(output.tokens)
             if entry is None or entry.aborted is not None or not count:
                 continue
             clock = entry.stream.clock
@@ -240,8 +243,11 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.pop(request)
         if error is not None:
             entry.stream.fail(error)
-        ended, clock = entry.aborted_at if entry.aborted is not None else monotonic(), entry.stream.clock
-        first, last, count = clock.first, clock.last, clock.output_tokens
+        ended = entry.aborted_at if entry.aborted is not None else monotonic()
+        clock = entry.stream.clock
+        first = clock.first
+        last = clock.last
+        count = clock.output_tokens
         ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
         e2e, queued = ended - clock.submitted, clock.queue_s

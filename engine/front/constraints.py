@@ -51,7 +51,8 @@ class Constraints:
         names = self.tools.names if self.choice.names is None else self.choice.names
         kept = names if self.arguments == "strict" else self.tools.strict
         schemas = {name: self.tools.parameters(name).schema if name in kept else {} for name in names}
-        calls, most = CallGrammar(markers, schemas, self.tools.strict), 1 if self.choice.one else None
+        calls = CallGrammar(markers, schemas, self.tools.strict)
+        most = 1 if self.choice.one else None
         if self.choice.mode == "required":
             thought = Thought.optional if thought is Thought.forced else thought
             answer = calls_answer(calls, most)
@@ -66,7 +67,8 @@ class Constraints:
         markers = Markers.of(text)
         if self.budget is None or markers is None:
             return None
-        label, begun = len(text.encode(LABEL, add_bos=False)), markers.open_thought(prompt)
+        label = len(text.encode(LABEL, add_bos=False))
+        begun = markers.open_thought(prompt)
         open_label = None if begun is None else max(0, label - len(begun))
         begin_call = markers.begin_call if self.tools else None
         return ThoughtBudget(self.budget, markers.begin_thought, markers.end_thought, label, begin_call, open_label)

@@ -196,12 +196,14 @@ class Generation:
         prompt, params = job.prompt(choice), job.params[choice]
         self.choice, self._prompt = choice, prompt
         self._echo = job.echoes[choice // job.choices_each] if job.echoes else ""
-        self._echo_only, self._tells_logprobs = job.echo_only, params.prompt_logprobs is not None
+        self._echo_only = job.echo_only
+        self._tells_logprobs = params.prompt_logprobs is not None
         self.stream = engine.generate(prompt, params, clip=job.clip, salt=job.salt, priority=job.priority, media=job.media)
         self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
-        markers, skip = Markers.of(text) if job.is_chat else None, job.skip_special_tokens
+        markers = Markers.of(text) if job.is_chat else None
+        skip = job.skip_special_tokens
         self._reader: ReplyParser | PlainText = (
             PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
             if markers is None
@@ -309,7 +311,8 @@ class Generation:
 
 def _split_logprobs(output: Output) -> Iterator[Output]:
     """The output, cut where it has many logprobs: those of a slow reader have piled up. Its end is the last one's."""
-    count, step = len(output.tokens), max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
+    count = len(output.tokens)
+    step = max(1, _MOST_LOGPROBS // (1 + len(output.logprobs[0].top)))
     for first in range(0, count, step):
         end = first + step
         finish = output.finish if end >= count else None

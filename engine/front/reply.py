@@ -97,7 +97,9 @@ class ReplyParser:
         prompt: Sequence[int] = (),
         show_special: bool = False,
     ) -> None:
-        self._pieces, self._markers, self._tools = pieces, markers, tools or Tools(())
+        self._pieces = pieces
+        self._markers = markers
+        self._tools = tools or Tools(())
         self._detokenizer = Detokenizer(pieces, skip_special_tokens=False)
         self._show_special = show_special
         self._parts: list[Part] = []
@@ -229,7 +231,9 @@ class ReplyParser:
     def _begin_thought(self) -> None:
         if self._held.strip() or self._state == self._head:
             self._no_call()
-        self._state, self._held, self._new_block = self._label, "", True
+        self._state = self._label
+        self._held = ""
+        self._new_block = True
 
     def _label(self, text: str) -> str:
         if LABEL.startswith(text) and text != LABEL:
@@ -297,7 +301,9 @@ class ReplyParser:
         self._parts.append(ToolCallStart(self.calls, f"call_{secrets.token_hex(12)}", name))
         self._arguments = ArgumentsParser(self._tools.parameters(name), opener)
         self.calls += 1
-        self._held, self._state, self._call_is_open = "", self._more_arguments, True
+        self._held = ""
+        self._state = self._more_arguments
+        self._call_is_open = True
 
     def _no_call(self) -> None:
         """The text held as the head of a call is content."""

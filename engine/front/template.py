@@ -59,7 +59,8 @@ class ChatTemplate:
         try:
             prepared = [_prepared(message, cut) for message in messages]
             sentinel = _sentinel([prepared, tools])
-            shown, declared = self._guard(prepared, sentinel), self._guard(tools, sentinel) or None
+            shown = self._guard(prepared, sentinel)
+            declared = self._guard(tools, sentinel) or None
             text = self._template.render(self._tokens | switches, messages=shown, tools=declared, documents=None)
         except _FAULTS as error:
             raise InvalidRequest(

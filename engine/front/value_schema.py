@@ -164,7 +164,8 @@ def _constants_of(branch: Schema) -> list[Any] | None:
 
 def _element(branch: Schema, index: int) -> Any:
     """By `prefixItems` and `items`; or, as older drafts write it, by a list of `items` and `additionalItems`."""
-    named, others = branch.get("prefixItems") or (), branch.get("items")
+    named = branch.get("prefixItems") or ()
+    others = branch.get("items")
     if isinstance(others, list):
         named, others = others, branch.get("additionalItems")
     return named[index] if index < len(named) else others
