@@ -20,9 +20,8 @@ class AdmissionBudget:
     """Pages that are free for admissions: those that running prefills still need are reserved for them."""
 
     def __init__(self, requests: Requests) -> None:
-        self._pools = requests.allocator.pools
         self._running = 0
-        self._promised = [0] * len(self._pools)
+        self._promised = dict.fromkeys(requests.allocator.pools, 0)
         for sequence in requests.running:
             self.reserve(sequence)
 
@@ -30,8 +29,8 @@ class AdmissionBudget:
         """Counts a running sequence, and reserves the pages that its prompt still needs."""
         self._running += 1
         if sequence.high < sequence.target:
-            for index, run in enumerate(sequence.runs):
-                self._promised[index] += max(0, run.pool.group.worst_pages(sequence.target + 1) - len(run.pages))
+            for run in sequence.runs:
+                self._promised[run.pool] += max(0, run.pool.group.worst_pages(sequence.target + 1) - len(run.pages))
 
     def fits(self, sequence: Sequence, hit: Hit) -> bool:
         """Whether all known tokens fit what is left, with a page to grow for every running sequence; always if none runs.
@@ -40,10 +39,10 @@ class AdmissionBudget:
         """
         if not self._running:
             return True
-        for index, pool in enumerate(self._pools):
+        for pool, promised in self._promised.items():
             found = hit.full if pool.group.window is None else hit.tail
             need = max(0, pool.group.worst_pages(len(sequence.tokens) + 1) - len(found)) + pool.idle_in(found)
-            if need + self._promised[index] + self._running > pool.available:
+            if need + promised + self._running > pool.available:
                 return False
         return True
 
@@ -73,9 +72,8 @@ class Admissions:
         return True
 
     def _add_to_plan(self, sequence: Sequence) -> None:
-        tokens, prompt = array("i", sequence.tokens), sequence.prompt
-        admission = Admission(sequence.slot, sequence.number, tokens, prompt, sequence.params, cached=sequence.low)
-        self._plan.admissions.append(admission)
+        slot, tokens = sequence.slot, array("i", sequence.tokens)
+        self._plan.admissions.append(Admission(slot, sequence.number, tokens, sequence.prompt, sequence.params, sequence.low))
 
     def _fits_plan(self, sequence: Sequence, pages: int) -> bool:
         """Count an admission with so many pages in the plan; False if the plan has no room for it beside others."""

@@ -31,8 +31,8 @@ class Allocator:
     def holds_span(self, length: int) -> bool:
         """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
         chunk = (length - 2) // self.page + 2
-        groups = [(pool.total, pool.group.window) for pool in self.pools]
-        return all(window is None or chunk - (1 - window) // self.page <= total for total, window in groups)
+        sliding = ((pool.total, pool.group.window) for pool in self.pools if pool.group.window)
+        return all(chunk - (1 - window) // self.page <= total for total, window in sliding)
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
