@@ -245,9 +245,8 @@ class Drafting:
         better = [option for option in stats.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(stats, option)]
         if not stats.chosen.drafts or not any(stats.options[0].ms):
             better = better[:1]  # the cheapest to learn from: what the first draft wins, or drafts cost, bounds all others
-        option = max(better, key=lambda option: gains[option.drafts], default=None)
-        if option is not None:
-            stats.trial = self._trial(option)
+        if better:
+            stats.trial = self._trial(max(better, key=lambda option: gains[option.drafts]))
             self.switches["trial"] += 1
 
     def _is_sure(self, stats: RowStats, option: Option) -> bool:
