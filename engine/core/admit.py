@@ -40,9 +40,10 @@ class AdmissionBudget:
         if not self._running:
             return True
         for pool, promised in self._promised.items():
-            found = hit.full if pool.group.window is None else hit.tail
-            need = max(0, pool.group.worst_pages(len(sequence.tokens) + 1) - len(found)) + pool.idle_in(found)
-            if need + promised + self._running > pool.available:
+            cached = hit.full if pool.group.window is None else hit.tail
+            need = max(0, pool.group.worst_pages(len(sequence.tokens) + 1) - len(cached))
+            left = pool.available - promised - self._running - need
+            if left < len(cached) and pool.idle_in(cached) > left:
                 return False
         return True
 
