@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import msgspec
 
 from engine.errors import CheckpointError
-
-JsonObject = dict[str, Any]
+from engine.protocol import JsonObject
 
 
 def read_json(path: Path) -> JsonObject:

@@ -14,8 +14,9 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from engine.checkpoint import JsonObject, read_json
+from engine.checkpoint import read_json
 from engine.errors import CheckpointError
+from engine.protocol import JsonObject
 from engine.weight_formats import weight_format
 
 T = TypeVar("T")

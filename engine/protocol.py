@@ -8,7 +8,7 @@ import enum
 import struct
 from array import array
 from collections.abc import Iterable
-from typing import Literal, dataclass_transform
+from typing import Any, Literal, dataclass_transform
 
 import msgspec
 
@@ -20,6 +20,7 @@ MAX_STOP_IDS = 1024  # of one request, its end-of-sequence ids among them: a ran
 MAX_SPAN = 2048  # tokens of a media item that see each other both ways: a chunk has all of them
 _LENGTH = struct.Struct("<I")
 
+JsonObject = dict[str, Any]  # as it is decoded, or as it will be encoded
 MediaKind = Literal["image", "video", "audio"]
 
 

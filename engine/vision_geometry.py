@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.checkpoint import JsonObject
 from engine.errors import CheckpointError, InvalidRequest
 from engine.geometry import Geometry, Implemented, Layer, Rope, read_section
-from engine.protocol import MediaItem
+from engine.protocol import JsonObject, MediaItem
 
 PATCH: Final = 16
 CELL: Final = 3

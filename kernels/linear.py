@@ -156,8 +156,8 @@ def _gemv(
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
     START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of ROWS of the rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last. The
-    loop over K is unrolled, so that EARLY weight tiles are always on their way."""
+    """BN outputs of ROWS of the rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last.
+    The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
     if START:
         trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK

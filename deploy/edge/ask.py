@@ -8,9 +8,8 @@ from typing import Any
 from msgspec.structs import force_setattr
 
 from deploy.edge.raw_json import invalid
-from engine.checkpoint import JsonObject
 from engine.front.constraints import ToolChoice
-from engine.protocol import FrozenStruct, MediaKind
+from engine.protocol import FrozenStruct, JsonObject, MediaKind
 
 
 class Text(FrozenStruct):

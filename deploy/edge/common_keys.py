@@ -8,9 +8,8 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from deploy.edge import key_types as kt
 from deploy.edge.ask import Media, Part, Sampling, Text
 from deploy.edge.raw_json import ANYTHING, Json, decode, invalid, not_null
-from engine.checkpoint import JsonObject
 from engine.front.template import MAX_VALUES
-from engine.protocol import FrozenStruct, MediaKind
+from engine.protocol import FrozenStruct, JsonObject, MediaKind
 
 MESSAGES = 4096
 PARTS = 1024

@@ -14,9 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.edge.http_errors import code_of, status_of
 from deploy.edge.scope import RECORD, request_id
-from engine.checkpoint import JsonObject
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
-from engine.protocol import FrozenStruct
+from engine.protocol import FrozenStruct, JsonObject
 
 MAX_MESSAGE = 1000
 

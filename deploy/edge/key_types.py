@@ -4,8 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Raw, UnsetType
 
-from engine.checkpoint import JsonObject
-from engine.protocol import MAX_ALTERNATIVES
+from engine.protocol import MAX_ALTERNATIVES, JsonObject
 
 
 def array(items: JsonObject, **bounds: int) -> JsonObject:

@@ -29,8 +29,8 @@ from deploy.edge.limits import Limits, with_cors
 from deploy.edge.observe.record import record_of
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Service
-from engine.checkpoint import JsonObject
 from engine.errors import QuartetError
+from engine.protocol import JsonObject
 
 TURN_BITS = 31  # of what the engine orders by: whose turn it is, among requests of one priority
 Responses = dict[int | str, JsonObject]

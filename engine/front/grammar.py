@@ -18,13 +18,13 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.checkpoint import JsonObject
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS, lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
 from engine.front.value_schema import Schema, listed, says_nothing
+from engine.protocol import JsonObject
 
 MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")

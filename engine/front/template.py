@@ -14,10 +14,10 @@ from typing import Any, Self
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.checkpoint import JsonObject
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.arguments import ArgumentsParser
 from engine.front.value_schema import ValueSchema
+from engine.protocol import JsonObject
 
 # Candidates for the sentinel: the last of the private-use characters, which have no meaning to any template or tokenizer.
 _SENTINELS = [chr(code) for code in range(0x10FFF6, 0x10FFFE)]

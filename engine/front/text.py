@@ -14,11 +14,11 @@ from typing import Self
 
 from tokenizers import Tokenizer
 
-from engine.checkpoint import JsonObject, model_vocabulary, read_optional
+from engine.checkpoint import model_vocabulary, read_optional
 from engine.errors import CheckpointError, InvalidRequest
 from engine.front.template import ChatTemplate
 from engine.pieces import Pieces, as_plain, control_ids, read_eos, read_tokenizer
-from engine.protocol import MediaKind
+from engine.protocol import JsonObject, MediaKind
 
 _NO_CHARACTER = re.compile("[\udc80-\udcff]")  # bytes that are none, as `surrogateescape` shows them
 _PLACEHOLDER = re.compile(r"<\|(image|video|audio)\|>")

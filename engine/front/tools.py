@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.checkpoint import JsonObject
 from engine.errors import InvalidRequest
 from engine.front.value_schema import Schema, ValueSchema, listed, referred
+from engine.protocol import JsonObject
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")

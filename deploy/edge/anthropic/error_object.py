@@ -7,7 +7,7 @@ goes on without one.
 """
 
 from deploy.edge.error_response import ErrorShape
-from engine.checkpoint import JsonObject
+from engine.protocol import JsonObject
 
 # status -> the type that Anthropic gives it; other 4xx are invalid requests, other 5xx faults of the server
 _TYPES = {

@@ -16,9 +16,9 @@ import msgspec
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.blocks import BlockFormat, encode, event, is_json
 from deploy.edge.response_format import ServedModel, Usage
-from engine.checkpoint import JsonObject
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
+from engine.protocol import JsonObject
 
 SIGNATURE = "unsigned"  # clients want one, and send it back; nobody looks at it
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

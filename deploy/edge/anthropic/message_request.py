@@ -42,9 +42,8 @@ from deploy.edge.key_types import (
     shown_as,
 )
 from deploy.edge.raw_json import Json, ListReader, invalid, not_null
-from engine.checkpoint import JsonObject
 from engine.front.constraints import ToolChoice
-from engine.protocol import FrozenStruct
+from engine.protocol import FrozenStruct, JsonObject
 
 # Anthropic's that are not there, and those of OpenAI's chats that would change the answer.
 _REFUSED = ("compaction", "container", "thread", "frequency_penalty", "logit_bias", "max_completion_tokens", "n",

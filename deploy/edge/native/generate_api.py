@@ -19,9 +19,8 @@ from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
 from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
 from deploy.edge.response_format import OneChoice, Usage
-from engine.checkpoint import JsonObject
 from engine.front.generation import Delta
-from engine.protocol import FrozenStruct
+from engine.protocol import FrozenStruct, JsonObject
 
 _MAX_NEW_TOKENS = 128  # SGLang's default
 _PARAMS_BYTES = 64 << 10

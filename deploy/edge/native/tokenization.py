@@ -16,8 +16,7 @@ from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, Templa
 from deploy.edge.openai.schemas import PROMPT_IDS
 from deploy.edge.raw_json import invalid, not_null, token_ids
 from deploy.edge.service import Service
-from engine.checkpoint import JsonObject
-from engine.protocol import FrozenStruct
+from engine.protocol import FrozenStruct, JsonObject
 
 _ABSENT = {"continue_final_message": (False,), "chat_template": ("",)}
 

@@ -15,9 +15,9 @@ from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.http_errors import DeadlineExceeded, code_of
 from deploy.edge.keys.quotas import QuotaGrant
 from deploy.edge.scope import RECORD
-from engine.checkpoint import JsonObject
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError, SlowReader
 from engine.front.stream import Clock
+from engine.protocol import JsonObject
 
 CLIENT_GONE = 499  # as nginx and Serve have it: nobody was there to read a status
 _OUTCOMES: dict[type[Exception], str] = {  # in the words of engine.events.Outcome; other errors are "error"

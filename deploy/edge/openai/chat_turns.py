@@ -21,8 +21,7 @@ from deploy.edge.common_keys import (
 from deploy.edge.edge_settings import SoftTokens
 from deploy.edge.key_types import Kind, Name, RawTextOrObject, array, component, one_of
 from deploy.edge.raw_json import ANYTHING, ListReader, decode, invalid, not_null
-from engine.checkpoint import JsonObject
-from engine.protocol import FrozenStruct, MediaKind
+from engine.protocol import FrozenStruct, JsonObject, MediaKind
 
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
 _TEXTS = ("text", "refusal")  # kinds of parts that are text

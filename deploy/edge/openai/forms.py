@@ -20,11 +20,10 @@ import msgspec
 
 from deploy.edge.openai.data_events import DONE, DataEvents
 from deploy.edge.response_format import ServedModel, Usage
-from engine.checkpoint import JsonObject
 from engine.front.generation import Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.front.text import Detokenizer
-from engine.protocol import Logprobs
+from engine.protocol import JsonObject, Logprobs
 
 _FLOOR = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
 

@@ -21,9 +21,9 @@ from deploy.edge.http_errors import status_of
 from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
 from deploy.edge.raw_json import copied
 from deploy.edge.response_format import ServedModel, Usage
-from engine.checkpoint import JsonObject
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
+from engine.protocol import JsonObject
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}

@@ -17,9 +17,8 @@ from deploy.edge.form_reader import MEDIA_TYPE, read_form
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
 from deploy.edge.response_format import OneChoice, Usage
-from engine.checkpoint import JsonObject
 from engine.front.generation import Delta
-from engine.protocol import FrozenStruct
+from engine.protocol import FrozenStruct, JsonObject
 
 _ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
 _INSTRUCTION = """Transcribe the following speech segment in {language}.

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint import JsonObject
 from engine.errors import CheckpointError
 from engine.geometry import Layer, kv_groups, read_geometry
-from engine.protocol import GenerateRequest
+from engine.protocol import GenerateRequest, JsonObject
 from engine.rank.attention import AttentionConfig, attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.builder import build
