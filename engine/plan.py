@@ -112,14 +112,10 @@ class StepPlan(msgspec.Struct):
     media: list[MediaItem] = []
 
     @property
-    def decodes(self) -> list[int]:
-        """Slot of each decode row."""
-        return [slot for slot, *_ in self.rows]
-
-    @property
     def result_slots(self) -> list[int]:
         """Slot of each result row."""
-        return [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end] + self.decodes
+        chunks = [slot for slot, _, end, first_logit, *_ in self.chunks if first_logit < end]
+        return chunks + [slot for slot, *_ in self.rows]
 
     @property
     def prompt_tokens(self) -> int:
@@ -219,11 +215,6 @@ class StepResult:
         slot, number, count, flags, *tokens = self.table[index].tolist()
         nan, empty = bool(flags & ROW_NAN), bool(flags & ROW_EMPTY)
         return ResultRow(slot, number, tuple(tokens[:count]), nan, self.logprobs.get(index, ()), empty)
-
-    @property
-    def rows(self) -> list[ResultRow]:
-        """All rows as objects."""
-        return [self.row(index) for index in range(len(self.table))]
 
 
 def single_rows(slots: Iterable[int]) -> Section:

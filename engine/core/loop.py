@@ -178,7 +178,7 @@ class StepLog:
 
     def planned(self, plan: StepPlan, now: float) -> None:
         """Counts a plan that went out."""
-        prefill, decode = plan.prompt_tokens, len(plan.decodes)
+        prefill, decode = plan.prompt_tokens, len(plan.rows)
         name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
         self._steps[name].append((prefill, decode))
         self._since = now if self._since is None else self._since

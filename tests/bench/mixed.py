@@ -105,7 +105,7 @@ def protocol_ms(batch: int, prompt: int, budget: int) -> float:
         ranks = ModelledRanks()
 
         def execute(plan: StepPlan) -> tuple[StepResult, float]:
-            decodes, chunks = len(plan.decodes), [(start, end) for _, start, end, *_ in plan.chunks]
+            decodes, chunks = len(plan.rows), [(start, end) for _, start, end, *_ in plan.chunks]
             took = 1e-3 * sum(expected_us(chunks, decodes).values()) if chunks else _between(STEP_MS, decodes)
             return ranks.run(plan)[0], took
 

@@ -51,6 +51,7 @@ from tests.support.engine.plans import (
     decode_plan,
     encode_result,
     result_of,
+    result_rows,
 )
 from tests.support.repo_rules import ROOT
 
@@ -205,9 +206,9 @@ def test_another_version_is_refused() -> None:
 def test_results_come_back(result: StepResult) -> None:
     """Any result decodes to itself: rows of different widths, NaN flags, logprobs of every token of some rows."""
     again = decode_result(with_time(encode_result(result), 2**32 - 1))
-    assert (again.step, again.rows, again.prompts) == (result.step, result.rows, list(result.prompts))
+    assert (again.step, result_rows(again), again.prompts) == (result.step, result_rows(result), list(result.prompts))
     assert (again.took_us, decode_result(encode_result(result)).took_us) == (2**32 - 1, 0)
-    assert again.table.shape[1] == RESULT_HEAD + max([1, *(len(row.tokens) for row in result.rows)])
+    assert again.table.shape[1] == RESULT_HEAD + max([1, *(len(row.tokens) for row in result_rows(result))])
 
 
 @given(RESULTS, st.data())
@@ -241,7 +242,7 @@ def test_the_largest_result_has_the_bytes_that_are_counted() -> None:
 def test_admission_numbers_come_back_modulo_2_to_the_31() -> None:
     """A result row carries the low 31 bits of its admission's number."""
     row = ResultRow(1, 2**31 + 5, (7,))
-    assert decode_result(encode_result(result_of(1, [row]))).rows[0].number == 5
+    assert decode_result(encode_result(result_of(1, [row]))).row(0).number == 5
 
 
 def test_rows_and_tokens_of_a_plan() -> None:

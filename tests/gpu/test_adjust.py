@@ -22,7 +22,7 @@ from kernels.launch import plain_torch, processors
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.bench.timing import microseconds
 from tests.support.engine.adjusted_logits import random_sequence
-from tests.support.engine.plans import PageAppend, PrefillChunk, encoded
+from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_rows
 from tests.support.engine.ranks import run, single
 
 pytestmark = pytest.mark.gpu
@@ -151,7 +151,7 @@ def results(device: str, dtype: str, *, graphs: bool, masked: bool = True) -> li
 
 
 def tokens_of(found: list[StepResult]) -> list[list[tuple[int, ...]]]:
-    return [[row.tokens for row in result.rows] for result in found]
+    return [[row.tokens for row in result_rows(result)] for result in found]
 
 
 def test_captured_steps_give_the_eager_ones_and_the_cpus_tokens() -> None:

@@ -58,8 +58,8 @@ def test_a_planted_fault_ends_its_step(entry: int, page: int) -> None:
     plan = STREAM.plans[STEP - 1]
     assert plan.rows
     assert not plan.chunks
-    made.slots.cache.groups[1].table[plan.decodes[0], entry] = page
-    with pytest.raises(PageViolation, match=rf"step {STEP}: .*slot {plan.decodes[0]}, group full, entry .* page {page}"):
+    made.slots.cache.groups[1].table[plan.rows[0][0], entry] = page
+    with pytest.raises(PageViolation, match=rf"step {STEP}: .*slot {plan.rows[0][0]}, group full, entry .* page {page}"):
         run(made, plan)
     torch.cuda.synchronize()
 

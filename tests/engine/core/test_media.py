@@ -233,7 +233,7 @@ def planned_beside(decoding: bool, text_before: int = 2) -> list[tuple[int, int,
                 scheduler.requests.add(request_of(3 * step + number, [5] * (text_before + 5), media=(item,)))
         if (plan := scheduler.schedule()) is None:
             continue
-        shown.append((len(plan.decodes), len(plan.encodes), plan.prompt_tokens))
+        shown.append((len(plan.rows), len(plan.encodes), plan.prompt_tokens))
         launched += [step] * bool(plan.encodes)
         result = one_token_each(scheduler, plan)
         scheduler.commit(replace(result, encoded=sum(step >= began + 2 for began in launched)))

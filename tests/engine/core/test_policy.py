@@ -296,7 +296,7 @@ def prefill_rows(batch: int, prompt: int, tokens: int) -> list[int]:
     ranks, rows = ModelledRanks(), []
 
     def execute(plan: StepPlan) -> tuple[StepResult, float]:
-        rows.extend([plan.prompt_tokens + len(plan.decodes)] if plan.chunks else [])
+        rows.extend([plan.prompt_tokens + len(plan.rows)] if plan.chunks else [])
         return ranks.run(plan)
 
     world = pace("fair", slots=batch)

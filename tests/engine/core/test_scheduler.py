@@ -90,7 +90,7 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
         for number in range(3):
             scheduler.requests.add(request_of(number, [5] * 20_000, params))
         plans = [scheduler.schedule() for _ in range(2)]
-        return [plan.prompt_tokens + len(plan.decodes) for plan in plans if plan is not None]
+        return [plan.prompt_tokens + len(plan.rows) for plan in plans if plan is not None]
 
     assert scored() == [MAX_SCORED] * 2
     assert largest_result(4096, 1) <= MAX_RECORD

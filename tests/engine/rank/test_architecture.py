@@ -102,7 +102,7 @@ def tokens(rank: Rank, prompt: list[int], steps: int) -> list[int]:
     plan = StepPlan(1, admissions=[admission], chunks=[PrefillChunk(0, 0, len(prompt), len(prompt) - 1)])
     plan.appends.extend(PageAppend(group, 0, 0, 1) for group in (0, 1))
     rest = [StepPlan(step, rows=single_rows([0])) for step in range(2, steps + 1)]
-    return [run(runner, each).rows[0].tokens[0] for each in (plan, *rest)]
+    return [run(runner, each).row(0).tokens[0] for each in (plan, *rest)]
 
 
 def test_a_rank_of_any_architecture_runs(config: EngineConfig) -> None:

@@ -34,6 +34,7 @@ from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder
 from tests.support.engine.answers import Answers, RunStep, answers, requests, texts
 from tests.support.engine.drafting_world import AnyDrafts
+from tests.support.engine.plans import result_rows
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import PAGES, config_of, constrained, request
 from tests.support.engine.threads import run_ranks
@@ -94,7 +95,7 @@ def stepping(config: EngineConfig, plant: Callable[[Runner], None] = lambda _: N
 
     def step(plan: StepPlan, masks: bytes) -> StepResult:
         first, *others = run_ranks(config.tp, lambda at: run(runners[at.rank], plan, masks))
-        assert all(other.rows == first.rows for other in others)
+        assert all(result_rows(other) == result_rows(first) for other in others)
         return first
 
     yield step

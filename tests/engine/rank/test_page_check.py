@@ -40,7 +40,7 @@ def rank() -> Rank:
 
 def decoding(step: int) -> int:
     """A slot that decodes in plan `step`."""
-    return next(plan for plan in PLANS if plan.step == step).decodes[0]
+    return next(plan for plan in PLANS if plan.step == step).rows[0][0]
 
 
 def started(rank: Rank, steps: int) -> Runner:

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.plan import ResultRow, StepPlan, single_rows
 from tests.support.engine.plan_stream import PlanStream, different_tokens, read_stream, write_stream
-from tests.support.engine.plans import PrefillChunk, result_of
+from tests.support.engine.plans import PrefillChunk, result_of, result_rows
 
 pytestmark = pytest.mark.pure
 
@@ -25,7 +25,7 @@ def test_rows_without_tokens_come_back(tmp_path: Path) -> None:
     """A row whose logits held NaN and one whose ids were all forbidden are what they were; no difference is told."""
     write_stream(stream(ROWS), tmp_path / "x.json.gz")
     results = read_stream(tmp_path / "x.json.gz").results
-    assert list(results[0].rows) == ROWS
+    assert result_rows(results[0]) == ROWS
     assert different_tokens(results, stream(ROWS).results) == []
 
 

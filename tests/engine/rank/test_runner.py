@@ -27,7 +27,7 @@ from kernels.choose import ROW_ERROR
 from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
-from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_of
+from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_of, result_rows
 from tests.support.engine.ranks import finish, media_of, run, single
 
 pytestmark = pytest.mark.cpu
@@ -96,7 +96,7 @@ def test_a_sum_that_failed_gives_no_tokens(runner: Runner, monkeypatch: pytest.M
         return chosen, logprobs
 
     monkeypatch.setattr(runner.sample_stage.sampler, "sample", flagged)
-    assert len(run(runner, first_plan()).rows) == 2
+    assert len(run(runner, first_plan()).table) == 2
     flag = ROW_ERROR
     with pytest.raises(RuntimeError, match="step 2: another rank's part of an all-reduce did not come in time"):
         run(runner, StepPlan(2, rows=single_rows([0, 2])))
@@ -157,7 +157,7 @@ def stream(steps: int = 12, **kwargs: tuple[SamplingParams, SamplingParams]) -> 
 
 def tokens_of(results: list[StepResult]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    for row in (row for result in results for row in result.rows):
+    for row in (row for result in results for row in result_rows(result)):
         found.setdefault(row.slot, []).extend(row.tokens)
     return found
 
@@ -166,14 +166,14 @@ def test_decoding_equals_asking_for_each_prefix_whole(rank: Rank, runner: Runner
     """A token decoded step by step, greedy or drawn, is the one that the whole prefix gives as one prompt in an empty runner."""
     results = [run(runner, plan) for plan in stream(9)]
     found = tokens_of(results)
-    assert [row.slot for row in results[0].rows] == [2, 0]
-    assert [row.slot for row in results[1].rows] == [0, 2]
+    assert [row.slot for row in result_rows(results[0])] == [2, 0]
+    assert [row.slot for row in result_rows(results[1])] == [0, 2]
     for slot, prompt, params in ((2, PROMPTS[0], GREEDY), (0, PROMPTS[1], SAMPLED)):
         known = prompt + found[slot]
         for end in range(len(prompt), len(known)):
             admission, pages = admit(1, 9, known[:end], params)
             plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
-            (row,) = run(build(rank, PAGES), plan).rows
+            (row,) = result_rows(run(build(rank, PAGES), plan))
             assert row.tokens == (known[end],), (slot, end)
 
 
@@ -185,20 +185,20 @@ def test_a_wrong_input_token_is_seen(rank: Rank, runner: Runner) -> None:
     with_fault.slots.tokens[2, int(with_fault.slots.lengths[2])] += 1
     dirty += [run(with_fault, plan) for plan in stream(9)[4:]]
     assert encoded(dirty[:4]) == encoded(clean[:4])
-    pairs = [(one.rows[1].logprobs, other.rows[1].logprobs) for one, other in zip(dirty[4:], clean[4:], strict=True)]
+    pairs = [(one.row(1).logprobs, other.row(1).logprobs) for one, other in zip(dirty[4:], clean[4:], strict=True)]
     assert max(abs(one[0].chosen - other[0].chosen) for one, other in pairs if one and other) > 1e-2
 
 
 def test_chunks_give_what_the_whole_gives(rank: Rank, runner: Runner) -> None:
     """A prompt prefilled in chunks gives the whole one's token and, to 1e-4, its logprobs."""
-    whole = run(runner, first_plan((GREEDY, GREEDY))).rows[1]
+    whole = run(runner, first_plan((GREEDY, GREEDY))).row(1)
     other = build(rank, PAGES)
     admission, pages = admit(1, 1, PROMPTS[1], GREEDY)
     plans = [StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, 33, 33)])]
     plans += [StepPlan(2, chunks=[PrefillChunk(1, 33, 97, 97)]), StepPlan(3, chunks=[PrefillChunk(1, 97, 100, 99)])]
     results = [run(other, plan) for plan in plans]
-    assert [len(result.rows) for result in results] == [0, 0, 1]
-    (row,) = results[2].rows
+    assert [len(result.table) for result in results] == [0, 0, 1]
+    (row,) = result_rows(results[2])
     assert row.tokens == whole.tokens
     (mine,), (theirs,) = row.logprobs, whole.logprobs
     assert abs(mine.chosen - theirs.chosen) < 1e-4
@@ -232,18 +232,18 @@ def test_logprobs_of_a_prompt_are_those_that_sampling_reports(rank: Rank, monkey
     """Through the head in pieces of seven rows, in three chunks beside another sequence: to 1e-4 what a row reports that samples
     behind each prefix; tokens are what they are without."""
     prompt = PROMPTS[1]
-    quiet = run(build(rank, PAGES), scored_plans(prompt, None)[0]).rows
+    quiet = run(build(rank, PAGES), scored_plans(prompt, None)[0])
     monkeypatch.setattr("engine.rank.stages.sample_stage.PIECE_LOGITS", 7 * rank.geometry.vocab)
     runner = build(rank, PAGES)
     results = [run(runner, plan) for plan in scored_plans(prompt, 3)]
-    assert results[0].rows[0].tokens == quiet[0].tokens
+    assert results[0].row(0).tokens == quiet.row(0).tokens
     found = told(results)
     assert list(found) == list(range(1, len(prompt)))
     wanted = msgspec.structs.replace(GREEDY, logprobs=rank.geometry.vocab - 1)
     for end in (1, 33, 34, 60, 99):
         admission, pages = admit(1, 9, prompt[:end], wanted)
         plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
-        (row,) = run(build(rank, PAGES), plan).rows
+        (row,) = result_rows(run(build(rank, PAGES), plan))
         (sampled,) = row.logprobs
         ranks = {token: (at, value) for at, (token, value) in enumerate(sampled.top, 1)}
         number, logprobs = found[end]
@@ -334,7 +334,7 @@ def test_nan_silences_its_row_alone(rank: Rank, runner: Runner) -> None:
     results += [run(runner, plan) for plan in plans[1:]]
     assert encoded(results[:1]) == encoded(clean)
     for result in results[1:]:
-        good, bad = result.rows
+        good, bad = result_rows(result)
         assert (good.slot, bad.slot) == (0, 2)
         assert not good.nan
         assert len(good.tokens) == 1
@@ -349,8 +349,8 @@ def test_a_slot_that_is_admitted_again_forgets(rank: Rank, runner: Runner) -> No
         run(runner, plan)
     admission, pages = admit(0, 41, PROMPTS[0], GREEDY)
     plan = StepPlan(7, admissions=[admission], appends=pages, chunks=[PrefillChunk(0, 0, 7, 6)], rows=single_rows([2]))
-    again = run(runner, plan).rows[0]
-    fresh = run(build(rank, PAGES), first_plan()).rows[0]
+    again = run(runner, plan).row(0)
+    fresh = run(build(rank, PAGES), first_plan()).row(0)
     assert (again.slot, again.number) == (0, 41)
     assert again.tokens == fresh.tokens
     assert abs(again.logprobs[0].chosen - fresh.logprobs[0].chosen) < 1e-4
@@ -358,8 +358,8 @@ def test_a_slot_that_is_admitted_again_forgets(rank: Rank, runner: Runner) -> No
 
 def test_suppressed_ids_are_not_sampled(rank: Rank) -> None:
     """config.suppress masks what the model would have said, and logprobs still know it."""
-    best = run(build(rank, PAGES), first_plan()).rows[0]
-    other = run(with_config(rank, suppress=(best.tokens[0],)), first_plan()).rows[0]
+    best = run(build(rank, PAGES), first_plan()).row(0)
+    other = run(with_config(rank, suppress=(best.tokens[0],)), first_plan()).row(0)
     assert other.tokens != best.tokens
     assert other.logprobs[0].top[0][0] == best.tokens[0]
     assert other.tokens[0] == other.logprobs[0].top[1][0]
@@ -376,7 +376,7 @@ def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
             bits = np.zeros((1, -(-vocabulary // 32)), np.int32)
             bits[0, token // 32] = 1 << token % 32
             runner.slots.adjustments.set_masks(plan.step, np.array([slot], np.int32), bits)
-        found[plan.step] = {row.slot: row.tokens[0] for row in run(runner, plan).rows}
+        found[plan.step] = {row.slot: row.tokens[0] for row in result_rows(run(runner, plan))}
     assert (found[1][2], found[3][0]) == (111, 222)
     for slot, prompt in ((2, PROMPTS[0]), (0, PROMPTS[1])):
         known = prompt + [found[step][slot] for step in range(1, 7)]
@@ -384,7 +384,7 @@ def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
         for end in range(len(prompt), len(known)):
             admission, pages = admit(1, 9, known[:end], params)
             plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
-            (row,) = run(build(rank, PAGES), plan).rows
+            (row,) = result_rows(run(build(rank, PAGES), plan))
             masked = forced.get(end - len(prompt) + 1, (None, 0))[0] == slot
             assert (row.tokens == (known[end],)) is not masked, (slot, end)
 
@@ -408,7 +408,7 @@ def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runne
             plan = StepPlan(
                 step, admissions=[replace(admission, prompt=len(prompt))], appends=pages, chunks=[PrefillChunk(2, 0, end, end - 1)]
             )
-        (token,) = run(runner, plan).rows[0].tokens
+        (token,) = run(runner, plan).row(0).tokens
         adjusted = sequence.logits(raw[-1][0], rank.geometry.softcap or 1e9)
         assert adjusted[token] > adjusted.max() - 1e-4, step
         plainly += token == int(raw[-1][0].argmax())

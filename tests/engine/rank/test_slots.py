@@ -18,7 +18,7 @@ from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
 from engine.rank.step import MixedSizes, StepBuffers, chunks_of
 from kernels.sampling_batch import SMALL_TOP_K
-from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk
+from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk, decode_slots
 
 pytestmark = pytest.mark.cpu
 
@@ -43,7 +43,7 @@ class Rank:
         self.step.apply(uploaded)
         if plan.chunks:
             return self.step.mixed(uploaded, MixedSizes.of(view))[0]
-        return self.step.decodes(uploaded, len(plan.decodes) + padding) if plan.rows else None
+        return self.step.decodes(uploaded, len(plan.rows) + padding) if plan.rows else None
 
     def results(self, plan: StepPlan) -> ResultRows:
         """How the rows of the plan's results sample."""
@@ -74,7 +74,7 @@ class SlotModel:
         for slot in range(SLOTS):
             self._slot(slot, plan)
         self.rng.shuffle(plan.chunks)
-        order = self.rng.sample(range(len(plan.decodes)), len(plan.decodes))
+        order = self.rng.sample(range(len(plan.rows)), len(plan.rows))
         plan.rows[:] = [plan.rows[at] for at in order]
         return plan
 
@@ -119,7 +119,7 @@ class SlotModel:
             inputs += [(chunk.slot, at, sequence.tokens[at]) for at in range(chunk.start, chunk.end)]
             wanted += [len(inputs) - 1] if chunk.end == len(sequence.tokens) else []
             sequence.computed = chunk.end
-        for slot in plan.decodes:
+        for slot in decode_slots(plan):
             sequence = self.sequences[slot]
             wanted.append(len(inputs))
             inputs.append((slot, sequence.computed, sequence.tokens[sequence.computed]))

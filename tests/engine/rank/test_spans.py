@@ -21,6 +21,7 @@ from engine.rank.kv import KVCache
 from engine.rank.parallel import Single
 from tests.engine.rank.test_model import FAULT, PAGES, TOLERANCE, Case, case_of
 from tests.support.engine.paged import PlantFault, Spans, script
+from tests.support.engine.plans import result_rows
 from tests.support.engine.ranks import run, single
 from tests.support.engine.threads import run_ranks
 from tests.support.judge.oracle import judge, load_oracle
@@ -95,7 +96,7 @@ def test_a_step_takes_an_image_that_is_longer_than_its_budget(nano: Nano) -> Non
         appends = [(group, 0, entry, 1 + entry) for group in (0, 1) for entry in range(7)]
         chunks: list[tuple[int, ...]] = [(0, 0, len(ids), len(ids) - 1, 0, len(spans))]
         plan = StepPlan(1, chunks=chunks, appends=appends, spans=spans, admissions=[admission])
-        (row,) = run(build(rank, PAGES_OF_GROUPS), plan).rows
+        (row,) = result_rows(run(build(rank, PAGES_OF_GROUPS), plan))
         assert row.tokens == (int(want.argmax()),) or not spans
         return abs(row.logprobs[0].chosen - want[row.tokens[0]].item())
 

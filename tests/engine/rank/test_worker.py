@@ -22,7 +22,7 @@ from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
 from tests.support.engine.plan_stream import logprob_error
-from tests.support.engine.plans import encoded
+from tests.support.engine.plans import encoded, result_rows
 from tests.support.engine.ranks import WORKER, Ranks, single
 from tests.support.engine.recording import (
     PAGES,
@@ -53,7 +53,7 @@ def test_the_recording_is_worth_replaying(recording: Recording) -> None:
     assert any(admission.tokens[-1] != TRIGGER for admission in again), "nobody was preempted"
     assert len({admission.slot for admission in admissions}) < len(admissions) / 2
     assert any(plan.releases for plan in plans)
-    rows = [row for result in recording.results for row in result.rows]
+    rows = [row for result in recording.results for row in result_rows(result)]
     assert any(row.logprobs for row in rows)
     assert sum(plan.masked for plan in plans) > 10
     assert any(admission.tokens[-1] == TRIGGER for admission in admissions), "nothing followed a trigger"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.plan import StepPlan, StepResult, decode_result, encode_plan
 from engine.rank.runner import Runner
+from tests.support.engine.plans import result_rows
 
 NO_MASKS: Mapping[int, bytes] = {}
 
@@ -46,7 +47,7 @@ def _hidden(rows: np.ndarray | None, runner: Runner) -> Tensor:
 def _force(runner: Runner, result: StepResult) -> None:
     """The next decode row of each slot reads the recorded token."""
     lengths = runner.slots.lengths.tolist()
-    for row in result.rows:
+    for row in result_rows(result):
         if row.tokens:
             runner.slots.tokens[row.slot, lengths[row.slot]] = row.tokens[0]
 
@@ -56,7 +57,7 @@ def agreement(found: Sequence[Sampled], want: Sequence[Sampled]) -> float:
     pairs = [
         (one.tokens, other.tokens)
         for mine, theirs in zip(found, want, strict=True)
-        for one, other in zip(mine.result.rows, theirs.result.rows, strict=True)
+        for one, other in zip(result_rows(mine.result), result_rows(theirs.result), strict=True)
     ]
     return sum(one == other for one, other in pairs) / len(pairs)
 

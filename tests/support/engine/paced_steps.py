@@ -11,7 +11,7 @@ from engine.core.step_budget import StepEstimate
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest
-from tests.support.engine.plans import result_of
+from tests.support.engine.plans import decode_slots, result_of
 from tests.support.engine.scheduling import request_of, two_groups
 
 GROUPS = two_groups(1024, 32, kv_heads=4)
@@ -31,14 +31,14 @@ TIMES = StepTimes(
 
 def step_ms(plan: StepPlan) -> float:
     """What a step of 31B takes."""
-    decodes = len(plan.decodes)
+    decodes = len(plan.rows)
     prefill = -(-(plan.prompt_tokens + decodes) // TILE) * TILE - decodes if plan.chunks else 0
     return BASE_MS + DECODE_MS * decodes + PREFILL_MS * prefill + ATTEND_MS * _behind(plan)
 
 
 def work_ms(plan: StepPlan) -> float:
     """What its tokens add to a step: the work that gets done, whatever their prompts' lengths."""
-    decodes = len(plan.decodes)
+    decodes = len(plan.rows)
     return DECODE_MS * decodes + PREFILL_MS * plan.prompt_tokens + ATTEND_MS * _behind(plan)
 
 
@@ -88,11 +88,11 @@ class EstimatedRanks:
 
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         """A plan's result, and the milliseconds of its step."""
-        expected = StepEstimate(self.times, len(plan.decodes), sum(self._lengths[slot] for slot in plan.decodes))
+        expected = StepEstimate(self.times, len(plan.rows), sum(self._lengths[slot] for slot in decode_slots(plan)))
         for slot, start, end, *_ in plan.chunks:
             expected.add(end - start, start)
             self._lengths[slot] = end
-        self._lengths |= {slot: self._lengths[slot] + 1 for slot in plan.decodes}
+        self._lengths |= {slot: self._lengths[slot] + 1 for slot in decode_slots(plan)}
         return self._ranks.run(plan)[0], expected.ms if plan.chunks else expected.decode_ms
 
 

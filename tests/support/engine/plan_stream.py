@@ -24,6 +24,7 @@ from engine.errors import ConfigError
 from engine.plan import Admission, ResultRow, StepPlan, StepResult
 from engine.plan_layout import RESULT_HEAD, SECTIONS
 from engine.protocol import Logprobs, MediaItem, SamplingParams
+from tests.support.engine.plans import result_rows
 
 _NO_TOKENS = ("nan", "empty")  # flags of result rows
 
@@ -109,7 +110,7 @@ def different_tokens(results: Sequence[StepResult], expected: Sequence[StepResul
     """A sentence for each result row that is not the expected one, logprobs apart."""
     differences = []
     for one, other in zip(results, expected, strict=True):
-        rows, recorded = ([(row.slot, row.number, _told(row)) for row in result.rows] for result in (one, other))
+        rows, recorded = ([(row.slot, row.number, _told(row)) for row in result_rows(result)] for result in (one, other))
         if len(rows) != len(recorded):
             differences.append(f"step {other.step}: {len(rows)} rows, recorded {len(recorded)}")
         differences += [
@@ -128,7 +129,7 @@ def logprob_error(found: Sequence[StepResult], expected: Sequence[StepResult]) -
     """The largest difference of any reported logprob; rows must report alike."""
     errors = [0.0]
     for results in zip(found, expected, strict=True):
-        for first, second in zip(*(result.rows for result in results), strict=True):
+        for first, second in zip(*(result_rows(result) for result in results), strict=True):
             for one, other in zip(first.logprobs, second.logprobs, strict=True):
                 errors.append(abs(one.chosen - other.chosen))
                 errors += [abs(a[1] - b[1]) for a, b in zip(one.top, other.top, strict=True)]

@@ -86,6 +86,11 @@ def decode_plan(data: bytes) -> StepPlan:
     return StepPlan(view.step, view.stop, view.masked, view.drafts, **sections, admissions=admissions)
 
 
+def decode_slots(plan: StepPlan) -> list[int]:
+    """Slot of each of the plan's decode rows."""
+    return [slot for slot, *_ in plan.rows]
+
+
 def decode_rows(plan: StepPlan) -> list[DecodeRow]:
     """The plan's."""
     return [DecodeRow(*row) for row in plan.rows]
@@ -108,6 +113,11 @@ def result_of(
     if drafts:
         table = np.concatenate([table, np.array(drafts, np.int32)], axis=1)
     return StepResult(step, table, {at: row.logprobs for at, row in enumerate(rows) if row.logprobs}, prompts, encoded=0, took_us=0)
+
+
+def result_rows(result: StepResult) -> list[ResultRow]:
+    """All rows of `result` as objects."""
+    return [result.row(index) for index in range(len(result.table))]
 
 
 def encode_result(result: StepResult) -> bytes:

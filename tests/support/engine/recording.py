@@ -20,7 +20,7 @@ from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_token
 from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.step_masks import decode_masks
-from tests.support.engine.plans import decode_plan
+from tests.support.engine.plans import decode_plan, result_rows
 from tests.support.engine.ranks import Ranks, run, single
 from tests.support.engine.schemas import members
 
@@ -122,7 +122,7 @@ def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateReq
 
 
 def tokens_of(results: Sequence[StepResult]) -> list[list[tuple[int, int, tuple[int, ...], bool]]]:
-    return [[(row.slot, row.number, row.tokens, row.nan) for row in result.rows] for result in results]
+    return [[(row.slot, row.number, row.tokens, row.nan) for row in result_rows(result)] for result in results]
 
 
 def replay_in_step(

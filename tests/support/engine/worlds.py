@@ -27,7 +27,7 @@ from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import contents, identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
-from tests.support.engine.plans import decode_rows
+from tests.support.engine.plans import decode_rows, decode_slots
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
 from tests.support.engine.world_media import check_budget, show_media
 from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
@@ -330,7 +330,7 @@ def check_first(first: Sequence | None, plan: StepPlan, passed: Counter[int]) ->
     """The first in order has a row after so many plans at most; `passed`: how many it has had none in."""
     if first is None:
         return
-    passed[first.number] += first.slot not in {*plan.decodes, *(slot for slot, *_ in plan.chunks)}
+    passed[first.number] += first.slot not in {*decode_slots(plan), *(slot for slot, *_ in plan.chunks)}
     assert passed[first.number] <= 32 * (MOST_PASSED + 1), (first, plan)
     if first.high > first.low:
         passed[first.number] = 0
