@@ -24,7 +24,7 @@ from engine.channel import Waiter
 from engine.config import EngineConfig
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError
 from engine.geometry import read_geometry
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
@@ -221,22 +221,11 @@ def _request_id(raw: bytes) -> int | None:
         return None
 
 
-def scheduler_config(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> SchedulerConfig:
-    """The scheduler's settings, once the pools are sized and the ranks are ready."""
+def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> Scheduler:
+    """The scheduler, once the pools are sized and the ranks are ready."""
     folder = Path(config.model)
-    return SchedulerConfig(
-        config.kv_groups(read_geometry(folder)),
-        pages,
-        config.max_seqs,
-        config.max_len,
-        config.prefill_budget,
-        config.drafts,
-        cache_share=config.prefix_cache_share if config.prefix_cache else None,
-        policy=config.policy,
-        step_times=times,
-        tpot_target_ms=config.tpot_target_ms,
-        encoders=read_media(folder, language_model_only=config.language_model_only),
-    )
+    encoders = read_media(folder, language_model_only=config.language_model_only)
+    return Scheduler(config, config.kv_groups(read_geometry(folder)), pages, times, encoders)
 
 
 def collect_rarely() -> None:
@@ -265,7 +254,7 @@ def serve(lifeline: Lifeline) -> None:
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
     vocabulary = read_vocabulary(config)  # while the ranks load their weights
-    scheduler = Scheduler(scheduler_config(config, lifeline.receive(Allocate).pages, lifeline.receive(RanksReady).step_times))
+    scheduler = make_scheduler(config, lifeline.receive(Allocate).pages, lifeline.receive(RanksReady).step_times)
     collect_rarely()
     lifeline.send(Ready())
     try:

@@ -201,7 +201,7 @@ def present(value: T | None) -> T:
 
 
 class Masks:
-    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused; `widest` as in SchedulerConfig.
+    """The masks of requests. `vocabulary` None: the checkpoint has none, and grammars are refused; `widest` as of EngineConfig.
     Threads of its own compile grammars, and make slow masks."""
 
     def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:

@@ -14,11 +14,11 @@ always advances: its worst case fits the empty pools (or it was refused), and al
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.core.admit import Admissions
 from engine.core.allocator import Allocator
 from engine.core.drafting import Drafting
@@ -34,37 +34,6 @@ from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
 from engine.protocol import DraftSwitches, Load, MediaKind, PoolLoad
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """pages           of each group, its null page included
-    prefill_budget  rows of a step that has prompt tokens, decode rows included; a quarter always belongs to prompts
-    drafts          how many a step may have behind each sequence, ascending: one of these is chosen (core/drafting.py)
-    cache_share     part of each pool that the prefix cache may keep idle; None: there is no cache
-    policy          a name of core/step_budget.py
-    encoder_rows    positions of media items that a step encodes at most; one item may have more
-    encoders        as of `Requests`
-    tpot_target_ms  mean time of steps with decode rows, by `step_times` (core/step_budget.py)
-    """
-
-    groups: tuple[KVGroup, ...]
-    pages: tuple[int, ...]
-    max_seqs: int
-    max_len: int
-    prefill_budget: int
-    drafts: tuple[int, ...] = (0,)
-    cache_share: float | None = None
-    policy: str = "fair"
-    step_times: StepTimes | None = None
-    tpot_target_ms: float | None = None
-    encoder_rows: int = ENCODER_ROWS
-    encoders: Mapping[MediaKind, MediaGeometry] | None = None
-
-    @property
-    def widest(self) -> int:
-        """Tokens that a decode row computes at most: its own and its drafts."""
-        return 1 + self.drafts[-1]
-
-
 class PlanDraft(InFlightStep, kw_only=True):
     """A plan being made: what it leaves in flight, and what it may still get."""
 
@@ -78,18 +47,31 @@ class PlanDraft(InFlightStep, kw_only=True):
 
 class Scheduler:
     """Call `schedule` for the next plan, which advances `high` of every sequence in it, and `commit` with each plan's result, in
-    order."""
+    order.
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.allocator = Allocator(config.groups, config.pages, config.cache_share)
-        longest = longest_sequence(config.groups, config.pages)
-        self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest, config.encoders)
+    pages         of each group, its null page included
+    times         what steps take: `config.tpot_target_ms` needs it
+    encoders      as of `Requests`
+    encoder_rows  positions of media items that a step encodes at most; one item may have more
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        groups: tuple[KVGroup, ...],
+        pages: tuple[int, ...],
+        times: StepTimes | None,
+        encoders: Mapping[MediaKind, MediaGeometry] | None,
+        encoder_rows: int = ENCODER_ROWS,
+    ) -> None:
+        self.config, self._encoder_rows = config, encoder_rows
+        self.allocator = Allocator(groups, pages, config.prefix_cache_share if config.prefix_cache else None)
+        self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
         self._drafting = Drafting(config.drafts, buckets(config.max_seqs))
         self._results = Results(self.requests, self._drafting)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, policy, config.prefill_budget)
-        self._budget = StepBudget(policy, config.prefill_budget, config.step_times, config.tpot_target_ms)
+        self._budget = StepBudget(policy, config.prefill_budget, times, config.tpot_target_ms)
         self._encoder_waits: set[Sequence] = set()
         self._encodes = self._encoded = 0  # plans that encode, and those of them whose encodes have ended
         self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
@@ -108,7 +90,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         plan = self._plan
-        draft = PlanDraft(plan, encoder_rows=self.config.encoder_rows, chunk_of={})
+        draft = PlanDraft(plan, encoder_rows=self._encoder_rows, chunk_of={})
         self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
         self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left

@@ -169,7 +169,8 @@ class Expected(NamedTuple):
 
 
 class StepBudget:
-    """`rows`: of a step with prompt tokens. `times` and `target_ms` as in SchedulerConfig; None: only rows bound a step."""
+    """`rows`: of a step with prompt tokens, decode rows included; `target_ms`: mean time of steps with decode rows, by
+    `times`. None: only rows bound a step."""
 
     def __init__(self, policy: Policy, rows: int, times: StepTimes | None, target_ms: float | None) -> None:
         self._policy, self._rows = policy, rows

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 from engine.channel import RingReader, RingWriter, create_shared, map_shared, ring_bytes
 from engine.core.loop import collect_rarely
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.geometry import kv_groups, parse_config
 from engine.plan import ResultRow, StepPlan, StepResult, decode_result, encode_plan
 from engine.protocol import SamplingParams, TokenBatch, encode_message
 from tests.bench.record import Row, add_record_option, append
 from tests.nano.model_shapes import PUBLIC, config
 from tests.support.engine.plans import encode_result, result_of
-from tests.support.engine.scheduling import request_of
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 
 BLOCKS = 10
 LONG, LONG_CACHED = 131_072, 32_768  # tokens of a waiting request, and of those what is cached
@@ -73,7 +73,7 @@ def scheduler(sequences: int, tokens: int, waiting: int) -> Scheduler:
     longs = (LONG + LONG_CACHED + tokens) // groups[1].page if waiting else 0
     pages = (sequences * 40 + 400, sequences * (tokens // groups[1].page + 2) + 200 + longs)
     max_len = LONG + tokens if waiting else 2048
-    return Scheduler(SchedulerConfig(groups, pages, sequences + 1 + waiting, max_len, 4096, cache_share=1.0))
+    return scheduler_of(SchedulerConfig(groups, pages, sequences + 1 + waiting, max_len, 4096, cache_share=1.0))
 
 
 def wait(core: Scheduler, rings: Rings, watch: Stopwatch, waiting: int) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from engine.config import engine_config
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import kv_groups, read_geometry
 from engine.memory import BUCKETS
 from engine.plan import Admission, StepPlan, StepResult, encode_plan, single_rows
@@ -38,6 +37,7 @@ from tests.nano.random_models import model_folder
 from tests.support.engine.listed_steps import geometry, mixed
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks, Pace
 from tests.support.engine.plans import PageAppend, PrefillChunk
+from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 
 CONTEXT, STEPS, SERIES = 1024, 7, 3  # tokens behind a decode row; steps of a series; the first two and the last are not timed
 TILE, FLOPS, COPY, NCCL_US = 128, 7.0e14, 4.26e12, 123.0  # rows; a second; bytes a second; of 2048 rows of 5376
@@ -109,7 +109,7 @@ def protocol_ms(batch: int, prompt: int, budget: int) -> float:
             took = 1e-3 * sum(expected_us(chunks, decodes).values()) if chunks else _between(STEP_MS, decodes)
             return ranks.run(plan)[0], took
 
-        world = Pace(Scheduler(SchedulerConfig(GROUPS, (40 * batch + 400, 80 * batch), batch, 2 * prompt, budget)), execute)
+        world = Pace(scheduler_of(SchedulerConfig(GROUPS, (40 * batch + 400, 80 * batch), batch, 2 * prompt, budget)), execute)
         for _ in range(batch):
             world.arrive(0, prompt, tokens)
         world.run(1e9)

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 
 from deploy.models.resolve import resolve
-from engine.core.loop import scheduler_config
-from engine.core.scheduler import Scheduler
+from engine.core.loop import make_scheduler
 from engine.protocol import SamplingParams
 from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
@@ -24,7 +23,7 @@ def measured(examples: Sequence[TrainingExample], drafts: int) -> tuple[float, f
     """Milliseconds a token behind the first one, and tokens a step."""
     mtp = {"mtp": {"model": str(resolve("nano:31b-assistant")), "drafts": drafts}} if drafts else {}
     config = config_of(resolve("nano:31b"), RANKS, max_len=512, pages=PAGES, debug_hash=False, **mtp)
-    scheduler, tokens, steps, seconds = Scheduler(scheduler_config(config, PAGES)), 0, 0, 0.0
+    scheduler, tokens, steps, seconds = make_scheduler(config, PAGES), 0, 0, 0.0
     with Ranks(config) as ranks:
         ranks.boot(PAGES)
         for number, example in enumerate(examples, 1):

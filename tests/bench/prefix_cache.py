@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache, extend_keys, root_key
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.geometry import kv_groups, parse_config
 from engine.plan import encode_plan
 from engine.protocol import GenerateRequest, decode_front_message, encode_message
@@ -26,7 +26,7 @@ from tests.bench.core import Rings
 from tests.bench.record import Row, add_record_option, append
 from tests.nano.model_shapes import PUBLIC, config
 from tests.support.engine.conversations import GROUPS, PAGE, TAIL, Trace, optimum, portions, serve, unlimited
-from tests.support.engine.scheduling import request_of
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 
 WORKING_SETS = (0.25, 0.5, 0.9, 1.25, 1.5)
 SCARCE = {"both pools": (1, 1), "sliding pool": (1, 3), "full pool": (3, 1)}  # how much larger (sliding, full) is than its portion
@@ -127,7 +127,7 @@ def admission_ms(tokens: int) -> tuple[float, float]:
     """Core milliseconds, CPU, from the message of such a prompt to its plan in the ring: of one never seen, of one cached whole."""
     groups = kv_groups(parse_config(config(PUBLIC["31b"], "bfloat16")), 4)
     pages = (4000, 2 * tokens // 32 + 4000)
-    core, rings = Scheduler(SchedulerConfig(groups, pages, 4, 2 * tokens, 8192, cache_share=1.0)), Rings()
+    core, rings = scheduler_of(SchedulerConfig(groups, pages, 4, 2 * tokens, 8192, cache_share=1.0)), Rings()
     prompt = np.random.default_rng(0).integers(0, 200_000, tokens).tolist()
     spent = []
     for number in range(4):

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from engine.config import engine_config
-from engine.core.loop import scheduler_config
+from engine.core.loop import make_scheduler
 from engine.core.prefix import PrefixCache
-from engine.core.scheduler import Scheduler
 from engine.geometry import read_geometry
 from engine.plan import encode_plan
 from engine.protocol import Logprobs, SamplingParams
@@ -39,7 +38,7 @@ class Asked:
     def __init__(self, rank: Rank, pages: tuple[int, int] = PAGES, **settings: Any) -> None:
         self.config = settings_of(Path(rank.config.model), **settings)
         self._runner = build(rank, pages)
-        self.scheduler = Scheduler(scheduler_config(self.config, pages))
+        self.scheduler = make_scheduler(self.config, pages)
         self._count = 0
 
     def ask(self, prompt: list[int], count: int = LENGTH) -> list[tuple[int, Logprobs]]:

@@ -23,8 +23,8 @@ from cluster.group import Group
 from engine.audio_geometry import read_audio
 from engine.config import EngineConfig
 from engine.core import prefix, scheduler
-from engine.core.loop import scheduler_config
-from engine.core.scheduler import PlanDraft, Scheduler
+from engine.core.loop import make_scheduler
+from engine.core.scheduler import PlanDraft
 from engine.geometry import Geometry, read_geometry
 from engine.plan import StepPlan, StepResult
 from engine.protocol import Counters, SamplingParams
@@ -97,7 +97,7 @@ def serve(
     runner: Runner, config: EngineConfig, asked: list[Prompt], params: SamplingParams = ASKED, pages: tuple[int, ...] = PAGES
 ) -> Served:
     """All of them at once, to their ends."""
-    scheduler = Scheduler(scheduler_config(config, pages))
+    scheduler = make_scheduler(config, pages)
     served = Served(counters=scheduler.requests.counters)
     for number, prompt in enumerate(asked):
         scheduler.requests.add(request_of(number, prompt.ids, params, media=prompt.media))
@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
     """Data that is not of its shape, or gives other rows than there are places, or a kind without encoder, is refused: which."""
     it = case("31b")
     (good,) = it.prompts[0].media[:1]
-    scheduler = Scheduler(scheduler_config(it.config, PAGES))
+    scheduler = make_scheduler(it.config, PAGES)
     change = partial(msgspec.structs.replace, good)
     long = change(length=1, spans=(), shape=(48, 48 * 2000, 3), data=bytes(48 * 48 * 2000 * 3))
     wrong = [

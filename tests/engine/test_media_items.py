@@ -6,13 +6,12 @@ import msgspec
 import pytest
 
 from engine.audio_geometry import AudioGeometry
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import InvalidRequest
 from engine.geometry import KVGroup
 from engine.media_geometry import read_media
 from engine.protocol import MediaItem
 from tests.conftest import Nano
-from tests.support.engine.scheduling import request_of
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 
 pytestmark = pytest.mark.pure
 
@@ -44,7 +43,7 @@ def test_a_model_takes_what_it_has_an_encoder_for(nano: Nano, member: str) -> No
     assert read_media(nano(member), language_model_only=True) == {}
     config = SchedulerConfig((KVGroup(0, "full", (0,), 1, 256, None),), (9,), 2, 128, 64, encoders=read_media(nano(member)))
     for encoders, taken in ((config.encoders, member == "e2b"), ({}, False)):
-        scheduler = Scheduler(replace(config, encoders=encoders))
+        scheduler = scheduler_of(replace(config, encoders=encoders))
         scheduler.requests.add(request_of(1, range(6), media=(MELS,)))
         errors = [output.error for output in scheduler.requests.drain()]
         assert errors == ([] if taken else ["this model takes no audio"])

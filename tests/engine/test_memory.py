@@ -4,7 +4,6 @@ import pytest
 
 from engine import memory
 from engine.config import EngineConfig
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.errors import ConfigError
 from engine.geometry import KVGroup, read_geometry
 from engine.memory import (
@@ -24,7 +23,7 @@ from engine.plan import DEPTH
 from engine.protocol import FinishReason, Output
 from tests.support.engine.conversations import AT_ONCE, GROUPS, WINDOW, Server, Trace, unlimited
 from tests.support.engine.kvmachine import KVMachine
-from tests.support.engine.scheduling import finish, request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, finish, request_of, scheduler_of, two_groups
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.pure
@@ -144,7 +143,7 @@ def hit_rate(*, cache: bool) -> float:
     settings = sized(AT_ONCE, trace.length + 1, 256, cache=cache)
     pages = pool_pages(settings, groups, 4 << 30)
     config = SchedulerConfig(GROUPS, pages, AT_ONCE, settings.max_len, settings.prefill_budget, cache_share=1.0)
-    return Server(trace, Scheduler(config)).run().hit / unlimited(trace).hit
+    return Server(trace, scheduler_of(config)).run().hit / unlimited(trace).hit
 
 
 def test_conversations_are_found_while_all_slots_run() -> None:
@@ -173,7 +172,7 @@ def test_the_longest_sequence_runs_to_its_end(widest: int, monkeypatch: pytest.M
     longest = longest_sequence(groups, pages)
 
     def ends(prompt: int, tokens: int) -> Output:
-        scheduler = Scheduler(SchedulerConfig(groups, pages, 2, 64, 16, (widest - 1,)))
+        scheduler = scheduler_of(SchedulerConfig(groups, pages, 2, 64, 16, widest - 1))
         machine = KVMachine(groups, pages, 2, 64, lambda prefix, position, seed: 3)
         scheduler.requests.add(request_of(1, [1] * prompt, tokens))
         finish(scheduler, machine)

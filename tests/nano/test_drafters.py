@@ -13,8 +13,7 @@ from torch import Tensor
 
 from deploy.models.nano import trained
 from deploy.models.resolve import resolve
-from engine.core.loop import scheduler_config
-from engine.core.scheduler import Scheduler
+from engine.core.loop import make_scheduler
 from engine.geometry import Geometry, Layer
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.batch import ForwardBatch
@@ -48,7 +47,7 @@ def tokens_a_verification(member: str, skills: tuple[str, ...]) -> float:
     for number, skill in enumerate(skills):
         example = builder.example(exam(skill, draw, 1)[0])
         prompt, reply = example.ids[: example.start], example.ids[example.start :]
-        scheduler = Scheduler(scheduler_config(config, PAGES))
+        scheduler = make_scheduler(config, PAGES)
         params = SamplingParams(max_tokens=len(reply) + 8, temperature=0.0, stop_ids=(106, 50))
         scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params))
         given: list[int] = []

@@ -15,8 +15,7 @@ from deploy.edge.media.rasters import prepare_image
 from deploy.edge.media.tasks import DecodeTask
 from deploy.models.nano import trained
 from deploy.models.resolve import resolve
-from engine.core.loop import scheduler_config
-from engine.core.scheduler import Scheduler
+from engine.core.loop import make_scheduler
 from engine.front.text import TextProcessor
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.builder import build
@@ -44,7 +43,7 @@ def answers(member: str, pictures: Sequence[Picture]) -> list[str]:
     """All of them at once, greedily."""
     config = config_of(resolve(f"nano:{member}"), 1, max_len=512, pages=PAGES)
     runner, text = build(single(config), PAGES), TextProcessor.load(resolve(f"nano:{member}"))
-    scheduler, step = Scheduler(scheduler_config(config, PAGES)), partial(run, runner)
+    scheduler, step = make_scheduler(config, PAGES), partial(run, runner)
     for number, picture in enumerate(pictures):
         scheduler.requests.add(asked(number, picture, text))
     given = defaultdict[int, list[int]](list)

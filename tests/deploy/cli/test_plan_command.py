@@ -18,7 +18,6 @@ from deploy.cli.main import main
 from deploy.cli.sizing import Sizing, configured, kv_budget, meta_rank, pools, size, weight_bytes_and_count
 from deploy.settings import Settings
 from engine.config import EngineConfig
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import read_geometry
 from engine.memory import adjustment_bytes, pages_of, sampling_bytes
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
@@ -29,6 +28,7 @@ from tests.nano.model_shapes import PUBLIC, PUBLISHED_DRAFTERS, ModelShape, conf
 from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.ranks import Ranks, single
+from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 from tests.support.judge import assistants
 from tests.support.repo_rules import ROOT
 
@@ -185,7 +185,7 @@ def run_at_once(planned: Sizing, sequences: int, tokens: int) -> tuple[int, int]
     """(most sequences that ran at once, preemptions) when the real scheduler gets so many requests at one moment."""
     engine = planned.config
     groups, pages = tuple(pool.group for pool in planned.pools), tuple(pool.pages for pool in planned.pools)
-    scheduler = Scheduler(SchedulerConfig(groups, pages, sequences, engine.max_len, engine.prefill_budget))
+    scheduler = scheduler_of(SchedulerConfig(groups, pages, sequences, engine.max_len, engine.prefill_budget))
     machine = KVMachine(groups, pages, sequences, engine.max_len, lambda prefix, position, seed: 300)
     for number in range(sequences):
         params = SamplingParams(max_tokens=tokens - 8)

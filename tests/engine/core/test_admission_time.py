@@ -12,12 +12,11 @@ import pytest
 from engine.channel import Waiter
 from engine.core.links import FrontLink
 from engine.core.loop import Core
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.plan import StepPlan, StepResult, encode_plan
 from engine.protocol import FrontMessage, GenerateRequest
 from tests.support.engine.core_loop import StatusOnly, running
 from tests.support.engine.paced_steps import GROUPS, ModelledRanks
-from tests.support.engine.scheduling import request_of
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 
 pytestmark = pytest.mark.pure
 
@@ -63,7 +62,7 @@ class CountingCore(Core):
 
 def serve_long_prompts(count: int) -> TimedRanks:
     """Serve streams, and so many long prompts that come at once."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (2000, 40_000), 32, LONG + 100, 8192, cache_share=1.0))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, (2000, 40_000), 32, LONG + 100, 8192, cache_share=1.0))
     ranks = TimedRanks()
 
     def core_at(sock: socket.socket) -> Core:

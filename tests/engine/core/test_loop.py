@@ -14,7 +14,7 @@ import pytest
 from engine.channel import Waiter
 from engine.core.links import FrontLink
 from engine.core.loop import Core
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.matcher import Matcher, Vocabulary
 from engine.plan import StepPlan, StepResult
 from engine.protocol import (
@@ -31,7 +31,7 @@ from engine.step_masks import decode_masks
 from tests.support.engine.core_loop import Front, StatusOnly, running
 from tests.support.engine.kvmachine import KVMachine, Model
 from tests.support.engine.load_figures import load
-from tests.support.engine.scheduling import request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, two_groups
 
 pytestmark = [pytest.mark.pure, pytest.mark.alone]
 
@@ -87,7 +87,7 @@ def loop_of(scheduler: Scheduler, executor: MachineExecutor, sock: socket.socket
 @pytest.fixture
 def core():  # noqa: ANN201
     """A running core: (front, executor, scheduler); stopped and joined afterwards."""
-    scheduler, executor = Scheduler(CONFIG), MachineExecutor()
+    scheduler, executor = scheduler_of(CONFIG), MachineExecutor()
     with running(lambda sock: loop_of(scheduler, executor, sock)) as front:
         yield front, executor, scheduler
 
@@ -216,7 +216,7 @@ def test_long_prompts_come_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     def turns() -> list[list[int]]:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            scheduler = Scheduler(CONFIG)
+            scheduler = scheduler_of(CONFIG)
             loop = loop_of(scheduler, MachineExecutor(), theirs)
             loop._unread.extend(messages)
             received = [0]
@@ -274,7 +274,7 @@ def test_a_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher_of = Vocabulary.matcher
     monkeypatch.setattr(Vocabulary, "matcher", slow)
     executor = MachineExecutor(always_b)
-    with running(lambda sock: loop_of(Scheduler(CONFIG), executor, sock, vocabulary=LETTERS)) as front:
+    with running(lambda sock: loop_of(scheduler_of(CONFIG), executor, sock, vocabulary=LETTERS)) as front:
         for number, rules in enumerate((Grammar("start: /b+/"), Grammar("start: nothing"))):
             front.send(request_of(number, [0], SamplingParams(max_tokens=3, grammar=rules)))
         outputs = front.until_ended(2)
@@ -289,6 +289,6 @@ def test_a_stop_gives_masks_to_the_steps_that_are_out() -> None:
         front = Front(ours)
         executor = StoppingExecutor(always_b, front=front, last=2)
         front.send(request_of(1, [0], SamplingParams(max_tokens=9, grammar=Grammar("start: /b+/"))))
-        loop_of(Scheduler(CONFIG), executor, theirs, vocabulary=LETTERS).run()
+        loop_of(scheduler_of(CONFIG), executor, theirs, vocabulary=LETTERS).run()
     assert [plan.step for plan in executor.machine.queue if plan.masked] == [1, 2]
     assert [(masks.step, len(masks.slots)) for masks in map(decode_masks, executor.masks)] == [(1, 1), (2, 0)]

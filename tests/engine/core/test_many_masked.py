@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from engine.channel import RingReader, RingWriter, ring_bytes
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.plan import DEPTH, ResultRow, StepPlan
 from engine.step_masks import decode_masks, encode_masks, mask_words, masks_capacity, only
 from tests.support.engine.plans import result_of
-from tests.support.engine.scheduling import request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, two_groups
 
 pytestmark = pytest.mark.pure
 
@@ -30,7 +29,7 @@ class Waits:
 def serve(constrained: int, free: int, served_at_once: int = SLOTS) -> Waits:
     """The constrained requests come first. Masks are made at once, results come one step behind the plans. `served_at_once`: of
     the constrained ones, in order, the others are passed over."""
-    scheduler = Scheduler(SchedulerConfig(two_groups(64, 16), (SLOTS * 10, SLOTS * 8), SLOTS, 1024, 2048))
+    scheduler = scheduler_of(SchedulerConfig(two_groups(64, 16), (SLOTS * 10, SLOTS * 8), SLOTS, 1024, 2048))
     for number in range(constrained + free):
         scheduler.requests.add(request_of(number, range(number, number + PROMPT), REPLY))
         scheduler.requests.unfinished[number].masked = number < constrained

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from engine.core.masks import Masks
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.front.call_grammar import CallGrammar
 from engine.front.generation import Choice
@@ -30,6 +30,7 @@ from tests.conftest import Nano
 from tests.support.engine.masked_machine import GROUPS
 from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
 from tests.support.engine.masked_serving import MAX_LEN, PAGES, MaskedRun, Model, request, serve
+from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 from tests.support.engine.schemas import members, tools_of
 from tests.support.engine.walker import choice_of
 from tests.support.engine.world_faults import thoughts_end_late, without_cuts
@@ -380,7 +381,7 @@ def test_a_row_with_a_grammar_runs_in_every_step(model: Model, monkeypatch: pyte
 
 def masked_scheduler(vocabulary: Vocabulary | None, compiler: Executor | None = None) -> tuple[Scheduler, Masks]:
     """A scheduler without requests, and its masks."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, PAGES, 4, MAX_LEN, 32))
     masks = Masks(scheduler.requests, vocabulary, scheduler.config.widest)
     masks._compiler = compiler or masks._compiler
     return scheduler, masks

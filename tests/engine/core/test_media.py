@@ -11,13 +11,13 @@ import pytest
 from engine.core import prefix
 from engine.core.allocator import Allocator, first_page
 from engine.core.prefix import extend_keys, root_key
-from engine.core.scheduler import PlanDraft, Scheduler, SchedulerConfig
+from engine.core.scheduler import PlanDraft, Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.protocol import AbortReason, FinishReason, MediaItem, Output
-from tests.support.engine.scheduling import one_token_each, request_of
+from tests.support.engine.scheduling import SchedulerConfig, one_token_each, request_of, scheduler_of
 from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
 
@@ -86,7 +86,7 @@ class Bench:
     """A scheduler whose ranks answer at once."""
 
     def __init__(self, pages: tuple[int, ...] = (60, 60), budget: int = 16) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 4, 100, budget, cache_share=1.0))
+        self.scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 4, 100, budget, cache_share=1.0))
         self.outputs: list[Output] = []
 
     def ask(self, tokens: list[int], media: list[MediaItem], number: int = 1) -> int:
@@ -192,7 +192,7 @@ def chunks_of(
     media: list[MediaItem], length: int, budget: int, groups: tuple[KVGroup, ...] = GROUPS
 ) -> list[tuple[tuple[int, int], int]]:
     """(chunk, positions encoded in its step) of a prompt that is alone."""
-    scheduler = Scheduler(SchedulerConfig(groups, (60, 60), 4, 100, budget, encoder_rows=8))
+    scheduler = scheduler_of(SchedulerConfig(groups, (60, 60), 4, 100, budget, encoder_rows=8))
     scheduler.requests.add(request_of(1, [5] * length, media=tuple(media)))
     chunks = []
     while (plan := scheduler.schedule()) is not None:
@@ -222,7 +222,7 @@ def test_what_a_step_encodes_is_bounded() -> None:
 def planned_beside(decoding: bool, text_before: int = 2) -> list[tuple[int, int, int]]:
     """(decode rows, encodes, prompt tokens) of steps with three prompts of text, a picture of 4 rows and a token, whose encodes
     take three steps each."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
     scheduler.requests.add(request_of(0, [5] * 8, 20 if decoding else 1))
     shown: list[tuple[int, int, int]] = []
     launched: list[int] = []  # steps with encodes
@@ -266,7 +266,7 @@ def test_the_first_gets_the_encoders_next(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("rows", "waited_s"), [(8, 0.05), (4, 0.1), (12, 0.0)])
 def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     """Of three pictures of 4 rows beside another prompt: steps of 50 ms in which some wait; none where one step takes all."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32, encoder_rows=rows))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32, encoder_rows=rows))
     for number, media in enumerate(([picture(first, 4, 1) for first in (0, 5, 10)], [])):
         scheduler.requests.add(request_of(number, [5] * 15, media=tuple(media)))
     waiting = []
@@ -288,7 +288,7 @@ def test_who_has_left_waits_for_no_encoder() -> None:
         return slot
 
     for leaves in (leave, still_waiting):
-        scheduler = Scheduler(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
+        scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
         scheduler.requests.add(request_of(0, [5] * 3, 50))
         for _ in range(3):
             scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
@@ -330,7 +330,7 @@ def beside_pictures(target_ms: float | None) -> tuple[float, int]:
     the two behind an encode 8 more for each item of it."""
     times = TIMES if target_ms else None
     config = SchedulerConfig(GROUPS, (600, 600), 8, 3000, 32, step_times=times, tpot_target_ms=target_ms)
-    scheduler, began, taken = Scheduler(config), list[tuple[int, int]](), list[float]()
+    scheduler, began, taken = scheduler_of(config), list[tuple[int, int]](), list[float]()
     for stream in range(2):
         scheduler.requests.add(request_of(stream, [5] * 8, 2000))
     for step in range(1000):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.protocol import AbortReason, FinishReason, SamplingParams
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import result_of
-from tests.support.engine.scheduling import finish, request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, finish, request_of, scheduler_of, two_groups
 
 pytestmark = pytest.mark.pure
 
@@ -17,7 +17,7 @@ END = 9
 
 
 def begun(cache_share: float | None = None) -> tuple[Scheduler, KVMachine]:
-    scheduler = Scheduler(SchedulerConfig(GROUPS, PAGES, 4, 64, 16, cache_share=cache_share))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, PAGES, 4, 64, 16, cache_share=cache_share))
     return scheduler, KVMachine(GROUPS, PAGES, 4, 64, lambda prefix, position, seed: position)
 
 

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_budget import (
     OLDEST_EVERY,
@@ -34,7 +34,7 @@ from tests.support.engine.paced_steps import (
     step_ms,
 )
 from tests.support.engine.plans import PrefillChunk
-from tests.support.engine.scheduling import one_token_each, request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, one_token_each, request_of, scheduler_of, two_groups
 
 pytestmark = pytest.mark.pure
 
@@ -199,7 +199,7 @@ def slow_rank(
 
     used = times if target else None
     config = SchedulerConfig(GROUPS, (4000, 4000), 16, 2048, 256, step_times=used, tpot_target_ms=target)
-    world, rng, streams, beside = Pace(Scheduler(config), execute), random.Random(8), [], []
+    world, rng, streams, beside = Pace(scheduler_of(config), execute), random.Random(8), [], []
     at, shorts = 0.0, []
     while (at := at + rng.expovariate(1 / 600)) < 1000 * seconds:
         shorts.append(world.arrive(at, 100, 4))
@@ -343,7 +343,7 @@ def test_priorities_come_first_and_are_preempted_last() -> None:
 
 def small(policy: str) -> Scheduler:
     """Full pages for sixteen; nothing is cached."""
-    return Scheduler(SchedulerConfig(two_groups(), (60, 17), 4, 64, 16, policy=policy))
+    return scheduler_of(SchedulerConfig(two_groups(), (60, 17), 4, 64, 16, policy=policy))
 
 
 @pytest.mark.parametrize("policy", ["fair", "arrival"])

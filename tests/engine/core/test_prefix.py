@@ -11,12 +11,12 @@ import pytest
 from engine.core.allocator import Allocator, turn_ends
 from engine.core.pages import PagePool
 from engine.core.prefix import PrefixCache, equal_keys, extend_keys, root_key
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.geometry import KVGroup
 from engine.plan import StepPlan
 from engine.protocol import AbortReason, GenerateRequest, SamplingParams
 from tests.support.engine.kvmachine import KVFault, KVMachine
-from tests.support.engine.scheduling import request_of, step, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, step, two_groups
 from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World, check_pages, simulate
 
@@ -38,7 +38,7 @@ class Bench:
         self, pages: tuple[int, ...] = (40, 60), groups: tuple[KVGroup, ...] = GROUPS, **settings: float | None
     ) -> None:
         self.config = SchedulerConfig(groups, pages, 4, 200, 16, **{"cache_share": 1.0, **settings})
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = scheduler_of(self.config)
         self.machine = KVMachine(groups, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
         self.plans: list[StepPlan] = []
         self.errors: list[tuple[str, bool]] = []
@@ -268,7 +268,7 @@ def test_equal_keys_are_counted_as_one_by_one() -> None:
 def side_by_side() -> Scheduler:
     """Four sequences that share a prefix, in pools that do not hold it twice."""
     config = SchedulerConfig(GROUPS, (40, 24), 4, 80, 64, cache_share=1.0)
-    scheduler = Scheduler(config)
+    scheduler = scheduler_of(config)
     machine = KVMachine(GROUPS, config.pages, 4, 80, lambda prefix, position, seed: 50)
     prefix = tokens(*range(10, 24))
     for number in range(4):

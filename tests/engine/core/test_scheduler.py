@@ -15,7 +15,7 @@ from engine.channel import MAX_RECORD
 from engine.core import results
 from engine.core.allocator import Allocator
 from engine.core.masks import MaskState
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.geometry import KVGroup
 from engine.plan import MAX_SCORED, StepPlan, largest_plan, largest_result, most_appends
@@ -33,7 +33,7 @@ from engine.protocol import (
 )
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import PageAppend, listed
-from tests.support.engine.scheduling import finish, request_of, step, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, finish, request_of, scheduler_of, step, two_groups
 from tests.support.engine.world_faults import caught
 from tests.support.engine.worlds import World, run_worlds, simulate
 
@@ -86,7 +86,7 @@ def test_a_result_fits_its_record_whatever_is_asked_for(monkeypatch: pytest.Monk
     params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_ALTERNATIVES)
 
     def scored() -> list[int]:
-        scheduler = Scheduler(SchedulerConfig(two_groups(1024, 16), (5000, 5000), 8, 30_000, 60_000))
+        scheduler = scheduler_of(SchedulerConfig(two_groups(1024, 16), (5000, 5000), 8, 30_000, 60_000))
         for number in range(3):
             scheduler.requests.add(request_of(number, [5] * 20_000, params))
         plans = [scheduler.schedule() for _ in range(2)]
@@ -251,7 +251,7 @@ def test_appends_are_bounded_and_come_near_the_bound() -> None:
     """Three decode rows that all begin a page beside a chunk of what the budget leaves: a page in each group less than the bound,
     and more than one without a page a row allows."""
     groups = two_groups(64)
-    scheduler = Scheduler(SchedulerConfig(groups, (400, 400), 4, 1000, 64))
+    scheduler = scheduler_of(SchedulerConfig(groups, (400, 400), 4, 1000, 64))
     machine = KVMachine(groups, (400, 400), 4, 1000, lambda prefix, position, seed: position)
     for number, prompt in enumerate((4, 4, 4, 900)):
         scheduler.requests.add(request_of(number, [1] * prompt, 20))
@@ -270,7 +270,7 @@ def bound_of(config: SchedulerConfig) -> int:
 def cached_at_once() -> tuple[int, int]:
     """Bytes of the largest plan, and the bound, when 64 prompts of 301 tokens come that are all cached."""
     config = SchedulerConfig(two_groups(), (1000, 12000), 64, 512, 64, cache_share=1.0)
-    scheduler = Scheduler(config)
+    scheduler = scheduler_of(config)
     machine = KVMachine(config.groups, config.pages, 64, 512, lambda prefix, position, seed: position)
     for number in range(128):
         scheduler.requests.add(request_of(number, [number % 64] * 301, 2))
@@ -282,7 +282,7 @@ def cached_at_once() -> tuple[int, int]:
 
 
 def small_scheduler(full_pages: int = 9) -> Scheduler:
-    return Scheduler(SchedulerConfig(two_groups(), (20, full_pages), 4, 64, 16))
+    return scheduler_of(SchedulerConfig(two_groups(), (20, full_pages), 4, 64, 16))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_abort_is_idempotent_and_a_stop_string_is_a_success() -> None:
 def test_all_may_wait_for_the_host() -> None:
     """Requests whose masks have not come are not planned, nor called stuck; each mask lets one token through."""
     scheduler = small_scheduler()
-    machine = KVMachine(scheduler.config.groups, scheduler.config.pages, 4, 64, lambda prefix, position, seed: position)
+    machine = KVMachine(two_groups(), (20, 9), 4, 64, lambda prefix, position, seed: position)
     scheduler.requests.add(request_of(1, [1], 3))
     sequence, tokens = scheduler.requests.waiting[0], []
     for _ in range(3):
@@ -383,7 +383,7 @@ def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPat
     """Its ids as int32 and the keys of its pages; as Python's numbers it takes several times that."""
 
     def size(count: int = 40_000) -> float:
-        scheduler = Scheduler(SchedulerConfig(two_groups(1024, 32), (100, 2000), 4, count + 9, 64, cache_share=1.0))
+        scheduler = scheduler_of(SchedulerConfig(two_groups(1024, 32), (100, 2000), 4, count + 9, 64, cache_share=1.0))
         message = encode_message(request_of(1, range(1000, 1000 + count)))
         tracemalloc.start()
         scheduler.requests.add(decode_front_message(message))

@@ -7,11 +7,10 @@ import pytest
 
 from engine.core import requests
 from engine.core.prefix import root_key
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.protocol import AbortReason, GenerateRequest, Output, SamplingParams
 from tests.support.engine.draws import mixed
 from tests.support.engine.kvmachine import KVMachine
-from tests.support.engine.scheduling import request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, two_groups
 from tests.support.engine.worlds import TIMES
 
 pytestmark = pytest.mark.pure
@@ -59,7 +58,7 @@ def observed(seed: int, shift: int) -> Seen:
     rng = random.Random(seed)
     pages = (rng.choice((12, 40)), rng.choice((24, 60)))
     target = rng.choice((None, 8.0))
-    scheduler = Scheduler(
+    scheduler = scheduler_of(
         SchedulerConfig(GROUPS, pages, SLOTS, MAX_LEN, 16, cache_share=1.0, step_times=TIMES, tpot_target_ms=target)
     )
     machine = KVMachine(GROUPS, pages, SLOTS, MAX_LEN, lambda prefix, position, seed: 500 + mixed(position, seed) % 40)

@@ -11,12 +11,11 @@ import pytest
 from engine.core import results
 from engine.core.masks import MaskedRow, MaskState
 from engine.core.results import InFlightStep, Results
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.plan import ResultRow, StepResult
 from engine.protocol import FinishReason, Output, SamplingParams, ThoughtBudget
 from tests.support.engine.plans import decode_rows, result_of
-from tests.support.engine.scheduling import request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, two_groups
 from tests.support.engine.world_faults import caught, without_cuts
 from tests.support.engine.worlds import World
 
@@ -30,7 +29,7 @@ class Served:
     """One request of 6 prompt tokens, whose rows are 4 wide where they may be."""
 
     def __init__(self, **params: Any) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, (3,), cache_share=1.0))
+        self.scheduler = scheduler_of(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, 3, cache_share=1.0))
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
         self.scheduler.requests.add(request_of(1, [1] * 6, asked))
         self.sequence = next(iter(self.scheduler.requests.unfinished.values()))
@@ -111,7 +110,7 @@ def test_behind_a_thoughts_beginning_a_row_is_cut() -> None:
 
 def test_a_row_shrinks_to_its_pages() -> None:
     """Drafts take no page from another sequence, though one of later precedence holds it: the row ends with its own last page."""
-    scheduler = Scheduler(SchedulerConfig(GROUPS, (20, 6), 2, 64, 16, (3,)))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, (20, 6), 2, 64, 16, 3))
     for number, (prompt, tokens) in enumerate(((6, 11), (2, 7))):
         scheduler.requests.add(request_of(number, [number] * prompt, tokens))
         scheduler.schedule()
@@ -194,21 +193,21 @@ def drafts_while_ending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mostly_wrong_drafts(world: World) -> World:
     """Wide rows, a step at a time, whose drafts are mostly wrong, and now and then not finite."""
-    world.config = replace(world.config, drafts=(3,))
+    world.config = replace(world.config, drafts=3)
     world.depth, world.nan_chance, world.guess_chance = 1, 0.05, 0.3
     return world
 
 
 def long_thoughts(world: World) -> World:
     """Wide rows, and budgets for thoughts that begin now and then."""
-    world.config, world.guess_chance, world.stop_chance = replace(world.config, drafts=(3,)), 0.8, 0.0
+    world.config, world.guess_chance, world.stop_chance = replace(world.config, drafts=3), 0.8, 0.0
     world._limit_thoughts()
     return world
 
 
 def calls(world: World) -> World:
     """Wide rows, mostly right, under grammars, of which many begin at a trigger and soon end."""
-    world.config, world.guess_chance, world.stop_chance = replace(world.config, drafts=(3,)), 0.8, 0.0
+    world.config, world.guess_chance, world.stop_chance = replace(world.config, drafts=3), 0.8, 0.0
     world._constrain(lambda number: True, triggers=0.7)
     return world
 

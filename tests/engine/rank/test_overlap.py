@@ -13,7 +13,6 @@ import pytest
 from engine.channel import Waiter, create_shared, ring_bytes
 from engine.core.links import FrontLink, RingExecutor
 from engine.core.loop import Core
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.geometry import KVGroup
 from engine.lifeline import BootArgs
 from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
@@ -23,7 +22,7 @@ from engine.rank.worker import Worker
 from engine.rank_status import StatusBlock
 from engine.step_media import RECORD_BYTES, MediaReader, write_media
 from tests.support.engine.core_loop import running
-from tests.support.engine.scheduling import request_of
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone]
 
@@ -99,7 +98,7 @@ def wires(media: int = 1 << 16) -> Iterator[Wires]:
 
 def late(worker: Callable[[SlowDevice, Wires], Worker]) -> float:
     """One request of TOKENS tokens through core and worker: before what part of the steps the device stood idle."""
-    device, scheduler = SlowDevice(), Scheduler(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
+    device, scheduler = SlowDevice(), scheduler_of(SchedulerConfig(GROUPS, (8,), 2, 256, 64))
     with wires() as ends:
         ranks = threading.Thread(target=worker(device, ends).run)
         with running(lambda sock: Core(scheduler, RingExecutor(ends.args), FrontLink(sock), ends, Waiter(), None)) as front:  # type: ignore[arg-type]

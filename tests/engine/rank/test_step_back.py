@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.core.allocator import Allocator
-from engine.core.loop import scheduler_config
+from engine.core.loop import make_scheduler
 from engine.core.scheduler import Scheduler
 from engine.errors import PageViolation
 from engine.logit_adjustments import LogitAdjustments
@@ -33,7 +33,7 @@ def rank(nano: Nano) -> Rank:
 def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
     """What three requests give, sampled with penalties. `back`: while one row of it is in flight, every fifth token of a request
     makes it step back. Steps without a prompt have no chunk."""
-    runner, scheduler = build(rank, PAGES), Scheduler(scheduler_config(rank.config, PAGES))
+    runner, scheduler = build(rank, PAGES), make_scheduler(rank.config, PAGES)
     for number, length in enumerate(LENGTHS):
         prompt = [(number * 31 + at * 7) % 900 + 10 for at in range(length)]
         adjustments = LogitAdjustments(frequency_penalty=0.5, repetition_penalty=1.2) if number % 2 else None

@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 
 from engine.core.drafting import Drafting
-from engine.core.loop import read_vocabulary, scheduler_config
+from engine.core.loop import make_scheduler, read_vocabulary
 from engine.core.masks import Masks
-from engine.core.scheduler import Scheduler
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import StepPlan, StepResult
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Output
@@ -32,7 +31,7 @@ def answers(
 
     aborted: requests that are given up with their eighth token
     """
-    scheduler = Scheduler(scheduler_config(config, config.pages))
+    scheduler = make_scheduler(config, config.pages)
     if drafting is not None:
         scheduler._drafting = scheduler._results._drafting = drafting
     masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)

@@ -14,11 +14,11 @@ from functools import cache
 import numpy as np
 
 from engine.core.prefix import extend_keys, root_key
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.plan import ResultRow, StepPlan
 from engine.protocol import SamplingParams
 from tests.support.engine.plans import result_of
-from tests.support.engine.scheduling import request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, two_groups
 
 PAGE, WINDOW = 32, 256
 TAIL = -(-(WINDOW - 1) // PAGE)
@@ -142,7 +142,7 @@ def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tu
     running = (AT_ONCE * (TAIL + 2 + 512 // PAGE), 2 * AT_ONCE * (-(-trace.length // PAGE) - trace.system // PAGE + 1))
     total = tuple(count + extra + 1 for count, extra in zip(pages, running, strict=True))
     total = (total[0], max(total[1], trace.length // PAGE + 2))
-    scheduler = Scheduler(SchedulerConfig(GROUPS, total, AT_ONCE, trace.length + 1, 4096, cache_share=share))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, total, AT_ONCE, trace.length + 1, 4096, cache_share=share))
     return Server(trace, scheduler).run(), scheduler
 
 

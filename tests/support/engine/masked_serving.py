@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.core.masks import Masks
-from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.front.reply import Markers
 from engine.front.text import TextProcessor
 from engine.matcher import Vocabulary
@@ -14,6 +13,7 @@ from engine.protocol import GenerateRequest, Grammar, Output, SamplingParams, pa
 from engine.step_masks import StepMasks
 from tests.support.engine.masked_machine import GROUPS, Known, MaskedMachine
 from tests.support.engine.plans import DecodeRow, decode_rows
+from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 
 MAX_LEN = 512
 PAGES = (200, 300)  # of four tokens: ten long replies do not fit together
@@ -60,7 +60,7 @@ def serve(
 ) -> MaskedRun:
     """As the core's loop does it, two plans out at a time. known: what another run gave, which is drafted."""
     served = MaskedRun(known=dict(known or {}))
-    scheduler = Scheduler(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, (drafts,), cache_share=cache_share))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, drafts, cache_share=cache_share))
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,), served.known)
     machine.plant_masks = plant

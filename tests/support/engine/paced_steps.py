@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import quantiles
 
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.core.step_budget import StepEstimate
 from engine.lifeline import StepTimes
 from engine.plan import DEPTH, ResultRow, StepPlan, StepResult
 from engine.protocol import GenerateRequest
 from tests.support.engine.plans import decode_slots, result_of
-from tests.support.engine.scheduling import request_of, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of, two_groups
 
 GROUPS = two_groups(1024, 32, kv_heads=4)
 ATTEND_MS = 4e-7  # what each token behind a prompt token adds: ten full layers at 400 TFLOP/s a rank
@@ -156,7 +156,7 @@ def pace(policy: str, *, budget: int = 2048, tpot_target_ms: float | None = None
     pages = (slots * 34 + 2 * budget // 32 + 1, 12 * 3200 + slots * 64)
     times = TIMES if tpot_target_ms else None
     config = SchedulerConfig(GROUPS, pages, slots, 131_072, budget, policy=policy, step_times=times, tpot_target_ms=tpot_target_ms)
-    return Pace(Scheduler(config))
+    return Pace(scheduler_of(config))
 
 
 def p99(values: list[float]) -> float:

@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineConfig, engine_config
-from engine.core.loop import read_vocabulary, scheduler_config
+from engine.core.loop import make_scheduler, read_vocabulary
 from engine.core.masks import Masks
-from engine.core.scheduler import Scheduler
 from engine.plan import StepPlan, StepResult, encode_plan
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_tokens
 from engine.rank.builder import build
@@ -95,7 +94,7 @@ def record(
 
 def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateRequest]]) -> Recording:
     """Serve requests with a real scheduler, two plans out at a time. A wave comes every fifth step."""
-    scheduler = Scheduler(scheduler_config(config, PAGES))
+    scheduler = make_scheduler(config, PAGES)
     masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     made = Recording(Path(config.model))
     out: deque[StepPlan] = deque()

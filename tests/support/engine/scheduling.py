@@ -1,14 +1,59 @@
 """Small schedulers in tests: their two KV groups, requests, results of one token a row, and plans run to the end of what waits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from engine.config import EngineConfig, Mtp
 from engine.core.scheduler import Scheduler
 from engine.geometry import KVGroup
+from engine.lifeline import StepTimes
+from engine.media_geometry import MediaGeometry
+from engine.memory import ENCODER_ROWS
 from engine.plan import ResultRow, StepPlan, StepResult
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import GenerateRequest, MediaKind, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.plans import result_of
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What `scheduler_of` makes a scheduler of, without a model. `cache_share` None: there is no prefix cache."""
+
+    groups: tuple[KVGroup, ...]
+    pages: tuple[int, ...]
+    max_seqs: int
+    max_len: int
+    prefill_budget: int
+    drafts: int = 0
+    cache_share: float | None = None
+    policy: Any = "fair"
+    step_times: StepTimes | None = None
+    tpot_target_ms: float | None = None
+    encoder_rows: int = ENCODER_ROWS
+    encoders: Mapping[MediaKind, MediaGeometry] | None = None
+
+    @property
+    def widest(self) -> int:
+        """Tokens that a decode row computes at most."""
+        return 1 + self.drafts
+
+
+def scheduler_of(config: SchedulerConfig) -> Scheduler:
+    """A scheduler with these settings."""
+    settings = EngineConfig(
+        model="",
+        device="cpu",
+        max_seqs=config.max_seqs,
+        max_len=config.max_len,
+        prefill_budget=config.prefill_budget,
+        mtp=Mtp(model="" if config.drafts else None, drafts=config.drafts),
+        prefix_cache=config.cache_share is not None,
+        prefix_cache_share=config.cache_share or 1.0,
+        policy=config.policy,
+        tpot_target_ms=config.tpot_target_ms,
+    )
+    return Scheduler(settings, config.groups, config.pages, config.step_times, config.encoders, config.encoder_rows)
 
 
 def two_groups(window: int = 8, page: int = 4, kv_heads: int = 1) -> tuple[KVGroup, KVGroup]:

@@ -15,7 +15,7 @@ import numpy as np
 from engine.core.allocator import first_page
 from engine.core.drafting import Drafting
 from engine.core.masks import Masks
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_budget import MOST_PASSED
 from engine.geometry import KVGroup
@@ -28,6 +28,7 @@ from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import contents, identity, logprob_of
 from tests.support.engine.masked_ranks import Plant
 from tests.support.engine.plans import decode_rows, decode_slots
+from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
 from tests.support.engine.world_media import check_budget, show_media
 from tests.support.engine.world_thoughts import draw_budget, end_mask, forced_token
@@ -62,7 +63,7 @@ class World:
         share = rng.choice((None, 1.0, 1.0, 0.3))
         two_windows = 2 * self.groups[0].worst_pages(max_len)
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
-        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), (drafts,), share)
+        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, share)
         self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
@@ -239,7 +240,7 @@ def simulate(
 ) -> Run:
     """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
-    scheduler = Scheduler(config)
+    scheduler = scheduler_of(config)
     scheduler._drafting = scheduler._results._drafting = world.drafting()
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
