@@ -86,11 +86,6 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
     ConfigError when it does not fit, with the numbers.
     """
     budget = kv_budget(engine, memory, weights + reserve + exchange_bytes(engine, read_geometry(Path(engine.model))))
-    if budget <= 0:
-        raise ConfigError(
-            f"weights do not fit: a rank of tp {engine.tp} holds {weights / 2**30:.2f} GiB, {reserve / 2**30:.2f} GiB are reserved "
-            f"of {memory * engine.memory_fraction / 2**30:.2f} GiB that memory_fraction {engine.memory_fraction:g} allows; raise tp"
-        )
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
 
 

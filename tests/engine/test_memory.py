@@ -15,6 +15,7 @@ from engine.memory import (
     buckets,
     kv_budget,
     longest_sequence,
+    pages_of,
     pool_pages,
     sampling_bytes,
     sequence_rows,
@@ -47,7 +48,7 @@ def sized(slots: int, max_len: int, budget: int, *, cache: bool) -> EngineConfig
 
 
 def test_a_budget_is_the_share_less_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whole bytes; it may be below zero, and then nothing fits. The ranks of a CPU divide one bound."""
+    """In whole bytes; it may be below zero, and then weights do not fit. The ranks of a CPU divide one bound."""
     monkeypatch.setattr(memory, "reserved_bytes", lambda config: 50)
     budgets = [(1000, 200, 0.9, 650), (1001, 0, 0.5, 450), (1000, 900, 0.9, -50)]
     for total, used, fraction, budget in budgets:
@@ -161,6 +162,17 @@ def test_too_little_memory_is_refused(spare: int) -> None:
     assert asked(2 * FULL.page_bytes) == (WINDOWS, 2)
     with pytest.raises(ConfigError, match=r"does not fit: .* MiB are available .* 8 sequences \(max_seqs\)"):
         asked(spare)
+
+
+@pytest.mark.parametrize("pages", [None, (40, 40)])
+def test_weights_beyond_the_share_are_refused(pages: tuple[int, ...] | None) -> None:
+    """A budget below zero is told as what weights and reserves take too much, with the settings that help; at zero given pages are
+    taken."""
+    config = EngineConfig(model="", device="cuda", tp=2, memory_fraction=0.83, pages=pages)
+    words = r"^weights do not fit: .* 3\.00 GiB more of a GPU than memory_fraction 0\.83 allows at tp 2; .* lower max_seqs$"
+    with pytest.raises(ConfigError, match=words):
+        pages_of(config, -3 << 30)
+    assert pages is None or pages_of(config, 0) == pages
 
 
 @pytest.mark.parametrize("widest", [1, 4])
