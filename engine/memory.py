@@ -105,8 +105,8 @@ def adjustment_bytes(max_seqs: int, vocab: int, tp: int, width: int = 1) -> int:
 
 
 def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
-    """Returns the pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left. ConfigError if
-    that is below zero, or too little."""
+    """Returns the pages of each KV group: as configured, else what fits `kv_bytes`, the least that any rank has left. ConfigError
+    if that is below zero, or too little."""
     if kv_bytes < 0:
         raise ConfigError(
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
@@ -137,7 +137,7 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
         raise ConfigError(
             f"the KV cache does not fit: {bytes_available / 2**20:.1f} MiB are available for it, the windows of {config.max_seqs} "
             f"sequences (max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs "
-            f"{2 * full.page_bytes / 2**20:.1f} MiB at the very least; lower max_seqs or prefill_budget, or raise tp or memory_fraction"
+            f"{2 * full.page_bytes / 2**20:.1f} MiB at least; lower max_seqs or prefill_budget, or raise tp or memory_fraction"
         )
     tails = sum(_window_pages(group) * group.page_bytes for group in sliding)
     usual = -(-min(config.max_len, CACHED_TOKENS) // full.page) * full.page_bytes

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.lifeline import say
 from engine.rank.load.slices import Piece, allocate
@@ -51,7 +52,7 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
 
     Its geometry is `with_head`; progress: say on stderr how much was loaded.
     Raises CheckpointError, which names the file, or every tensor that is missing, unexpected, mis-shaped or of a wrong dtype,
-    before anything is copied.
+    before anything is copied; and on the way one of which this rank's slice has NaN or infinity.
     """
     needed, parameters = allocate(model, tensors, weights)
     by_name = checked_headers(folder, needed, tensors, model.geometry)
@@ -60,17 +61,20 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
         with opened(path) as file:
             for name, header in by_name.items():
                 if header.path == path:
-                    _copy(file.get_slice(header.name), needed[name], parameters[needed[name].parameter])
+                    _copy(file, header, needed[name], parameters[needed[name].parameter])
     if progress:
         size = sum(parameter.nbytes for parameter in parameters.values()) / 1e9
         say(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")
 
 
-def _copy(source: Any, piece: Piece, parameter: Tensor) -> None:
-    """Copy blocks of rows of each cut; `source` is a slice of the file that is read where it is indexed."""
+def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> None:
+    """Copy blocks of rows of each cut. A sum shows NaN and infinity, without memory of the block's size."""
+    source = file.get_slice(header.name)  # read where it is indexed
     for cut in piece.cuts if piece.kept else ():
         rows = cut.rows(piece.shape)
         step = max(1, _BLOCK_BYTES * len(piece.cuts) * len(rows) // (4 * piece.kept))
         for first in range(rows.start, rows.stop, step):
             stop = min(first + step, rows.stop)
-            cut.target(parameter, first, stop).copy_(source[cut.index(first, stop)])
+            block = cut.target(parameter, first, stop).copy_(source[cut.index(first, stop)])
+            if not block.sum(dtype=torch.float32).isfinite():
+                raise CheckpointError(f"{header.path}: {header.name} has NaN or infinity in rows {first} to {stop - 1}")

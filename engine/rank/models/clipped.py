@@ -1,6 +1,5 @@
 """Products whose input and output have bounds, which towers' checkpoints hold as 0-d tensors beside the matrix."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -44,9 +43,10 @@ def load_encoder(model: Shard, tensors: TensorTable, folder: Path, progress: boo
         with opened(path) as file:
             for name, header in by_name.items():
                 if header.path == path and name.endswith(BOUNDS):
-                    if math.prod(header.shape) != 1:
-                        raise CheckpointError(f"{folder}: {header.name} has shape {list(header.shape)}, not []")
-                    scalars[name] = file.get_tensor(header.name).to(model.dtype).item()
+                    bound = file.get_tensor(header.name).to(model.dtype)
+                    if bound.numel() != 1 or bound.isnan():
+                        raise CheckpointError(f"{folder}: {header.name}, of shape {list(header.shape)}, is not one number")
+                    scalars[name] = bound.item()
     for name, piece in pieces(tensors, model.geometry).items():
         names = [f"{name.removesuffix(_MATRIX)}.{bound}" for bound in BOUNDS]
         if name.endswith(_MATRIX) and not scalars.keys().isdisjoint(names):

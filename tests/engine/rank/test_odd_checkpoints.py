@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from engine.config import engine_config
 from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry
+from engine.rank.builder import load_rank
 from engine.rank.load import loader
 from engine.rank.load.loader import load, with_head
 from engine.rank.load.slices import allocate, pieces
@@ -21,10 +23,12 @@ from engine.rank.load.tensor_files import checked_headers
 from engine.rank.models.gemma4 import Gemma4
 from engine.rank.models.gemma4_weights import TENSORS
 from engine.rank.parallel import Parallel, Single
+from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.checkpoints import Tensors, rewrite
 from tests.support.engine.paged import caches, run_steps, script
 from tests.support.engine.ranks import single
 from tests.support.engine.threads import ThreadParallel, run_ranks
+from tests.support.judge import assistants
 from tests.support.judge.oracle import judge, load_oracle, soft_cap
 
 pytestmark = pytest.mark.cpu
@@ -222,3 +226,35 @@ def test_weights_without_their_scales_are_refused(copy: Path, dtype: torch.dtype
     rewrite(copy, lambda tensors: tensors | {name: tensors[name].to(dtype)})
     with pytest.raises(CheckpointError, match=re.escape(name) + r" has dtype (F8_E4M3|F8_E5M2|I8|U8), not one of BF16, F16, F32$"):
         ours(copy)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafter")
+    assistants.write(SHAPES["e2b"], folder)
+    return folder
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e30])
+@pytest.mark.parametrize(
+    "name",
+    [
+        TEXT + "layers.1.mlp.down_proj.weight",
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight",
+        "model.audio_tower.subsample_conv_projection.input_proj_linear.weight",
+        "post_projection.weight",
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(copy: Path, drafter: Path, tmp_path: Path, name: str, value: float) -> None:
+    """NaN or infinity in one element of the text model, an encoder or the drafter: whichever rank's slice has it names the tensor.
+    A large number is a weight like others."""
+    guesser = Path(shutil.copytree(drafter, tmp_path / "guesser"))
+
+    def edit(tensors: Tensors) -> None:
+        tensors[name].flatten()[-1] = value
+
+    rewrite(copy if name.startswith("model.") else guesser, edit)
+    config = engine_config(model=str(copy), device="cpu", dtype="float32", tp=2, mtp={"model": str(guesser), "drafts": 1})
+    words = re.escape(f"{name} has NaN or infinity in rows ")
+    with pytest.raises(CheckpointError, match=words) if value != 1e30 else nullcontext():
+        run_ranks(2, lambda parallel: load_rank(config, parallel, torch.device("cpu")))

@@ -103,20 +103,20 @@ def test_a_batch_is_its_pictures(both: Both, member: str) -> None:
     assert error(model(model.inputs(video)), torch.cat([single[1], single[4]])) < TOLERANCE
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (0,)])
-def test_bounds_are_one_number_each(nano: Nano, tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """A bound of another shape is refused by name; beside it those of one number are loaded."""
+@pytest.mark.parametrize(("shape", "value"), [((), -3.0), ((1,), -3.0), ((2,), -3.0), ((0,), -3.0), ((), torch.nan)])
+def test_bounds_are_one_number_each(nano: Nano, tmp_path: Path, shape: tuple[int, ...], value: float) -> None:
+    """A bound of another shape, or that is NaN, is refused by name; beside it those of one number are loaded."""
     folder = Path(shutil.copytree(nano("e2b"), tmp_path / "copy"))
     bound = "model.vision_tower.encoder.layers.0.self_attn.q_proj.input_min"
-    rewrite(folder, lambda tensors: tensors | {bound: torch.full(shape, -3.0)})
-    if math.prod(shape) == 1:
+    rewrite(folder, lambda tensors: tensors | {bound: torch.full(shape, value)})
+    if math.prod(shape) == 1 and value == -3.0:
         model = encoder(folder)
         assert isinstance(model, Tower)
         product = model.get_submodule("blocks.0.q")
         assert isinstance(product, ClippedProduct)
         assert (product.bounds or (0.0,))[0] == -3.0
         return
-    with pytest.raises(CheckpointError, match=re.escape(f"q_proj.input_min has shape {list(shape)}, not []")):
+    with pytest.raises(CheckpointError, match=re.escape(f"q_proj.input_min, of shape {list(shape)}, is not one number")):
         encoder(folder)
 
 
