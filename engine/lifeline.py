@@ -75,7 +75,6 @@ class Loaded(TaggedMessage):
     """rank -> replica: weights are in place; bytes left for KV pages."""
 
     kv_bytes: int
-    weight_bytes: int
 
 
 class Allocate(TaggedMessage):

@@ -63,12 +63,11 @@ def _boot(lifeline: Lifeline) -> Runner:
         set_cache_keys()
     compilers = compile_ahead.start(config) if config.device == "cuda" and lifeline.args.index == 0 else []
     rank = load(config, lifeline.args)
-    weight_bytes = rank.weight_bytes
     with torch.inference_mode():
         rms = residual_rms(rank.model, config.kv_groups(rank.geometry))
     seconds = time.monotonic() - started
     torch.set_num_threads(1)  # woken ones took 6 ms to copy a picture of 1.8 MB, between steps
-    lifeline.send(Loaded(kv_bytes=kv_bytes(rank), weight_bytes=weight_bytes))
+    lifeline.send(Loaded(kv_bytes=kv_bytes(rank)))
     runner = build(rank, lifeline.receive(Allocate).pages)
     self_check(rank.parallel, rank.device, rank.model.dtype)
     wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
@@ -86,7 +85,7 @@ def _boot(lifeline: Lifeline) -> Runner:
     gc.freeze()
     gc.disable()  # a step makes no cycles, and a collection would hold up every rank
     wait_at_most(rank, config.step_timeout_s)
-    note = f"{weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"
+    note = f"{rank.weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"
     lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))
     return runner
 

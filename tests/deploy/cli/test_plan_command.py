@@ -29,6 +29,7 @@ from tests.nano.nano_shapes import SHAPES
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.ranks import Ranks, single
 from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
+from tests.support.engine.threads import run_ranks
 from tests.support.judge import assistants
 from tests.support.repo_rules import ROOT
 
@@ -153,7 +154,7 @@ def test_a_nano_engine_allocates_what_was_planned(member: str, nano: Nano) -> No
 
 
 def test_a_group_says_what_was_planned(nano: Nano, tmp_path: Path) -> None:
-    """Real worker processes at TP=2 report the planned weights, a drafter's too, and budget, and start with the planned pages."""
+    """Two ranks hold the planned weights, a drafter's too; worker processes report the planned budget, and start with the pages."""
     assistants.write(SHAPES["31b"], tmp_path)
     asked = {"model": str(nano("31b")), "tp": 2, "device": "cpu", "dtype": "float32", "max_seqs": 3, "max_len": 300}
     plain, _ = weight_bytes_and_count(configured(Settings.read(asked), nano("31b")))
@@ -163,7 +164,7 @@ def test_a_group_says_what_was_planned(nano: Nano, tmp_path: Path) -> None:
     planned = size(engine, weights, memory=0)
     with Ranks(engine) as ranks:
         loaded = ranks.boot(tuple(pool.pages for pool in planned.pools))
-    assert {message.weight_bytes for message in loaded} == {weights}
+    assert run_ranks(2, lambda at: worker.load_rank(engine, at, torch.device("cpu")).weight_bytes) == [weights] * 2
     assert {message.kv_bytes for message in loaded} == {planned.budget}
 
 

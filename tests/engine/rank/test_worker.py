@@ -91,7 +91,6 @@ def test_two_ranks_compute_what_one_does(recording: Recording) -> None:
     config = config_of(recording.folder, 2)
     with Ranks(config) as ranks:
         loaded = ranks.boot(PAGES)
-        assert len({message.weight_bytes for message in loaded}) == 1
         assert all(message.kv_bytes > 0 for message in loaded)
         results, hashes = replay_in_step(ranks, recording.plans, recording.masks)
         times = sorted(status.busy_us for status in ranks.statuses())

@@ -133,7 +133,7 @@ def serve(lifeline: Lifeline, behaviour: Behaviour) -> None:
     """The handshake, then the plans."""
     lifeline.receive(Configure)
     load(behaviour)
-    lifeline.send(Loaded(kv_bytes=behaviour.kv_bytes, weight_bytes=1000))
+    lifeline.send(Loaded(kv_bytes=behaviour.kv_bytes))
     lifeline.receive(Allocate)
     rank = FakeRank(lifeline, behaviour)
     lifeline.send(Ready(note="fake", fallbacks=behaviour.fallbacks))
