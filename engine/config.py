@@ -72,7 +72,8 @@ class EngineSettings(FrozenStruct, kw_only=True):
         Meta(
             ge=0,
             description="host memory, in bytes of each rank, for encoded pictures and sound that the 256 MiB on its device have no "
-            "room for: what is shown again is not encoded again; pinned, which may take up to twice as much; 0: none",
+            "room for: what is shown again is not encoded again; pinned, which may take up to twice as much; what prompts that run "
+            "are about to read comes on top; 0: none",
         ),
     ] = 1 << 30
     memory_fraction: Annotated[

@@ -1,7 +1,8 @@
 """A cache of encoders' outputs, by the digest of what they encode: those used last on the device, others behind them on the host.
 
 What comes back from the host is copied, in a hundredth of the time of encoding. Copies keep the order of the device's work.
-Slots hold the same outputs, so that their rows are on the device only as far as the cache has room there.
+Slots hold the same outputs, so that their rows are on the device only as far as the cache has room there. Those that it has lost
+stay on the host while slots hold them: of each slot at most `prefill_budget` positions and two items.
 """
 
 from collections import OrderedDict
