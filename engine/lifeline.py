@@ -83,6 +83,9 @@ class Allocate(TaggedMessage):
     pages: tuple[int, ...]
 
 
+Points = tuple[tuple[float, float], ...]  # ascending
+
+
 class StepTimes(FrozenStruct):
     """Measured step times: (rows, milliseconds), ascending in rows.
 
@@ -91,22 +94,24 @@ class StepTimes(FrozenStruct):
     context_ms  what a token of context adds to a step of decode rows
     read_ms     what a token of context adds to a chunk's step;   attend_ms  to each token of the chunk
     tile        rows of a tile in large matrix products: with prompt tokens, part of a tile costs as much as the whole
+    drafts      as decodes, by sequences, for each number of drafts that a step may have; none if there is one number alone
     """
 
-    decodes: tuple[tuple[int, float], ...]
-    prefills: tuple[tuple[int, float], ...]
-    mixed: tuple[tuple[int, float], ...]
+    decodes: Points
+    prefills: Points
+    mixed: Points
     context_ms: float
     read_ms: float
     attend_ms: float
     tile: int
+    drafts: tuple[Points, ...] = ()
 
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     """Returns the times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
-    *curves, context_ms, read_ms, attend_ms, tiles = zip(*map(msgspec.structs.astuple, measured), strict=True)
-    decodes, prefills, mixed = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
-    return StepTimes(decodes, prefills, mixed, max(context_ms), max(read_ms), max(attend_ms), tiles[0])
+    *curves, context_ms, read_ms, attend_ms, tiles, drafts = zip(*map(msgspec.structs.astuple, measured), strict=True)
+    made = [tuple(map(max, zip(*curve, strict=True))) for curve in (*curves, *zip(*drafts, strict=True))]
+    return StepTimes(made[0], made[1], made[2], max(context_ms), max(read_ms), max(attend_ms), tiles[0], tuple(made[3:]))
 
 
 class Ready(TaggedMessage):

@@ -4,10 +4,10 @@
                       + ms of the prompt tokens beside them      draft the chance that its first draft is right, its first two, ...
 
 Steps are told apart by their rows, padded as ranks pad them, and by whether they have prompt tokens, beside which drafts may cost
-more; a number is in force for both kinds, since what one step drafts the next one verifies. What changes while it is in force
-(contexts grow) changes the times of all; what tells them apart is measured in trials of a few steps. A trial is of a number that
-may be better than the one in force by the most that is not known to be wrong, and trials together may lose half a hundredth of the
-time. The number in force gives way when what it has lost against a measured one comes to a fifth of so many steps: a clear loss
+more; a number is in force for both kinds, since what one step drafts the next one verifies. The times that ranks measured at boot
+say where to begin. What changes while a number is in force (contexts grow) changes the times of all; what tells them apart is
+measured in trials of a few steps. A trial is of a number that may be better than the one in force by the most that is not known to
+be wrong, and trials together may lose half a hundredth of the time. The number in force gives way when what it has lost against a measured one comes to a fifth of so many steps: a clear loss
 soon, a small one late, noise never.
 
 Which drafts were right is forgotten over some hundred steps, some thousand without drafts, and an optimistic guess takes its place:
@@ -23,6 +23,8 @@ from statistics import median_low
 
 import numpy as np
 
+from engine.core.step_budget import interpolate
+from engine.lifeline import Points
 from engine.protocol import DraftPosition
 
 EVERY = 8  # steps between two looks
@@ -37,16 +39,17 @@ SURE = 24.0  # rows that have had a draft at a position, remembered ones, below 
 GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
 LOSS = 0.2 * 32  # in steps, at which the number in force gives way
 NOISE = 0.01  # what another number must gain to count
-WORTH = 1.5  # tokens of a row with the most drafts, with which numbers of rows of which nothing is measured begin to draft
+EXPECTED = 0.9  # part of the time expected of it that a number may take, and part of what drafts promise that they are taken to give
 
 
 @dataclass
 class Option:
     """A number of drafts at a number of rows. `ms` of its steps without and with prompt tokens, but for what each of these adds, 0:
-    not known; `step` at which it was measured."""
+    not known; `expected` of those without, by the times at boot; `step` at which it was measured."""
 
     drafts: int
     ms: list[float]
+    expected: float
     step: int = -FRESH
 
 
@@ -109,10 +112,12 @@ class RowStats:
 
 
 class Drafting:
-    """Chooses each step's drafts among `options`, ascending; a single one is always chosen. `sizes`: what rows are padded to."""
+    """Chooses each step's drafts among `options`, ascending; a single one is always chosen. `sizes`: what rows are padded to.
+    `times`: (rows, ms of a step) of each option; none: they are not known."""
 
-    def __init__(self, options: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(self, options: Sequence[int], sizes: Sequence[int], times: Sequence[Points]) -> None:
         self._options, self._sizes = options, sizes
+        self._times = times or [((1, 1.0),)] * len(options)
         self._by_rows: dict[int, RowStats] = {}
         self.drafts = self._options[len(self._options) // 2]  # of the last step
         self.switches = dict.fromkeys(("trial", "better", "off", "on") if len(self._options) > 1 else (), 0)  # by cause
@@ -170,17 +175,15 @@ class Drafting:
             self._look(stats)
 
     def _stats(self, size: int) -> RowStats:
-        """Returns the statistics of steps of so many rows. Until some are measured the number in force is that of the nearest rows
-        that are; at first the middle one, and none once few drafts are known to be right."""
+        """Returns the statistics of steps of so many rows. Until some are measured the number in force is the best by the times at
+        boot."""
         stats = self._by_rows.get(size)
         if stats is None or not any(stats.chosen.ms):
-            measured = {other: known.chosen.drafts for other, known in self._by_rows.items() if any(known.chosen.ms)}
-            nearest = min(measured, key=lambda other: abs(other - size), default=0)
-            middle = self._options[len(self._options) // 2] if self._tokens(1.0)[-1] > WORTH else 0
-            drafts = measured.get(nearest, middle)
-            if stats is None or stats.chosen.drafts != drafts:
-                options = [Option(count, [0.0, 0.0]) for count in self._options]
-                chosen = options[self._options.index(drafts)]
+            expected = [interpolate(points, self._sizes[size]) for points in self._times]
+            options = [Option(count, [0.0, 0.0], ms) for count, ms in zip(self._options, expected, strict=True)]
+            tokens = self._tokens(1.0)
+            chosen = max(options, key=lambda option: (EXPECTED if option.drafts else 1.0) * tokens[option.drafts] / option.expected)
+            if stats is None or stats.chosen.drafts != chosen.drafts:
                 stats = self._by_rows[size] = RowStats(options, chosen, self._trial(chosen))
         return stats
 
@@ -243,7 +246,7 @@ class Drafting:
             return
         gains = {option.drafts: self._gain(stats, option, self._least_ms(stats, option)) for option in stats.options}
         better = [option for option in stats.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(stats, option)]
-        if not stats.chosen.drafts or not any(stats.options[0].ms):
+        if not stats.chosen.drafts or (better and not better[0].drafts):
             better = better[:1]  # the cheapest to learn from: what the first draft wins, or drafts cost, bounds all others
         if better:
             stats.trial = self._trial(max(better, key=lambda option: gains[option.drafts]))
@@ -256,7 +259,7 @@ class Drafting:
 
     def _least_ms(self, stats: RowStats, option: Option) -> float:
         """What its steps may take at least: a fifth less than long ago; with fewer drafts, in proportion; with more, as much, and
-        half of what drafts have added so far."""
+        half of what drafts have added so far; and at first, without prompt tokens, a tenth less than expected."""
         if any(option.ms):
             return stats.ms(option) * (1.0 if self._step - option.step < FRESH else 0.8)
         measured = [(other.drafts, stats.ms(other)) for other in stats.options if any(other.ms)]
@@ -266,7 +269,8 @@ class Drafting:
             (first, first_ms), (last, last_ms) = fewer[0], fewer[-1]
             least.append(last_ms + 0.5 * max(0.0, (last_ms - first_ms) / (last - first)) * (option.drafts - last))
         least += [ms * (1 + option.drafts) / (1 + drafts) for drafts, ms in measured if drafts > option.drafts]
-        return max(least)
+        alone = EXPECTED * stats.chosen.ms[0] * option.expected / stats.chosen.expected if stats.steps < FRESH else 0.0
+        return max(least) + (1 - stats.prompts) * max(0.0, alone - max(least))
 
     def _gain(self, stats: RowStats, option: Option, ms: float) -> float:
         """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""

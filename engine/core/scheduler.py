@@ -50,7 +50,7 @@ class Scheduler:
     order.
 
     pages         of each group, its null page included
-    times         what steps take: `config.tpot_target_ms` needs it
+    times         what steps take: `config.tpot_target_ms` needs it, and a choice of drafts
     encoders      as of `Requests`
     encoder_rows  positions of media items that a step encodes at most; one item may have more
     """
@@ -67,7 +67,7 @@ class Scheduler:
         self.config, self._encoder_rows = config, encoder_rows
         self.allocator = Allocator(groups, pages, config.prefix_cache_share if config.prefix_cache else None)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
-        self._drafting = Drafting(config.drafts, buckets(config.max_seqs))
+        self._drafting = Drafting(config.drafts, buckets(config.max_seqs), times.drafts if times else ())
         self._results = Results(self.requests, self._drafting)
         policy = POLICIES[config.policy]
         self._admissions = Admissions(self.requests, policy, config.prefill_budget)

@@ -27,7 +27,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from engine.lifeline import StepTimes
+from engine.lifeline import Points, StepTimes
 
 OLDEST_EVERY = 4  # of this many steps with prompt tokens, or parts of their time, at least one is the oldest prompt's
 MOST_PASSED = 15  # steps in a row with prompt tokens but none of the oldest's, however short
@@ -38,7 +38,6 @@ MOST_DECODED = 64  # steps with decode rows that an encode waits for at most
 REMEMBERED = 20  # steps over which `slowed` averages
 MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a single pause is no trend
 
-Points = tuple[tuple[float, float], ...]
 
 
 class Prompt(NamedTuple):
@@ -87,8 +86,8 @@ class StepEstimate:
         self._rows = decodes
         self._chunks = 0
         self._slowed = slowed
-        self._rest = _interpolate(times.mixed, decodes) + times.context_ms * context if decodes else 0.0
-        self.decode_ms = slowed * (_interpolate(times.decodes, decodes) + times.context_ms * context) if decodes else 0.0
+        self._rest = interpolate(times.mixed, decodes) + times.context_ms * context if decodes else 0.0
+        self.decode_ms = slowed * (interpolate(times.decodes, decodes) + times.context_ms * context) if decodes else 0.0
 
     @property
     def ms(self) -> float:
@@ -98,7 +97,7 @@ class StepEstimate:
     @property
     def _measured_ms(self) -> float:
         tile = self._times.tile
-        return self._rest + _interpolate(self._times.prefills, -(-self._rows // tile) * tile)
+        return self._rest + interpolate(self._times.prefills, -(-self._rows // tile) * tile)
 
     def add(self, tokens: int, context: int) -> None:
         """Add a chunk of `tokens` behind `context` others."""
@@ -111,7 +110,7 @@ class StepEstimate:
         times, token_ms = self._times, self._times.attend_ms * context
         target_ms = target_ms / self._slowed - times.read_ms * context
         ends = tuple((ms + (rows - self._rows) * token_ms, float(rows)) for rows, ms in times.prefills)
-        whole = int(_interpolate(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
+        whole = int(interpolate(ends, target_ms - self._rest) / times.tile + 1e-9) * times.tile - self._rows
         if whole > 0 or not self._chunks:
             return max(0, whole)
         begun, left = -self._rows % times.tile, target_ms - self._measured_ms  # the rest of a started tile
@@ -144,7 +143,7 @@ def shares(
     return tokens
 
 
-def _interpolate(points: Points, x: float) -> float:
+def interpolate(points: Points, x: float) -> float:
     """The value at `x`, linear between the points and extrapolated beyond them; constant for a single point."""
     if len(points) == 1:
         return points[0][1]

@@ -10,7 +10,7 @@ from time import monotonic
 import torch
 
 from engine.config import EngineConfig
-from engine.lifeline import StepTimes
+from engine.lifeline import Points, StepTimes
 from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.runner import Runner
 from engine.rank.synthetic_plans import admission_plan
@@ -25,9 +25,17 @@ TILE = 128  # rows of a tile in a GPU's large matrix products
 def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Measure the step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
-    At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts.
+    At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts. With
+    several numbers of drafts, 120 steps more; without a `tpot_target_ms`, those alone.
     """
-    probe = _Probe(runner, vocab)
+    probe, tile = _Probe(runner, vocab), TILE if config.device == "cuda" else 1
+    drafts: tuple[Points, ...] = ()
+    if len(config.drafts) > 1 and config.max_len > (REPEATS + 2) * config.widest:
+        points = _points(config.max_seqs, (1, 8, 32, 128))
+        drafts = tuple(tuple((rows, probe.drafts_ms(rows, count)) for rows in points) for count in config.drafts)
+    if config.tpot_target_ms is None:
+        probe.clear()
+        return StepTimes((), (), (), 0.0, 0.0, 0.0, tile, drafts)
     most = min(config.prefill_budget, config.max_len - 1)
     short, long = (min(context, config.max_len - 3 - SERIES * REPEATS) for context in CONTEXTS)
     decodes = _ascending([(rows, probe.decode_ms(rows, short)) for rows in _points(config.max_seqs, (1, 32, 128))])
@@ -40,9 +48,8 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
         less, more = (max(0.0, probe.prefill_ms(rows, context) - alone) / context for rows, alone in (few, many))
         attend_ms = max(0.0, more - less) / max(1, many[0] - few[0])
         read_ms = max(0.0, less - few[0] * attend_ms)
-    tile = TILE if config.device == "cuda" else 1
     probe.clear()
-    return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile)
+    return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile, drafts)
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:
@@ -70,6 +77,13 @@ class _Probe:
     def decode_ms(self, rows: int, context: int) -> float:
         """Time a step of `rows` decode rows, each with `context` tokens of context."""
         return self._timed(self._decoding(rows, context), StepPlan(0, rows=single_rows(range(rows))))
+
+    def drafts_ms(self, rows: int, drafts: int) -> float:
+        """Time a step of `rows` sequences that verifies so many drafts of each and makes as many, behind short contexts."""
+        width = 1 + drafts
+        first = self._admission(range(rows), 2, 1, 1 + (REPEATS + 2) * width)
+        plan = StepPlan(0, drafts=drafts, rows=[(slot, width, 0) for slot in range(rows)])
+        return self._timed(first, plan, series=1)
 
     def prefill_ms(self, rows: int, context: int = 0) -> float:
         """Time a step of `rows` tokens of one prompt, behind `context` others of it."""
@@ -103,10 +117,10 @@ class _Probe:
         end = context + rows
         return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
-    def _timed(self, first: StepPlan, plan: StepPlan) -> float:
-        """Time `plan` in ms, after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
+    def _timed(self, first: StepPlan, plan: StepPlan, series: int = SERIES) -> float:
+        """Time `plan` in ms, after `first`, which admits; two are out at a time as in the worker's loop. The quickest series."""
         self._run([first, plan])
-        return min(self._run([plan] * REPEATS) for _ in range(SERIES))
+        return min(self._run([plan] * REPEATS) for _ in range(series))
 
     def _run(self, plans: list[StepPlan]) -> float:
         """Run plans; returns their mean milliseconds."""

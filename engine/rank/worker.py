@@ -79,7 +79,8 @@ def _boot(lifeline: Lifeline) -> Runner:
     if runner.capturable:
         runner.capture()
     compile_ahead.end(compilers)
-    times = measure(runner, config, rank.geometry.vocab) if config.tpot_target_ms is not None else None
+    measures = config.tpot_target_ms is not None or len(config.drafts) > 1
+    times = measure(runner, config, rank.geometry.vocab) if measures else None
     launch.ready()
     gc.collect()
     gc.freeze()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from engine.rank.runner import Runner
 from engine.rank.stages.report_stage import Launched
 from engine.rank.step_times import measure
 from tests.conftest import Nano
+from tests.support.engine import drafters
 from tests.support.engine.plans import encoded
 from tests.support.engine.ranks import single
 from tests.support.engine.recording import PAGES, config_of, request, serve
@@ -119,6 +121,22 @@ def test_measuring_leaves_no_trace(rank: Rank, untouched: tuple[object, int], mo
     assert served(rank, written) != untouched
 
 
+def test_steps_with_drafts_are_measured(nano: Nano, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each number of drafts that the core may choose, and without a target nothing else; what is served afterwards is as if
+    nothing had been measured. Planted fault: nothing is cleared."""
+    folder = nano("31b")
+    drafter = str(drafters.write(folder, tmp_path))
+    rank = single(config_of(folder, 1, mtp={"model": drafter, "drafts": "auto"}, load_format="dummy"))
+    times = measured(rank, build(rank, PAGES))
+    assert [[rows for rows, _ in points] for points in times.drafts] == [[1, 4]] * len(rank.config.drafts)
+    assert times.drafts[-1][-1][1] > times.drafts[0][0][1] > 0
+    assert (times.decodes, times.prefills, times.mixed) == ((), (), ())
+    plain = served(rank)
+    assert served(rank, lambda runner: measured(rank, runner)) == plain
+    monkeypatch.setattr(step_times._Probe, "clear", lambda self: None)
+    assert served(rank, lambda runner: measured(rank, runner)) != plain
+
+
 def test_steps_are_measured_with_pages_checked(
     rank: Rank, untouched: tuple[object, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,9 +151,11 @@ def test_steps_are_measured_with_pages_checked(
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     """Point by point, whoever is slower there."""
-    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), ((1, 0.0), (3, 0.5)), 0.1, 0.3, 0.02, 128)
-    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), ((1, 0.1), (3, 0.4)), 0.2, 0.4, 0.01, 128)
-    both = StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), ((1, 0.1), (3, 0.5)), 0.2, 0.4, 0.02, 128)
+    drafts = [(((1, 2.0), (4, 3.0)), ((1, 4.0), (4, 5.0))), (((1, 1.0), (4, 3.5)), ((1, 4.5), (4, 4.0)))]
+    one = StepTimes(((1, 5.0), (4, 6.0)), ((1, 5.0), (64, 9.0)), ((1, 0.0), (3, 0.5)), 0.1, 0.3, 0.02, 128, drafts[0])
+    other = StepTimes(((1, 4.0), (4, 7.0)), ((1, 5.5), (64, 8.0)), ((1, 0.1), (3, 0.4)), 0.2, 0.4, 0.01, 128, drafts[1])
+    slow = (((1, 2.0), (4, 3.5)), ((1, 4.5), (4, 5.0)))
+    both = StepTimes(((1, 5.0), (4, 7.0)), ((1, 5.5), (64, 9.0)), ((1, 0.1), (3, 0.5)), 0.2, 0.4, 0.02, 128, slow)
     assert slowest([one, other]) == both
 
 

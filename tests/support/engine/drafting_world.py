@@ -11,11 +11,17 @@ from functools import partial
 from typing import Any
 
 from engine.core.drafting import Drafting
+from engine.lifeline import Points
 from engine.memory import buckets
 
 OPTIONS = (0, 1, 2, 3, 5, 7)
 SIZES = buckets(256)
 Times = Callable[[int, int], float]  # padded rows, drafts -> ms
+
+
+def points(times: Times) -> list[Points]:
+    """What ranks would measure of them at boot."""
+    return [tuple((rows, times(rows, drafts)) for rows in (1, 8, 32, 128)) for drafts in OPTIONS]
 
 
 def padded(rows: int) -> int:
@@ -120,14 +126,14 @@ def serve(drafting: Drafting, times: Times, traffic: Traffic, seed: int = 0) -> 
 
 def best_fixed(times: Times, traffic: Traffic, seed: int = 0) -> Served:
     """The best of the runs with one number throughout."""
-    return max((serve(Drafting((drafts,), SIZES), times, traffic, seed) for drafts in OPTIONS), key=lambda served: served.rate)
+    return max((serve(Drafting((drafts,), SIZES, ()), times, traffic, seed) for drafts in OPTIONS), key=lambda served: served.rate)
 
 
 class AnyDrafts(Drafting):
     """Each step's number of drafts is drawn."""
 
     def __init__(self, options: Iterable[int], sizes: tuple[int, ...], seed: int) -> None:
-        super().__init__(tuple(options), sizes)
+        super().__init__(tuple(options), sizes, ())
         self._draw = random.Random(seed)
 
     def choose(self, rows: int) -> tuple[int, int]:

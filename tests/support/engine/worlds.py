@@ -153,7 +153,7 @@ class World:
     def drafting(self) -> Drafting:
         """Any number for a step, or in every other world what the core chooses."""
         options, sizes = range(self.config.widest), buckets(self.config.max_seqs)
-        return Drafting(options, sizes) if self.seed % 2 else AnyDrafts(options, sizes, self.seed)
+        return Drafting(options, sizes, ()) if self.seed % 2 else AnyDrafts(options, sizes, self.seed)
 
     def nan(self, prefix: int) -> bool:
         """Whether the logits behind a prefix are not finite."""
