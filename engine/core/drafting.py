@@ -7,8 +7,8 @@ Steps are told apart by their rows, padded as ranks pad them, and by whether the
 more; a number is in force for both kinds, since what one step drafts the next one verifies. The times that ranks measured at boot
 say where to begin. What changes while a number is in force (contexts grow) changes the times of all; what tells them apart is
 measured in trials of a few steps. A trial is of a number that may be better than the one in force by the most that is not known to
-be wrong, and trials together may lose half a hundredth of the time. The number in force gives way when what it has lost against a measured one comes to a fifth of so many steps: a clear loss
-soon, a small one late, noise never.
+be wrong, and trials together may lose half a hundredth of the time. The number in force gives way when what it has lost against a
+measured one comes to a fifth of so many steps: a clear loss soon, a small one late, noise never.
 
 Which drafts were right is forgotten over some hundred steps, some thousand without drafts, and an optimistic guess takes its place:
 so no number, and no drafter, is given up for good.
@@ -39,7 +39,7 @@ SURE = 24.0  # rows that have had a draft at a position, remembered ones, below 
 GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
 LOSS = 0.2 * 32  # in steps, at which the number in force gives way
 NOISE = 0.01  # what another number must gain to count
-EXPECTED = 0.9  # part of the time expected of it that a number may take, and part of what drafts promise that they are taken to give
+EXPECTED = 0.9  # part of its expected time that a number may take, and of what drafts promise that they are taken to give
 
 
 @dataclass
