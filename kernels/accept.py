@@ -67,7 +67,7 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
     if not enabled(rows.chosen):
         slots, positions = rows.slots[::width], rows.positions[::width]
         sampled, flags = (x.view(sequences, width) for x in rows.chosen.unbind(1))
-        matches = torch.ones((sequences, width), dtype=torch.int32, device=sampled.device)
+        matches = sampled.new_ones((sequences, width), dtype=torch.int32)
         if width > 1:
             ids, drafted = rows.ids.view(sequences, width)[:, 1:], rows.positions.view(sequences, width)[:, 1:] >= 0
             ends = (sampled[:, :-1, None] == stop[slots.long()][:, None]).any(-1)

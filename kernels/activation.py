@@ -21,7 +21,7 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """gate and up [T, n] of one dtype, up's rows may lie apart -> [T, n]. Without up, gate is [T, 2 n]: both side by side, gate
     first."""
     if not enabled(gate):
-        gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
     check_contiguous(gate)
     assert up is None or up.stride(1) == 1, up.stride()

@@ -46,7 +46,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
     assert plan is not None, "no step"
     if not enabled(logits):
         return replace(batch, capped=_reference(logits, batch, tables, plan, first))
-    capped = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    capped = logits.new_empty(rows, dtype=torch.int32)
     launch(
         _adjust, (rows, parts),
         logits, batch.slots, batch.positions, batch.tokens, batch.tokens.shape[1], plan, *tables, capped, first,
@@ -112,14 +112,14 @@ def _reference(logits: Tensor, batch: SamplingBatch, tables: SlotAdjustments, pl
         if flag & BAD_WORDS:
             generated = batch.tokens[slot, int(tables.starts[slot, 0]) : position + 1].tolist()
             banned = [i - first for i in _completing(tables, slot, generated) if 0 <= i - first < len(x)]
-            x = x.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=x.device), -torch.inf)
+            x = x.index_fill(0, x.new_tensor(banned, dtype=torch.int64), -torch.inf)
         logits[row] = torch.where(logits[row].isnan(), logits[row], x)
     return adjusted.int()
 
 
 def _counted(counts: Tensor, ids: list[int], first: int) -> Tensor:
     """A slot's counts int16 [n] with `ids` generated once more each."""
-    here = torch.tensor([i - first for i in ids if 0 <= i - first < len(counts)], dtype=torch.int64, device=counts.device)
+    here = counts.new_tensor([i - first for i in ids if 0 <= i - first < len(counts)], dtype=torch.int64)
     generated = (counts.int() & MOST_COUNTED).index_add(0, here, torch.ones_like(here, dtype=torch.int32))
     return (generated.clamp(max=MOST_COUNTED) - IN_PROMPT * (counts < 0)).short()
 

@@ -24,7 +24,7 @@ _ROWS = 16  # heads of a program
 
 def axial_tables(x: Tensor, y: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """x and y int [T], frequencies fp32 [d/4] -> cos and sin, fp32 [T, d/2]: of x, then of y."""
-    angles = torch.cat([axis[:, None] * frequencies for axis in (x, y)], dim=1)
+    angles = torch.cat([axis[:, None] * frequencies for axis in (x, y)], 1)
     return angles.cos(), angles.sin()
 
 
@@ -34,7 +34,7 @@ def norm_axial_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: fl
         return _launch(x, weight, cos, sin, eps)
     first, second = rms_norm(x, weight, eps, torch.float32).unflatten(2, (2, 2, -1)).unbind(3)
     cos, sin = (table.unflatten(1, (1, 2, -1)) for table in (cos, sin))
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=3).flatten(2).to(x.dtype)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], 3).flatten(2).to(x.dtype)
 
 
 def head_norm(x: Tensor, eps: float) -> Tensor:

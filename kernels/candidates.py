@@ -32,7 +32,7 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
     (rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(n, BLOCK_IDS.value)
-    peaks = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    peaks = logits.new_empty((rows, blocks), dtype=torch.float32)
     if not enabled(logits):
         small = _with_small_top_k(batch).nonzero().flatten()
         values = functional.pad(scaled(logits[small], batch, small), (0, -n % BLOCK_IDS.value), value=-torch.inf)
@@ -50,16 +50,16 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
     """logits fp32 [R, n] of ids first .. first + n - 1 and their `block_peaks` -> fp32 [R, SMALL_TOP_K, 2]: s and id of a row's
     candidates, ids ascending; -inf where there are fewer. Rows without a small top_k are left out."""
     (rows, n), (_, blocks), parameters = logits.shape, peaks.shape, batch.parameters
-    best = torch.empty((rows, SMALL_TOP_K, 2), dtype=torch.float32, device=logits.device)
+    best = logits.new_empty((rows, SMALL_TOP_K, 2), dtype=torch.float32)
     count = min(SMALL_TOP_K, n)
     if not enabled(logits):
         best[:] = torch.tensor([-torch.inf, 0.0])
         small = _with_small_top_k(batch).nonzero().flatten()
         values = scaled(logits[small], batch, small)
-        ids = values.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(dim=-1).values
-        best[small, :count] = torch.stack([values.gather(1, ids), (first + ids).float()], dim=-1)
+        ids = values.argsort(descending=True, stable=True)[:, :count].sort().values
+        best[small, :count] = torch.stack([values.gather(1, ids), (first + ids).float()], -1)
         return best
-    listed = torch.empty((rows, SMALL_TOP_K), dtype=torch.int32, device=logits.device)
+    listed = logits.new_empty((rows, SMALL_TOP_K), dtype=torch.int32)
     launch(
         _candidates, (rows,),
         logits, batch.slots, parameters.integers, parameters.floats, batch.capped, batch.softcap or 1.0, peaks, listed, best, first,

@@ -74,7 +74,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
         nan = logits.isnan().any(-1)
         seeds, top_k, may_stop = parameters.integers[slots].unbind(1)
         stop = parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)
-        logits.copy_(mask(logits, torch.cat([stop, suppress.long().expand(rows, -1)], dim=1), first))
+        logits.copy_(mask(logits, torch.cat([stop, suppress.long().expand(rows, -1)], 1), first))
         values = logits.clone()
         small = (top_k > 0) & (top_k <= SMALL_TOP_K)
         drawn = ((parameters.floats[slots, 0] >= GREEDY_BELOW) & ~small).nonzero().flatten()
@@ -82,8 +82,8 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
             ids = torch.arange(first, first + n, device=logits.device)
             values[drawn] = scaled(logits[drawn], batch, drawn) + gumbel(seeds[drawn], ahead[drawn], ids)
         top, index = values.masked_fill(values.isnan(), -torch.inf).max(-1)
-        return torch.stack([top, (first + index).float(), nan.float(), torch.zeros_like(top)], dim=1)[:, None]
-    best = torch.empty((rows, parts, _FIELDS), dtype=torch.float32, device=logits.device)
+        return torch.stack([top, (first + index).float(), nan.float(), torch.zeros_like(top)], 1)[:, None]
+    best = logits.new_empty((rows, parts, _FIELDS), dtype=torch.float32)
     launch(
         _local_best, (rows, parts),
         logits, batch.slots, batch.positions, *parameters, suppress, suppress.shape[0],

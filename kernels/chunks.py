@@ -77,7 +77,7 @@ def chunk_inputs(
 
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
     """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4]."""
-    tiles = torch.empty((rows // tokens + len(chunks), 4), dtype=torch.int32, device=chunks.device)
+    tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)
     if enabled(chunks):
         launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK, warps=4)
     else:

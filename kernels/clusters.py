@@ -31,8 +31,8 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
         scores = scores.masked_fill(scores.isnan(), -torch.inf)
         top = scores.amax(2)
         lowest = ids.masked_fill(scores != top[:, :, None], torch.inf).amin(2)
-        return torch.stack([top, lowest, nan, torch.zeros_like(top)], dim=2)
-    best = torch.empty((rows, chosen, 4), dtype=torch.float32, device=x.device)
+        return torch.stack([top, lowest, nan, torch.zeros_like(top)], 2)
+    best = x.new_empty((rows, chosen, 4), dtype=torch.float32)
     launch(
         _best_of_clusters, (rows, chosen),
         x, table, order, clusters, best, n,

@@ -39,12 +39,12 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense [T, n] ->
     [T, 2 n]: dense, y."""
     if not enabled(x):
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             tokens, ranks = torch.where(chosen == expert)
             part = functional.linear(geglu(functional.linear(x[tokens], gate_up[expert])), down[expert])
             total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
-        return torch.cat([dense, total.to(x.dtype)], dim=-1)
+        return torch.cat([dense, total.to(x.dtype)], -1)
     check_contiguous(x, weights, chosen, gate_up, down, dense)
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
     up_tile, down_tile = _tiles(rows * top_k, count, x.element_size(), shared_memory(x))
@@ -93,12 +93,12 @@ def _tiles(assignments: int, count: int, itemsize: int, shared: int) -> tuple[_T
 def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """int32: tiles [n, 3] of `rows` assignments at most: expert, first, end; the assignments' order, and each one's index in it."""
     assignments = chosen.numel()
-    order, position = torch.empty((2, assignments), dtype=torch.int32, device=chosen.device)
-    tiles = torch.empty((min(assignments, assignments // rows + count), 3), dtype=torch.int32, device=chosen.device)
+    order, position = chosen.new_empty((2, assignments), dtype=torch.int32)
+    tiles = chosen.new_empty((min(assignments, assignments // rows + count), 3), dtype=torch.int32)
     width, block = next_power_of_2(count), min(_GROUP_BLOCK, max(1024, next_power_of_2(assignments)))
     blocks, counts = cdiv(assignments, block), None
     if blocks > 1:
-        counts = torch.empty((blocks, width), dtype=torch.int32, device=chosen.device)
+        counts = chosen.new_empty((blocks, width), dtype=torch.int32)
         launch(_count, (blocks,), chosen, counts, assignments, EXPERTS=width, BLOCK=block, warps=8)
     launch(
         _group, (count, blocks), chosen, counts, order, position, tiles, assignments, tiles.shape[0],

@@ -52,8 +52,8 @@ def scaled_rows(logits: Tensor, batch: SamplingBatch, rank: int, vocabulary: int
     (ranks, rows, n), parameters = logits.shape, batch.parameters
     check_contiguous(logits)
     blocks = cdiv(vocabulary, BLOCK_IDS.value)
-    values = torch.empty((rows, vocabulary), dtype=torch.float32, device=logits.device)
-    peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device).unbind()
+    values = logits.new_empty((rows, vocabulary), dtype=torch.float32)
+    peaks, masses = logits.new_empty((2, rows, blocks), dtype=torch.float32).unbind()
     made = ScaledRows(values, peaks, masses, rank, ranks)
     if enabled(logits):
         launch(
@@ -73,7 +73,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
     are those of `chosen` where nothing filters."""
     values, peaks, masses, rank, ranks = rows
     (count, vocabulary), blocks, parameters = values.shape, peaks.shape[1], batch.parameters
-    tokens = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    tokens = chosen.new_empty(count, dtype=torch.int32)
     if not enabled(chosen):
         mine = chosen[rank::ranks]
         tokens[: len(mine)] = mine[:, 0]
@@ -83,7 +83,7 @@ def filtered_tokens(rows: ScaledRows, batch: SamplingBatch, chosen: Tensor) -> T
         ids = torch.arange(vocabulary, device=chosen.device).expand(len(own), -1)
         tokens[own] = filtered(values[own], ids, batch, of_batch)
         return tokens
-    listed = torch.empty((count, blocks), dtype=torch.int32, device=chosen.device)
+    listed = chosen.new_empty((count, blocks), dtype=torch.int32)
     launch(
         _filter, (count,),
         values, peaks, masses, batch.slots, batch.positions, parameters.integers, parameters.floats, chosen, listed,

@@ -81,7 +81,7 @@ class AllReduceInbox:
         self.size = len(self.pointers)
         self.inbox = memory.view(_BITS[self.dtype])
         self.inbox.fill_(EMPTY[self.dtype])
-        self.errors = torch.zeros(2, dtype=torch.int32, device=memory.device)
+        self.errors = memory.new_zeros(2, dtype=torch.int32)
         self.wait_at_most(WAIT_S)
         self._calls = 0
 
@@ -146,7 +146,7 @@ def fused_allreduce_norm(
         if part.ndim == 3 and residual is not None:
             part = part.sum(0).to(residual.dtype)
         if norms.halves is not None:
-            one, other = (rms_norm(*half, eps) for half in zip(part.chunk(2, dim=-1), norms.halves, strict=True))
+            one, other = (rms_norm(*half, eps) for half in zip(part.chunk(2, -1), norms.halves, strict=True))
             part = one + other
         if residual is None or norms.post is None:
             h = part * scale

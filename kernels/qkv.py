@@ -64,8 +64,8 @@ def qkv_post(
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
     if not enabled(qkv):
-        raw, *kv = qkv.unflatten(1, (-1, d)).split((heads, *(kv_heads,) * kv_projections), dim=1)
-        cos, sin = cos_sin.chunk(2, dim=1)
+        raw, *kv = qkv.unflatten(1, (-1, d)).split((heads, *(kv_heads,) * kv_projections), 1)
+        cos, sin = cos_sin.chunk(2, 1)
         q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
         q.masked_fill_((positions < 0)[:, None, None], 0)
         if not kv:

@@ -62,7 +62,7 @@ def choose_kept(
 ) -> Tensor:
     """Token ids int64 [R], from what top_k (int64 [R]), top_p and min_p (fp32 [R]) keep of scaled logits fp32 [R, n] of ids int64
     [R, n], ascending where logits are equal; seeds and positions int64 [R]."""
-    scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    scaled, order = scaled.sort(descending=True, stable=True)
     ids = ids.gather(1, order)
     kept = scaled.masked_fill(~keep(scaled, top_k, top_p, min_p), -torch.inf)
     best = (kept + gumbel(seeds, positions, ids)).argmax(-1, keepdim=True)

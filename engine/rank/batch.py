@@ -141,7 +141,7 @@ def eager_batch(
     pages = cache.gather(slots[first:], positions[first:], cache.page_rows(len(ids) - first))
     rope = {}
     for key, frequency in frequencies.items():
-        rope[key] = torch.empty((len(ids), 2 * len(frequency)), dtype=torch.float32, device=ids.device)
+        rope[key] = ids.new_empty((len(ids), 2 * len(frequency)), dtype=torch.float32)
         rotary_table(positions, frequency, rope[key])
     rows = [(chunk.slot, chunk.offset, chunk.start, chunk.size) for chunk in chunks]
     chunk_list = uploaded(torch.tensor(rows, dtype=torch.int32).view(-1, 4), ids.device)

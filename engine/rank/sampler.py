@@ -80,7 +80,7 @@ class Sampler:
         best = local_best(logits, batch, first, parts)
         if inbox is None:
             best = self._parallel.all_gather(best.flatten(1)).view(len(logits), -1, best.shape[2])
-        chosen = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
+        chosen = logits.new_empty((len(logits), 2), dtype=torch.int32)
         choose_best(best, batch, chosen, inbox)
         if special.small_top_k:
             few = candidates(logits, block_peaks(logits, batch), batch, first)
@@ -102,16 +102,16 @@ class Sampler:
         here = (mine >= 0) & (mine < share)
         capped = cap(logits, self._softcap).masked_fill_(logits.isneginf(), -torch.inf)
         own = capped.gather(1, mine.clamp(0, share - 1)[:, None]).masked_fill(~here[:, None], -torch.inf)
-        best = capped.topk(alternatives, dim=-1)
+        best = capped.topk(alternatives)
         best_ids = (best.indices + first).float()  # an id is exact below 2^24
-        parts = torch.cat([capped.logsumexp(-1, keepdim=True), own, best.values, best_ids], dim=1)
+        parts = torch.cat([capped.logsumexp(-1, keepdim=True), own, best.values, best_ids], 1)
         parts = self._parallel.all_gather(parts).view(rows, self._parallel.size, -1)
         total, chosen = parts[:, :, 0].logsumexp(-1, keepdim=True), parts[:, :, 1].amax(-1, keepdim=True)
         ahead = self._parallel.all_gather((capped >= chosen).sum(-1, keepdim=True).float()).sum(-1, keepdim=True)
-        values, order = parts[:, :, 2 : 2 + alternatives].flatten(1).topk(alternatives, dim=-1)
+        values, order = parts[:, :, 2 : 2 + alternatives].flatten(1).topk(alternatives)
         top = parts[:, :, 2 + alternatives :].flatten(1).gather(1, order)
         numbers = [(chosen - total).view(torch.int32), ahead.int(), top.int(), (values - total).view(torch.int32)]
-        return torch.cat(numbers, dim=1)
+        return torch.cat(numbers, 1)
 
     def _filter(self, logits: Tensor, batch: SamplingBatch, chosen: Tensor, rows: Tensor) -> None:
         """Sample `rows` int64 [n] from their whole logits, into `chosen` and the token table."""

@@ -62,12 +62,12 @@ class StepBuffers:
         self.ids, self.positions, self.slots = torch.zeros((3, rows), dtype=torch.int32, device=device).unbind()
         self._pages = slots.cache.page_rows(self._most)
         self._rope = {
-            key: torch.zeros((rows, 2 * len(frequency)), dtype=torch.float32, device=device)
+            key: frequency.new_zeros((rows, 2 * len(frequency)), dtype=torch.float32)
             for key, frequency in frequencies.items()
         }
         self._chunks = torch.zeros((self._most + 1, 4), dtype=torch.int32, device=device)
         results = torch.zeros((2, self._most * widest), dtype=torch.int32, device=device)
-        self._results = ResultInputs(torch.zeros_like(results[0], dtype=torch.int64), *results)
+        self._results = ResultInputs(results[0].long(), *results)
         capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
         self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._staging = staging(device, capacity)

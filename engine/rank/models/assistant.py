@@ -68,7 +68,7 @@ class OrderedHead(Module):
     def forward(self, rows: Tensor, _sampler: Sampler, batch: SamplingBatch, _inbox: ArgmaxInbox | None) -> Tensor:
         scores = self.centroids.fp32(rows)
         clusters = scores.topk(self._top_k).indices
-        chosen = torch.empty((len(rows), 2), dtype=torch.int32, device=rows.device)
+        chosen = rows.new_empty((len(rows), 2), dtype=torch.int32)
         choose_best(best_of_clusters(rows, self.weight, self.order, clusters, scores.shape[1]), batch, chosen, None)
         return chosen
 
@@ -93,7 +93,7 @@ class Assistant(Shard):
         """
         norm = step.allreduce_norm
         first_norm, blocks = with_next_norms(self.blocks, self.norm)
-        h, x = norm(self.pre(torch.cat([embedded, hidden], dim=1)), None, None, first_norm, summed=True)
+        h, x = norm(self.pre(torch.cat([embedded, hidden], 1)), None, None, first_norm, summed=True)
         for block, next_norm in blocks:
             h, x = block(h, x, next_norm, step)
         return x

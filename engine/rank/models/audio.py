@@ -173,7 +173,7 @@ class AudioTower(AudioEncoder):
         half = geometry.hidden // 2
         rates = torch.exp(torch.arange(half) * -(math.log(10_000) / max(half - 1, 1)))
         angles = torch.arange(geometry.reach)[:, None] * rates  # of a row's distance to one before it
-        self._distances = torch.cat([angles.sin(), angles.cos()], dim=1).to(device, dtype)
+        self._distances = torch.cat([angles.sin(), angles.cos()], 1).to(device, dtype)
 
     def encoded(self, clips: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         before = Before.of([self.geometry.tokens(len(clip)) for clip in clips], self.geometry.reach, self.device)

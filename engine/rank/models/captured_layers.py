@@ -43,7 +43,7 @@ class CapturedLayers:
     def __init__(self, run: RunLayers, count: int, states: Tensor, angles: Tensor, graphs: StageGraphs) -> None:
         self._graphs, self._states = graphs, states
         self._parts = [range(first, min(first + LAYERS, count)) for first in range(0, count, LAYERS)]
-        self._rows = Rows(angles[0], angles[1], torch.zeros(PICTURES + 1, dtype=torch.int32, device=angles.device), SIZES[-1])
+        self._rows = Rows(angles[0], angles[1], angles.new_zeros(PICTURES + 1, dtype=torch.int32), SIZES[-1])
         for size in reversed(SIZES):
             rows = Rows(angles[0, :size], angles[1, :size], self._rows.starts, size)  # of which any may be a picture's
             h, x = states[:, :size]

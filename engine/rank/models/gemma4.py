@@ -159,7 +159,7 @@ class Embedding(Module):
         if geometry.ple:
             ple = self.ple_tokens(ids, self._placeholders, geometry.pad)
             if self._parallel.size > 1:  # one collective for both
-                rows, ple = self._parallel.all_reduce(torch.cat([rows, ple], dim=1)).split([rows.shape[1], ple.shape[1]], dim=1)
+                rows, ple = self._parallel.all_reduce(torch.cat([rows, ple], 1)).split([rows.shape[1], ple.shape[1]], 1)
         if soft is not None:
             rows = torch.cat([(rows if geometry.ple else self._parallel.all_reduce(rows)) * scale, rows[:1]])
             rows[soft.rows], scale = soft.values, 1.0
