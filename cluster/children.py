@@ -92,16 +92,11 @@ class Child:
     def exit_status(self) -> ExitStatus | None:
         """Return how it ended, or the error that it sent; None while it runs without error."""
         code = self.process.poll()
-        self._read_error()
+        if self.lifeline.sock.fileno() >= 0:  # messages that it may have sent before it ended, up to an error
+            with contextlib.suppress(BlockingIOError):
+                while self._last_error is None and self.receive(timeout_s=0.0) is not None:
+                    continue
         return None if code is None and self._last_error is None else ExitStatus(self.name, code, self._last_error)
-
-    def _read_error(self) -> None:
-        """Read the messages that it may have sent before it ended, up to an error."""
-        if self.lifeline.sock.fileno() < 0:
-            return
-        with contextlib.suppress(BlockingIOError):
-            while self._last_error is None and self.receive(timeout_s=0.0) is not None:
-                continue
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether it has ended within `timeout_s`."""

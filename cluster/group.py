@@ -106,7 +106,9 @@ class Group:
         handshake = Handshake(self.children, self.config.boot_timeout_s)
         handshake.send(Configure(self.config))
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in handshake.gather(ranks, Loaded)))
-        self._note_longest()
+        longest = longest_sequence(self.config.kv_groups(read_geometry(Path(self.config.model))), self.pages)
+        if longest < self.config.max_len:
+            logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
         handshake.send(Allocate(self.pages))
         ready = handshake.gather(ranks, Ready)
         self.attention = dataclasses.replace(self.attention, fallbacks=ready[0].fallbacks)  # every rank leaves the same out
@@ -119,12 +121,6 @@ class Group:
         ready += handshake.gather([core], Ready)
         for child, message in zip(self.children, ready, strict=True):
             logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)
-
-    def _note_longest(self) -> None:
-        """Log how long a request may be where that is less than the settings say."""
-        longest = longest_sequence(self.config.kv_groups(read_geometry(Path(self.config.model))), self.pages)
-        if longest < self.config.max_len:
-            logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
 
     def status(self) -> list[RankStatus]:
         """Return the records of the ranks and, last, of the core; after the end, the last ones."""

@@ -158,21 +158,19 @@ class Watcher:
             self._read(child.pidfd, self._ended)
         self._timer = self._loop.call_later(PERIOD_S, self._look)
         self._watch.callback(lambda: self._timer.cancel())  # noqa: PLW0108 - the timer of that moment
-        if self.raylet is not None:
-            self._watch_raylet(self.raylet)
-
-    def _read(self, fd: int, callback: Callable[[], None]) -> None:
-        self._loop.add_reader(fd, callback)
-        self._watch.callback(self._loop.remove_reader, fd)
-
-    def _watch_raylet(self, pid: int) -> None:
+        if self.raylet is None:
+            return
         try:
-            raylet = os.pidfd_open(pid)
+            raylet = os.pidfd_open(self.raylet)
         except ProcessLookupError:
             self._loop.call_soon(self._die, Death("raylet", "the raylet is gone"))
         else:
             self._watch.callback(os.close, raylet)
             self._read(raylet, lambda: self._die(Death("raylet", "the raylet ended")))
+
+    def _read(self, fd: int, callback: Callable[[], None]) -> None:
+        self._loop.add_reader(fd, callback)
+        self._watch.callback(self._loop.remove_reader, fd)
 
     def _ended(self) -> None:
         """React to the end of a child. Unless by a signal, it may only have lost a peer: wait for the others to report."""

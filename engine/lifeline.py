@@ -109,9 +109,10 @@ class StepTimes(FrozenStruct):
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     """Returns the times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
-    *curves, context_ms, read_ms, attend_ms, tiles, drafts = zip(*map(msgspec.structs.astuple, measured), strict=True)
-    made = [tuple(map(max, zip(*curve, strict=True))) for curve in (*curves, *zip(*drafts, strict=True))]
-    return StepTimes(made[0], made[1], made[2], max(context_ms), max(read_ms), max(attend_ms), tiles[0], tuple(made[3:]))
+    figures = list(zip(*map(msgspec.structs.astuple, measured), strict=True))
+    curves = (*figures[:3], *zip(*figures[-1], strict=True))
+    decodes, prefills, mixed, *drafts = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
+    return StepTimes(decodes, prefills, mixed, *map(max, figures[3:-1]), tuple(drafts))
 
 
 class Ready(TaggedMessage):

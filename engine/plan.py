@@ -155,14 +155,6 @@ class PlanView:
         return np.concatenate([self.chunks[self.chunks[:, 3] < self.chunks[:, 2], 0], self.rows[:, 0]])
 
 
-class PlanHeader(NamedTuple):
-    """What the loop around a rank's runner needs to know of a plan."""
-
-    step: int
-    stop: bool
-    masked: bool
-
-
 class ResultRow(NamedTuple):
     """What one result row gave, with the logprobs of its tokens, if it reports them. Without tokens nothing was sampled: `nan`, the
     logits held NaN; `empty`, every id was forbidden."""
@@ -270,12 +262,12 @@ def admission_size(tokens: int, params: SamplingParams, pages: int) -> int:
     return 16 + tokens + len(_encode(_sent(params))) // 4 + 4 * pages
 
 
-def read_header(data: bytes) -> PlanHeader:
-    """Read the head of the plan in `data`; ValueError when it is of another version."""
+def read_header(data: bytes) -> tuple[int, bool, bool]:
+    """Returns step, `stop` and `masked` of the plan in `data`; ValueError when it is of another version."""
     version, flags, step, *_ = _PLAN.unpack_from(data)
     if version != PLAN_VERSION:
         raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
-    return PlanHeader(step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED))
+    return step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED)
 
 
 def read_plan(data: bytes) -> PlanView:

@@ -21,6 +21,7 @@ and nobody can be two rounds ahead of anybody, because to leave a round one need
 import os
 import threading
 import time
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -60,11 +61,7 @@ class MappedCollectives:
         assert x.dtype in (torch.float32, torch.bfloat16), x.dtype
         x = x.contiguous()
         for piece in _pieces(x):
-            parts = self._exchange(piece)
-            total = parts[0].float()
-            for part in parts[1:]:
-                total = total + part
-            piece.copy_(total)
+            piece.copy_(reduce(torch.add, self._exchange(piece).float()))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ checks in the same order: one that leaves a check out keeps the others polling t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -41,10 +42,7 @@ def inbox_checks(peers: AllReduceInbox, inbox: ArgmaxInbox, n: int) -> Iterator[
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     """In rank order, in fp32, rounded once."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
+    return reduce(torch.add, (part.float() for part in parts)).to(parts[0].dtype)
 
 
 def _allreduce_norms(draw: RandomInputs, group: AllReduceInbox, rows: int, n: int, branches: int) -> Outputs:

@@ -39,24 +39,21 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
         return rms_norm(h, None, eps, torch.float32) @ parts.float().sum(0).t(), rms_norm(h, norm, eps)
     (rows, n), experts = h.shape, parts.shape[1]
     check_contiguous(h, parts)
-    logits = torch.empty((rows, experts), dtype=torch.float32, device=h.device)
-    x = torch.empty_like(h)
+    logits, x = h.new_empty((rows, experts), dtype=torch.float32), torch.empty_like(h)
+    args, sizes = (h, parts, norm, logits, x, rows, eps), {"N": n, "EXPERTS": experts, "BLOCK": next_power_of_2(n)}
     if rows > _MANY:
         held, width, turn, warps, stages = _TILES[rows > 4096]
         groups, shares = cdiv(rows, held), cdiv(experts, width)
         launch(
-            _many_logits, (groups * shares + rows,),
-            h, parts, norm, logits, x, rows, eps,
-            N=n, EXPERTS=experts, SHARES=shares, ROWS=held, WIDTH=width, TURN=turn, BLOCK=next_power_of_2(n),
-            warps=warps, stages=stages,
+            _many_logits, (groups * shares + rows,), *args,
+            **sizes, SHARES=shares, ROWS=held, WIDTH=width, TURN=turn, warps=warps, stages=stages,
         )  # fmt: skip
         return logits, x
     width = 2 if rows <= _ROWS else 4  # experts of a CTA
     shares, group_rows = cdiv(experts, width), min(_ROWS, next_power_of_2(rows))
     launch(
-        _logits, (shares + group_rows, cdiv(rows, group_rows)),
-        h, parts, norm, logits, x, rows, eps,
-        N=n, EXPERTS=experts, SHARES=shares, ROWS=group_rows, WIDTH=width, BLOCK=next_power_of_2(n), warps=8,
+        _logits, (shares + group_rows, cdiv(rows, group_rows)), *args,
+        **sizes, SHARES=shares, ROWS=group_rows, WIDTH=width, warps=8,
     )  # fmt: skip
     return logits, x
 
@@ -64,11 +61,11 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
 def route(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """logits fp32 [T, experts], per_expert_scale fp32 [experts] -> (weights fp32 [T, top_k], experts int32 [T, top_k])."""
     if not enabled(logits):
-        weights, chosen = logits.softmax(-1).topk(top_k, dim=-1)
+        weights, chosen = logits.softmax(-1).topk(top_k)
         return weights / weights.sum(-1, keepdim=True) * per_expert_scale[chosen], chosen.int()
     rows, experts = logits.shape
-    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
-    chosen = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
+    weights = logits.new_empty((rows, top_k), dtype=torch.float32)
+    chosen = logits.new_empty((rows, top_k), dtype=torch.int32)
     launch(
         _route, (rows,), logits, per_expert_scale, weights, chosen,
         EXPERTS=experts, WIDTH=next_power_of_2(experts), TOP=top_k, SLOTS=next_power_of_2(top_k), warps=1,

@@ -214,8 +214,8 @@ def _verify(draw: RandomInputs) -> Outputs:
     """Rows of several queries: behind a window, at the beginning with one query less, and padding."""
     heads, kv_heads, d, q_len, splits = 8, 1, 512, 4, 3
     pool, q = draw.pool(9, kv_heads, d), draw.floats(3 * q_len, heads, d, scale=d**-0.25)
-    ids, out = draw.ints(8, 7, 6, 5, 4, 3, *[_NO_PAGE] * 9).view(3, 5), draw.floats(3 * q_len, heads, d)
-    positions = draw.ints(200, 201, 202, 203, 0, 1, 2, -1, -1, -1, -1, -1)
+    ids, out = draw.ints(*range(8, 2, -1), *[_NO_PAGE] * 9).view(3, 5), draw.floats(3 * q_len, heads, d)
+    positions = draw.ints(*range(200, 204), 0, 1, 2, *[-1] * 5)
     scratch = DecodeScratch(3, heads, kv_heads, d, 3 * q_len * splits, draw.device)
     verify_attention(q, pool, ids, positions, 70, scratch, out, splits)
     return (out,)
@@ -326,8 +326,8 @@ def _small_top_k(draw: RandomInputs, adjusted: bool) -> Outputs:
 
 def _accept(draw: RandomInputs) -> Outputs:
     """No draft is accepted, all are, a stop id ends the row, and padding."""
-    chosen = torch.stack([draw.ints(7, 8, 9).repeat(4), draw.filled(0, 12)], dim=1)
-    ids, slots = draw.ints(0, 6, 8, 0, 7, 8, 0, 7, 8, 0, 7, 8), draw.ints(0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0)
+    chosen = torch.stack([draw.ints(7, 8, 9).repeat(4), draw.filled(0, 12)], 1)
+    ids, slots = draw.ints(0, 6, 8, *[0, 7, 8] * 3), draw.ints(0, 1, 2, 0).repeat_interleave(3)
     positions, lengths = draw.ints(5, 6, 7, 6, 7, 8, 7, 8, 9, -1, -1, -1), draw.ints(6, 7, 8, 0)
     out = DraftInputs(draw.filled(9, 5), draw.filled(9, 5), draw.filled(9, 3, 5), draw.floats(5, 40))
     rows = Verified(chosen, ids, slots, positions, draw.floats(12, 40), 3)

@@ -263,10 +263,5 @@ def serve(lifeline: Lifeline) -> None:
         return
 
 
-def main() -> None:
-    """Entry point of the process."""
-    run(serve)
-
-
 if __name__ == "__main__":
-    main()
+    run(serve)

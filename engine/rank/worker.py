@@ -138,13 +138,13 @@ class Worker:
 
     def _launch(self, step: int, data: bytes) -> bool:
         """Start a step, or only its forward if it needs masks; False for a stop plan."""
-        header = read_header(data)
-        assert header.step == step, f"record {step} holds plan {header.step}"
-        if header.stop:
+        held, stop, masked = read_header(data)
+        assert held == step, f"record {step} holds plan {held}"
+        if stop:
             return False
         self._last_step = step
         self._progress(step - 1 - len(self._launched))  # before: on the CPU the launch is the step, and a hang shows as no progress
-        if header.masked:
+        if masked:
             self._forwarded = self._runner.forward(data, self._media)
         else:
             self._launched.append(self._runner.launch(data, media=self._media))

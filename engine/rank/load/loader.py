@@ -13,7 +13,7 @@ from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.lifeline import say
 from engine.rank.load.slices import Piece, allocate
-from engine.rank.load.tensor_files import TensorHeader, checked_headers, headers, opened
+from engine.rank.load.tensor_files import TensorHeader, by_file, checked_headers, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
 from engine.rank.models.layers import Shard
 from engine.weight_formats import PLAIN, WeightFormat
@@ -30,7 +30,8 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: 
     head, table = by_name.get(HEAD), by_name.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
         return geometry
-    tied = head.shape == (geometry.vocab, geometry.hidden) and _are_equal(head, table)  # another shape is refused by `load`
+    shape = geometry.vocab, geometry.hidden  # another is refused by `load`
+    tied = head.shape == table.shape == shape and head.dtype == table.dtype and _are_equal(head, table)
     if progress:
         what = "equals the embedding, dropped" if tied else "differs from the embedding, loaded beside it"
         say(f"{head.name}: {what}\n")
@@ -38,9 +39,7 @@ def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: 
 
 
 def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
-    """Whether two tensors of as many columns hold the same values, in one dtype; compared in blocks of rows."""
-    if (one.shape, one.dtype) != (two.shape, two.dtype):
-        return False
+    """Whether two tensors of one shape and dtype hold the same values; compared in blocks of rows."""
     step = max(1, _BLOCK_BYTES // (4 * one.shape[1]))
     with opened(one.path) as first, opened(two.path) as second:
         left, right = first.get_slice(one.name), second.get_slice(two.name)
@@ -57,11 +56,8 @@ def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = Fals
     needed, parameters = allocate(model, tensors, weights)
     by_name = checked_headers(folder, needed, tensors, model.geometry)
     began = time.monotonic()
-    for path in sorted({header.path for header in by_name.values()}):
-        with opened(path) as file:
-            for name, header in by_name.items():
-                if header.path == path:
-                    _copy(file, header, needed[name], parameters[needed[name].parameter])
+    for name, header, file in by_file(by_name):
+        _copy(file, header, needed[name], parameters[needed[name].parameter])
     if progress:
         size = sum(parameter.nbytes for parameter in parameters.values()) / 1e9
         say(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")

@@ -104,6 +104,13 @@ def _only_shard(folder: Path) -> Path:
     raise CheckpointError(f"{folder} holds no *.safetensors")
 
 
+def by_file(by_name: dict[str, TensorHeader]) -> Iterator[tuple[str, TensorHeader, Any]]:
+    """Yields name, header and the mapped file of each tensor, one file after the other."""
+    for path in sorted({header.path for header in by_name.values()}):
+        with opened(path) as file:
+            yield from ((name, header, file) for name, header in by_name.items() if header.path == path)
+
+
 @contextmanager
 def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
     """Map the file; CheckpointError names it if it is absent, cut short or no safetensors file."""

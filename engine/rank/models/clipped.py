@@ -9,7 +9,7 @@ from torch.nn import functional
 from engine.errors import CheckpointError
 from engine.rank.load.loader import load
 from engine.rank.load.slices import pieces
-from engine.rank.load.tensor_files import headers, opened
+from engine.rank.load.tensor_files import by_file, headers
 from engine.rank.load.tensor_table import BOUNDS, TensorTable
 from engine.rank.models.layers import Shard
 from engine.rank.models.module import Module
@@ -39,14 +39,11 @@ def load_encoder(model: Shard, tensors: TensorTable, folder: Path, progress: boo
     load(model, tensors, folder, progress)
     by_name, _ = headers(folder, tensors, model.geometry)
     scalars: dict[str, float] = {}
-    for path in {header.path for name, header in by_name.items() if name.endswith(BOUNDS)}:
-        with opened(path) as file:
-            for name, header in by_name.items():
-                if header.path == path and name.endswith(BOUNDS):
-                    bound = file.get_tensor(header.name).to(model.dtype)
-                    if bound.numel() != 1 or bound.isnan():
-                        raise CheckpointError(f"{folder}: {header.name}, of shape {list(header.shape)}, is not one number")
-                    scalars[name] = bound.item()
+    for name, header, file in by_file({name: header for name, header in by_name.items() if name.endswith(BOUNDS)}):
+        bound = file.get_tensor(header.name).to(model.dtype)
+        if bound.numel() != 1 or bound.isnan():
+            raise CheckpointError(f"{folder}: {header.name}, of shape {list(header.shape)}, is not one number")
+        scalars[name] = bound.item()
     for name, piece in pieces(tensors, model.geometry).items():
         names = [f"{name.removesuffix(_MATRIX)}.{bound}" for bound in BOUNDS]
         if name.endswith(_MATRIX) and not scalars.keys().isdisjoint(names):

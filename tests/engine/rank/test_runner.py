@@ -293,7 +293,7 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         launch = made.launch
 
         def launched(data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
-            if read_header(data).step == 2:
+            if read_header(data)[0] == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
             return launch(data, masks, media)
 
