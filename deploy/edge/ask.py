@@ -118,6 +118,20 @@ def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMess
         order = {call.id: index for index, call in enumerate(turns[-1].calls)}
 
 
+def without_empty_turns(messages: Sequence[ChatMessage], key: str) -> list[ChatMessage]:
+    """Leaves out turns of the assistant of which nothing would show: no text, no call, at most a thought before a later turn of the
+    user's. InvalidRequest: the `key` has no other."""
+    asked = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
+    shown = [
+        message
+        for index, message in enumerate(messages)
+        if message.role != "assistant" or message.content or message.calls or (message.thought and index >= asked)
+    ]
+    if not shown:
+        raise invalid(key, "must not be empty")
+    return shown
+
+
 class RawPrompts(FrozenStruct):
     """Texts, or lists of token ids. `echo`: each answer begins with its prompt, and is nothing else where max_tokens is 0."""
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from deploy.edge.answer_form import response_form
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text, without_empty_turns
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
     MESSAGES,
@@ -147,11 +147,10 @@ class CountRequest(FrozenStruct):
 
     def _turns(self) -> list[ChatMessage]:
         turns = _TURNS.read(self.messages, "messages")
-        if not turns:
-            raise invalid("messages", "must not be empty")
         blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
         check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
-        return [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
+        messages = [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
+        return without_empty_turns(messages, "messages")
 
 
 class MessagesRequest(CountRequest, kw_only=True):

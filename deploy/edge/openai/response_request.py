@@ -21,7 +21,7 @@ from typing import Annotated, TypeVar
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from deploy.edge.answer_form import response_form
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, without_empty_turns
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
     MESSAGES,
@@ -189,10 +189,8 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
         if (text := read_text(self.input, "input")) is not None:
             return [ChatMessage("user", text)]
         items = _ITEMS.read(self.input, "input")
-        if not items:
-            raise invalid("input", "must not be empty")
         check_bounds((item.arguments.encode() for item in items if item.arguments), "input", "the arguments of all calls")
-        return _chat_messages(items)
+        return without_empty_turns(_chat_messages(items), "input")
 
 
 def encrypted_content_of(thought: str) -> str:

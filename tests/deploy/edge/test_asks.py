@@ -203,6 +203,32 @@ def test_an_empty_system_prompt_is_none() -> None:
     assert chat_of(MESSAGES, system="x") != chat_of(MESSAGES)
 
 
+THOUGHT: dict[str, Any] = {"type": "thinking", "thinking": "Hm", "signature": "x"}
+UNREADABLE: dict[str, Any] = {"type": "redacted_thinking", "data": "x"}
+REASONING: dict[str, Any] = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+SEALED: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo"}
+NOTHING: list[tuple[str, str, dict[str, Any]]] = [
+    *((MESSAGES, "messages", {"role": "assistant", "content": content}) for content in ("", [], [THOUGHT], [UNREADABLE])),
+    *((RESPONSES, "input", item) for item in (REASONING, SEALED, {"role": "assistant", "content": ""})),
+]
+
+
+@pytest.mark.parametrize(("path", "key", "turn"), NOTHING)
+def test_turns_without_text_or_calls_are_left_out(path: str, key: str, turn: dict[str, Any]) -> None:
+    """A thought that a user's turn follows, one that nobody can read, and nothing at all; alone they are a 400. Planted: a text, and
+    a thought with which the conversation ends, are turns."""
+    wanted = chat_of(path, **{key: [user("Go"), user("On")]})
+    assert chat_of(path, **{key: [user("Go"), turn, user("On")]}) == wanted
+    assert chat_of(path, **{key: [user("Go"), {"role": "assistant", "content": "."}, user("On")]}) != wanted
+    if turn is REASONING:
+        assert chat_of(path, input=[user("Go"), turn]).messages[-1].thought == "Hm"
+        assert chat_of(path, input=[turn]).messages[-1].thought == "Hm"
+    elif "Hm" not in str(turn):
+        assert chat_of(path, **{key: [user("Go"), turn]}) == chat_of(path, **{key: [user("Go")]})
+        with pytest.raises(InvalidRequest, match=f"^{key}: must not be empty"):
+            chat_of(path, **{key: [turn]})
+
+
 def test_a_raw_prompt_in_two_apis() -> None:
     """Ids, limit, seed and stop are the same values in a completion and in SGLang's words; the prompt has the key it came by."""
     text = ask_of(TEXT, prompt=[5, 6], max_tokens=3, min_tokens=2, seed=7, stop="S", priority=4)
