@@ -168,6 +168,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
+        if not model:
+            raise HTTPException(404)
         service.jobs.check_model(model)
         return JsonResponse(card)
 

@@ -219,9 +219,14 @@ def test_an_unknown_model_is_404(edge: Edge) -> None:
     assert error_of(reply, 404)["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "//v1/models", 404)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "//v1/models", 404), ("GET", "/v1/models/", 404)],
+)
 def test_unknown_paths_have_the_shape_too(edge: Edge, method: str, path: str, status: int) -> None:
-    """404 and 405 as OpenAI's clients read them; 405 with Allow, as HTTP wants it."""
+    """404 and 405 as OpenAI's clients read them; 405 with Allow, as HTTP wants it. What is wrong with a slash at the end is said."""
     reply = httpx.request(method, f"{edge.url}{path}")
-    assert error_of(reply, status)["type"] == "invalid_request_error"
+    error = error_of(reply, status)
+    assert error["type"] == "invalid_request_error"
+    assert ("ends in a slash" in error["message"]) is path.endswith("/")
     assert reply.headers.get("allow") == ("POST" if status == 405 else None)
