@@ -11,6 +11,7 @@ there twice. What a replica had open when it went is lost with it: its final cou
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -25,6 +26,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from dashboards.exporter import page_url
 from dashboards.metrics import CAUSES, DEPLOYMENT_TOTALS, DISCOVERY_METRICS, RESTARTS, RETIRED, TARGET_LABELS
 from dashboards.series import Counts, Series
 from engine.errors import ConfigError
@@ -170,11 +172,12 @@ class DiscoveryServer(ThreadingHTTPServer):
             "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
             "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
         }
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
-        self.url = f"http://{host}:{self.server_port}/targets"
+        self.url = page_url(host, self.server_port, "targets")
         self._thread = threading.Thread(target=self.serve_forever, args=(TICK_S,), name="discovery", daemon=True)
         self._thread.start()
 

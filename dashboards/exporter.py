@@ -135,13 +135,18 @@ class Exporter(Collector):
             raise ConfigError(f"metrics.host, metrics.port: cannot listen on {host}:{port}: {error.strerror} ({advice})") from error
         for step in (thread.join, server.server_close, server.shutdown):  # the last one is called first
             self._cleanup.callback(step)
-        url = f"http://{host}:{server.server_port}/metrics"
+        url = page_url(host, server.server_port, "metrics")
         logger.info("metrics on %s", url)
         return url
 
     def close(self) -> None:
         """Give the port back; idempotent."""
         self._cleanup.close()
+
+
+def page_url(host: str, port: int, page: str) -> str:
+    """Returns the URL of a page; of an IPv6 address brackets are around it."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/{page}"
 
 
 def _labels(row: Metric) -> Read:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray import serve
@@ -138,7 +139,7 @@ def ray_exporters() -> HttpSdList:
 def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> HttpSdList:
     """Makes an http_sd list of what `ray.nodes()` says: living nodes that export metrics, by address."""
     addresses = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
-    return [{"targets": [f"{address}:{port}"], "labels": {"node": address}} for address, port in sorted(addresses) if port > 0]
+    return [{"targets": [f"{url_host(node)}:{port}"], "labels": {"node": node}} for node, port in sorted(addresses) if port > 0]
 
 
 def target_here(model: str, metrics_url: str) -> ScrapeTarget:
@@ -151,5 +152,5 @@ def target_here(model: str, metrics_url: str) -> ScrapeTarget:
 
 def address_of(metrics_url: str, node: str) -> str:
     """Returns host:port as Prometheus reaches it: an exporter on all interfaces is called by its node's address."""
-    host, _, port = metrics_url.removeprefix("http://").partition("/")[0].rpartition(":")
-    return f"{url_host(node if host in WILDCARDS else host)}:{port}"
+    url = urlsplit(metrics_url)
+    return f"{url_host(node)}:{url.port}" if url.hostname in WILDCARDS else url.netloc

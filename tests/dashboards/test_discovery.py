@@ -27,6 +27,7 @@ from dashboards.discovery import (
 from dashboards.metrics import CAUSES, DISCOVERY_METRICS, RETIRED
 from dashboards.series import Counts
 from engine.errors import ConfigError
+from tests.support.loopback import LOOPBACKS
 
 pytestmark = pytest.mark.pure
 
@@ -233,11 +234,12 @@ def listing(nodes: list[list[dict[str, object]]]) -> list[dict[str, object]]:
     return nodes[-1]
 
 
-def test_the_endpoint_over_loopback() -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_the_endpoint_over_loopback(host: str) -> None:
     """/targets is JSON, an empty list when there is nobody; /ray lists nodes, or 503; /metrics is an exposition; all else 404."""
     registry = ReplicaRegistry()
     nodes: list[list[dict[str, object]]] = []
-    server = DiscoveryServer(registry, "127.0.0.1", 0, lambda: listing(nodes))
+    server = DiscoveryServer(registry, host, 0, lambda: listing(nodes))
     base = server.url.removesuffix("/targets")
     assert fetch(server.url) == (200, "application/json", "[]")
     registry.heartbeat(ONE, counts(4))
@@ -250,12 +252,11 @@ def test_the_endpoint_over_loopback() -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetch(f"{base}/")
     port = int(base.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"metrics.discovery: cannot listen on 127.0.0.1:{port}"):
-        DiscoveryServer(registry, "127.0.0.1", port)
+    with pytest.raises(ConfigError, match=f"metrics.discovery: cannot listen on {host}:{port}"):
+        DiscoveryServer(registry, host, port)
     server.close()
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+    with socket.create_server((host, port), family=server.address_family):
+        pass
 
 
 def test_a_scraper_that_leaves_is_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:

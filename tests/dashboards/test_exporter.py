@@ -7,6 +7,7 @@ import urllib.request
 from functools import partial
 from itertools import pairwise
 from typing import get_args
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
@@ -34,6 +35,7 @@ from engine.events import (
 from engine.protocol import DraftPosition, DraftSwitches, Load, PoolLoad
 from engine.rank_status import EncoderFigures
 from tests.support.engine.load_figures import load
+from tests.support.loopback import LOOPBACKS
 from tests.support.monitoring.exporter_fixture import ANSWERED, FACTS, exporter_after, pools, scraped
 
 pytestmark = pytest.mark.pure
@@ -295,20 +297,21 @@ def test_buckets_resolve_what_gemma_does() -> None:
         assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
-def test_a_scrape_over_loopback_and_the_engines_end() -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_a_scrape_over_loopback_and_the_engines_end(host: str) -> None:
     """The port is ours alone, shows engine_up 0 after the end, and is free again after close."""
     exporter = exporter_after(EngineFailed("rank 1 was killed"))
-    url = exporter.serve("127.0.0.1", 0)
+    url = exporter.serve(host, 0)
+    assert urlsplit(url).hostname == host
     with urllib.request.urlopen(url, timeout=5) as reply:
         assert values(reply.read().decode())["quartet_engine_up"] == 0
     port = int(url.rpartition(":")[2].partition("/")[0])
-    with pytest.raises(ConfigError, match=rf"metrics.port: cannot listen on 127.0.0.1:{port}: .*\(port 0 is a free one"):
-        Exporter(FACTS).serve("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=rf"metrics.port: cannot listen on {host}:{port}: .*\(port 0 is a free one"):
+        Exporter(FACTS).serve(host, port)
     exporter.close()
     exporter.close()
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        pass
 
 
 def cost_us(exporter: Exporter, event: Event, repeats: int = 2000) -> float:

@@ -108,8 +108,8 @@ def test_an_exporter_on_all_interfaces_is_called_by_its_node() -> None:
     """What is bound to one address keeps it."""
     assert address_of("http://0.0.0.0:9001/metrics", "10.0.0.1") == "10.0.0.1:9001"
     assert address_of("http://127.0.0.1:9001/metrics", "10.0.0.1") == "127.0.0.1:9001"
-    assert address_of("http://::1:9001/metrics", "10.0.0.1") == "[::1]:9001"
-    assert address_of("http://:::9001/metrics", "fd00::1") == "[fd00::1]:9001"
+    assert address_of("http://[::1]:9001/metrics", "10.0.0.1") == "[::1]:9001"
+    assert address_of("http://[::]:9001/metrics", "fd00::1") == "[fd00::1]:9001"
 
 
 def test_a_taken_port_gives_way(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,3 +131,4 @@ def test_rays_exporters_are_listed() -> None:
     second = {**first, "NodeManagerAddress": "10.0.0.1"}
     found = listed_nodes([first, second, {**first, "Alive": False}, {**first, "MetricsExportPort": -1}])
     assert found == [{"targets": [f"{node}:8080"], "labels": {"node": node}} for node in ("10.0.0.1", "10.0.0.2")]
+    assert listed_nodes([{**first, "NodeManagerAddress": "fd00::1"}])[0]["targets"] == ["[fd00::1]:8080"]
