@@ -12,7 +12,7 @@ types that is well-formed.
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
 
@@ -20,7 +20,7 @@ from engine.errors import InvalidRequest
 from engine.front.notation import KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
-from engine.front.string_schema import SchemaError, expressions, lark_regex, repeats
+from engine.front.string_schema import SchemaError, compiles, expressions, lark_regex, repeats
 from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred, says_nothing, types_of
 from engine.matcher import MAX_GRAMMAR_BYTES
 
@@ -35,7 +35,7 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 _BARE_KEY = re.compile(r"""(?!\s)[^"':=,{}\n]+(?<!\s)""")  # what reads as a key without quotes
-_BESIDE_CONSTANTS = frozenset(("type", *OF_STRINGS, *_KEYWORDS["number"]))  # enum and const leave them nothing to say
+_BESIDE_CONSTANTS = frozenset(("type", *OF_STRINGS, *_KEYWORDS["number"]))
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
 # All by which a schema refuses values: a keyword that is none of them is an annotation, JSON Schema's own or anybody's.
 _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS.values(), (
@@ -72,7 +72,7 @@ class CallGrammar:
         self._rules: list[str] = []
         self._bytes = 0
         self._referred: dict[str, str] = {}
-        self._patterns = self._pairs = 0  # each pattern is compiled by itself, pairs of oneOf are compared
+        self._patterns = self._pairs = 0  # patterns, and enums with bounds, are compiled by themselves, pairs of oneOf are compared
         self._root: Any = None  # the schema of the tool whose rules are being made
         self._strict = False  # and whether all of it must be kept
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
@@ -159,7 +159,7 @@ class CallGrammar:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
             case "const" | "enum":
-                return _either([self._constant(value) for value in ValueSchema(schema).listed_values])
+                return _either(list(self._constants(schema)))
             case "allOf" if len(schema["allOf"]) != 1:
                 raise SchemaError("the schema keyword 'allOf' with several schemas")
             case "oneOf":
@@ -183,12 +183,20 @@ class CallGrammar:
             self._add(f"{name}: {self._value(target, depth + 1)}")
         return self._referred[key]
 
-    def _constant(self, value: Any) -> str:
-        if isinstance(value, str):
-            return f"{self._quote} {json.dumps(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
-        if isinstance(value, bool | int | float) or value is None:
-            return json.dumps(json.dumps(value))
-        raise SchemaError("an object or array in enum or const")
+    def _constants(self, schema: Schema) -> Iterator[str]:
+        """Yields the values of enum or const that what stands beside does not refuse."""
+        values = ValueSchema(schema).listed_values
+        if any(isinstance(value, dict | list) for value in values):
+            raise SchemaError("an object or array in enum or const")
+        if texts := [value for value in values if isinstance(value, str)]:
+            yield self._string({**schema, "enum": texts})
+        if others := [value for value in values if not isinstance(value, str)]:
+            bounds = _bounds(schema)
+            self._count(bool(bounds))
+            rule = f"%json {json.dumps({'enum': others} | bounds)}"
+            if bounds and not compiles(rule):
+                raise SchemaError(f"enum or const without a value within {' and '.join(bounds)}")
+            yield self._rule("number", rule)
 
     def _typed(self, kind: str, schema: Schema, depth: int) -> str:
         known = (_KEYWORDS[str(name).lower()] for name in listed(schema.get("type", kind)))
@@ -204,10 +212,13 @@ class CallGrammar:
                 return self._rule("number", f"%json {json.dumps({'type': kind} | _bounds(schema))}")
         return f"any_{kind}"
 
-    def _string(self, schema: Schema) -> str:
-        self._patterns += "pattern" in schema
+    def _count(self, compiled: bool) -> None:
+        self._patterns += compiled
         if self._patterns > _PATTERNS:
-            raise GrammarTooLarge(f"more than {_PATTERNS} times the schema keyword 'pattern'")
+            raise GrammarTooLarge(f"more than {_PATTERNS} times the schema keyword 'pattern', or bounds beside enum or const")
+
+    def _string(self, schema: Schema) -> str:
+        self._count("pattern" in schema)
         if not (kept := expressions(schema)):
             return "any_string"
         return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"

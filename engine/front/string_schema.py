@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 MOST = 1024  # characters or elements that a bound may name
 _LONGEST = 4096  # pattern
+_LONGEST_RULE = 1 << 16  # of which many are kept
 _FUEL = 50_000  # for one string's expressions: two milliseconds; those that people write take a tenth of it
 _ANY = r"(.|\n)*"
 _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
@@ -32,15 +33,22 @@ class SchemaError(ValueError):
 
 
 def expressions(schema: Mapping[str, Any]) -> list[str]:
-    """Regular expressions, all of which a string of this schema matches from its first to its last character. SchemaError."""
+    """Regular expressions, all of which a string of this schema, whose `enum` is of strings, matches from its first to its last
+    character. SchemaError."""
     regexes = [] if schema.get("pattern") is None else [_searched(schema["pattern"])]
+    if "enum" in schema:
+        regexes.append("|".join(map(_plain, schema["enum"])))
     if (name := str(schema.get("format"))) in FORMATS:
         regexes += [FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [FORMATS[name]]
     if any(schema.get(keyword) is not None for keyword in ("minLength", "maxLength")):
         regexes.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
-    if len(regexes) > 1 and not _compiles(" & ".join(map(lark_regex, regexes))):
-        raise SchemaError("a pattern, a format and lengths that together are too much, or that no text has,")
+    if len(regexes) > 1 and not compiles("TEXT\nTEXT: " + " & ".join(map(lark_regex, regexes))):
+        raise SchemaError("a pattern, a format, lengths or enum that together are too much, or that no text has,")
     return regexes
+
+
+def _plain(text: str) -> str:
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def lark_regex(expression: str) -> str:
@@ -63,16 +71,20 @@ def _searched(pattern: Any) -> str:
     if not isinstance(pattern, str) or len(pattern) > _LONGEST:
         raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {_LONGEST} characters,")
     expression = "(?:" + "|".join(_anchored(branch, pattern) for branch in _alternatives(pattern)) + ")"
-    if not _compiles(lark_regex(expression)):
+    if not compiles(f"TEXT\nTEXT: {lark_regex(expression)}"):
         raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'")
     return expression
 
 
+def compiles(rule: str) -> bool:
+    """Whether a grammar's first rule is not too long, llguidance takes it, and some text matches it; takes a millisecond."""
+    return len(rule) <= _LONGEST_RULE and _compiles(rule)
+
+
 @lru_cache(maxsize=1024)
-def _compiles(terminal: str) -> bool:
-    """Whether llguidance takes it, and some text matches it; takes a millisecond."""
+def _compiles(rule: str) -> bool:
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_lexer_fuel=_FUEL)
-    matcher = LLMatcher(_BYTES, f"%llguidance {{}}\nstart: TEXT\nTEXT: {terminal}\n", log_level=0, limits=limits)
+    matcher = LLMatcher(_BYTES, f"%llguidance {{}}\nstart: {rule}\n", log_level=0, limits=limits)
     matcher.compute_bitmask()
     return not matcher.is_error()
 

@@ -154,12 +154,15 @@ def types_of(schema: Any) -> list[str]:
 
 
 def _constants_of(branch: Schema) -> list[Any] | None:
+    """Of const or enum; 1.0 is the integer that it equals."""
     match branch:
         case {"const": value}:
-            return [value]
+            values = [value]
         case {"enum": [*values]}:
-            return values
-    return None
+            pass
+        case _:
+            return None
+    return [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
 
 
 def _element(branch: Schema, index: int) -> Any:

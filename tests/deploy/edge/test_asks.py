@@ -215,7 +215,7 @@ NOTHING: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "key", "turn"), NOTHING)
 def test_turns_without_text_or_calls_are_left_out(path: str, key: str, turn: dict[str, Any]) -> None:
-    """A thought that a user's turn follows, one that nobody can read, and nothing at all; alone they are a 400. Planted: a text, and
+    """A thought that a user's turn follows, one that nobody can read, nothing at all; alone they are a 400. Planted: a text, and
     a thought with which the conversation ends, are turns."""
     wanted = chat_of(path, **{key: [user("Go"), user("On")]})
     assert chat_of(path, **{key: [user("Go"), turn, user("On")]}) == wanted

@@ -224,7 +224,7 @@ def test_an_unknown_model_is_404(edge: Edge) -> None:
     [("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "//v1/models", 404), ("GET", "/v1/models/", 404)],
 )
 def test_unknown_paths_have_the_shape_too(edge: Edge, method: str, path: str, status: int) -> None:
-    """404 and 405 as OpenAI's clients read them; 405 with Allow, as HTTP wants it. What is wrong with a slash at the end is said."""
+    """404 and 405 as OpenAI's clients read them; 405 with Allow, as HTTP wants it. A slash at the end is named."""
     reply = httpx.request(method, f"{edge.url}{path}")
     error = error_of(reply, status)
     assert error["type"] == "invalid_request_error"

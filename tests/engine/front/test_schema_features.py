@@ -189,16 +189,35 @@ def test_what_openapi_calls_nullable_may_be_null(walker: Walker, monkeypatch: py
     [
         ({"type": "integer", "format": "int32", "enum": [0, 1]}, [{"enum": [0, 1]}, {"minimum": 0, "maximum": 1}]),
         ({"type": "string", "anyOf": [{"enum": ["a"]}, {"pattern": "^b$"}]}, [{"enum": ["a", "b"]}]),
+        ({"enum": ["", "a", "bcd", 2, 7, True], "minLength": 2, "minimum": 3}, [{"enum": ["bcd", 7, True]}]),
+        ({"enum": ["b/\n c", 'b"', "é👍", "a"], "pattern": "^[^a]", "maxLength": 4}, [{"enum": ['b"', "é👍"]}]),
+        ({"type": ["string", "null"], "enum": ["x", "2024-02-29", None], "format": "date"}, [{"enum": ["2024-02-29", None]}]),
+        ({"enum": [0, 0.5, 3, 4, 6], "multipleOf": 3, "exclusiveMinimum": 0, "maximum": 5}, [{"const": 3}]),
+        ({"const": "a", "pattern": "a|b"}, [{"const": "a"}]),
+        ({"type": "integer", "enum": [1.0, 2.5]}, [{"const": 1}]),
         ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}}, [{"type": "object"}]),
     ],
 )
-def test_what_stands_beside_says_nothing(walker: Walker, schema: dict[str, Any], others: list[dict[str, Any]]) -> None:
+def test_what_stands_beside_says_what_it_says(walker: Walker, schema: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Of a value's schema, which a strict tool may have, and an answer's form: what is sampled fits what it comes to."""
     wanted = {"type": "object", "properties": {"it": schema}, "required": ["it"], "additionalProperties": False}
     for seed in range(WALKS):
         for text in (called(walker, wanted, seed), answered(walker, wanted, seed)):
             assert not invalid(wanted, text)
             assert not any(invalid({"properties": {"it": other}}, text) for other in others)
+
+
+def test_bounds_that_are_left_out_beside_an_enum_are_seen(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: nothing beside an enum says anything of its numbers, or of its texts."""
+    schema = {"properties": {"it": {"enum": [1, 9, "a", "bc"], "minimum": 5, "minLength": 2}}, "required": ["it"]}
+
+    def values() -> set[Any]:
+        return {json.loads(called(walker, schema, seed))["it"] for seed in range(20)}
+
+    assert values() == {9, "bc"}
+    monkeypatch.setattr(call_grammar, "_bounds", lambda _: {})
+    monkeypatch.setattr(call_grammar, "expressions", lambda schema: expressions({"enum": schema["enum"]}))
+    assert values() == {1, 9, "a", "bc"}
 
 
 def declared(seed: int) -> dict[str, Any]:
