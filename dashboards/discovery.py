@@ -118,7 +118,10 @@ class ReplicaRegistry(Collector):
         member = self._members.pop(replica)
         retired = self._retired[member.target[:2]]
         restarts = {(RESTARTS.name, (cause if cause in CAUSES else "other",)): 1.0} if cause else {}
-        for key, value in (final_counts(member.counts) | restarts).items():
+        ended = sum(value for (name, _), value in member.counts.items() if name == "quartet_requests_total")
+        lost = max(0.0, member.counts.get(("quartet_requests_received_total", ()), 0.0) - ended)  # received, and not ended
+        dead = {_DEAD: member.counts.get(_DEAD, 0.0) + lost} if lost else {}
+        for key, value in (member.counts | dead | restarts).items():
             retired[key] = retired.get(key, 0.0) + value
         self._gone[replica] = member.target, self._clock()
         if len(self._gone) > _REMEMBERED:
@@ -152,13 +155,6 @@ class ReplicaRegistry(Collector):
                             series[rows[name].name].add((*deployment, *labels), value)
         for row in series.values():
             yield row.family()
-
-
-def final_counts(counts: Counts) -> Counts:
-    """Returns a replica's last counts, with an end for each request that it had received and not ended: `dead`."""
-    ended = sum(value for (name, _), value in counts.items() if name == "quartet_requests_total")
-    lost = max(0.0, counts.get(("quartet_requests_received_total", ()), 0.0) - ended)
-    return {**counts, _DEAD: counts.get(_DEAD, 0.0) + lost} if lost else counts
 
 
 class DiscoveryServer(ThreadingHTTPServer):

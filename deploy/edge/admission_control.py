@@ -100,6 +100,7 @@ class AdmissionControl:
         return FULL if self.taken + choices > self.choices else None
 
     def _claim(self, choices: int, answers: int) -> None:
+        """Take so many, or give back what is below 0. Overloaded: so many answers are not there."""
         if self._open_answers + answers > self.answers:
             raise Overloaded(FULL)
         self._reserved += choices
@@ -112,10 +113,6 @@ class AdmissionControl:
         ticket.turn = max(own) if own else min((other.turn for other in waiting), default=self._turn)
         self._turn = max(self._turn, ticket.turn)
         self._tickets.append(ticket)
-
-    def _give_back(self, reserved: int, answers: int) -> None:
-        self._reserved -= reserved
-        self._open_answers -= answers
 
 
 @dataclass(eq=False)
@@ -159,7 +156,7 @@ class AdmissionTicket:
         """The engine has its choices now, and counts them. `refuse` has it give way."""
         self._clocks = clocks
         self._refuse = refuse
-        self.admission._give_back(self._reserved, 0)
+        self.admission._claim(-self._reserved, 0)
         self._reserved = 0
 
     def give_way(self) -> None:
@@ -170,6 +167,6 @@ class AdmissionTicket:
 
     def leave(self) -> None:
         """Give all back: the request has ended, whichever way. Idempotent."""
-        self.admission._give_back(self._reserved, self._answers)
+        self.admission._claim(-self._reserved, -self._answers)
         self._reserved = self._answers = 0
         self._clocks = ()

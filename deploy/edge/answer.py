@@ -184,9 +184,8 @@ class CompletionResponse(Response):
         cached = [generation.cached for generation in self._generations]
         per_prompt = self._job.choices_each
         cached_tokens = sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt))
-        reasoning = sum(generation.reasoning_tokens for generation in self._generations)
-        accepted = sum(generation.accepted for generation in self._generations)
-        rejected = sum(generation.rejected for generation in self._generations)
+        counts = [(generation.reasoning_tokens, generation.accepted, generation.rejected) for generation in self._generations]
+        reasoning, accepted, rejected = map(sum, zip(*counts, strict=True))
         return Usage(self._job.prompt_tokens, self._tokens, cached_tokens, reasoning, self._media_tokens, accepted, rejected)
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
@@ -218,7 +217,7 @@ class CompletionResponse(Response):
 
     def _abort(self, reason: AbortReason) -> None:
         for generation in self._generations:
-            generation.abort(reason)
+            generation.stream.abort(reason)
 
 
 async def _disconnected(receive: Receive) -> None:

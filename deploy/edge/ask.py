@@ -119,13 +119,12 @@ def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMess
 
 
 def without_empty_turns(messages: Sequence[ChatMessage], key: str) -> list[ChatMessage]:
-    """Leaves out turns of the assistant of which nothing would show: no text, no call, at most a thought before a later turn of the
-    user's. InvalidRequest: the `key` has no other."""
-    asked = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
+    """Leaves out turns of the assistant of which nothing would show: no text, no call, at most a thought that another turn follows.
+    InvalidRequest: the `key` has no other."""
     shown = [
         message
-        for index, message in enumerate(messages)
-        if message.role != "assistant" or message.content or message.calls or (message.thought and index >= asked)
+        for message in messages
+        if message.role != "assistant" or message.content or message.calls or (message.thought and message is messages[-1])
     ]
     if not shown:
         raise invalid(key, "must not be empty")

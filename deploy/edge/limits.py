@@ -136,7 +136,8 @@ class Limits:
             raise Overloaded("Too many requests at once; please try again shortly.")
         check_head(scope, self.limits)
         known = self.check_key is None or await self.check_key(scope)
-        if known and _has_body(scope):
+        sent = (value != b"0" for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding"))
+        if known and (scope.get("method") == "POST" or any(sent)):
             await self._uploads.read(upload, receive)
         return known
 
@@ -223,11 +224,6 @@ class Uploads:
         next(waiting).reschedule(asyncio.get_running_loop().time())
 
 
-def _has_body(scope: Scope) -> bool:
-    given = (value != b"0" for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding"))
-    return scope.get("method") == "POST" or any(given)
-
-
 def check_head(scope: Scope, limits: LimitSettings) -> None:
     """Raises InvalidRequest, of the kind that says why."""
     headers = scope["headers"]
@@ -254,8 +250,7 @@ def _check_host(hosts: list[bytes], limits: LimitSettings) -> None:
         match = _HOST.fullmatch(host)
         if match is None or len(hosts) > 1:
             raise InvalidRequest("the Host header is not one host name")
-        name = match[1].decode().lower()
-        if limits.hosts is not None and name not in map(str.lower, limits.hosts):
+        if limits.hosts is not None and match[1].decode().lower() not in map(str.lower, limits.hosts):
             raise ForeignHost("this server is not known by the name in the Host header; limits.hosts lists its names")
 
 

@@ -74,7 +74,17 @@ def create_app(service: Service) -> ASGIApp:
         _add_tokens(app, service, tokens)
     _add_models(app, service)
     _add_health(app, service)
-    _document_components(app, keys=service.keys is not None)
+    generate = app.openapi
+
+    def openapi() -> JsonObject:
+        document = generate()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1] | _ERROR_SCHEMAS)
+        if service.keys is not None:
+            document["components"]["securitySchemes"] = _KEY_SCHEMES
+            document["security"] = [{name: []} for name in _KEY_SCHEMES]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
     limits = service.settings.limits
     check_key = KeyGate(service.keys).check if service.keys is not None else None
     # limits here, too: Ray may have been started without our settings
@@ -84,25 +94,21 @@ def create_app(service: Service) -> ASGIApp:
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
     @app.post(api.path, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body, api.media_type))
     async def generate(request: Request) -> Response:
-        return await _generated(service, request, api)
-
-
-async def _generated(service: Service, request: Request, api: GenerationApi) -> CompletionResponse:
-    async with _admitted(service, request, api.media_type) as ticket:
-        parsed = await _parsed(service, request, api)
-        job = await service.jobs.job(parsed.ask)
-        key = record_of(request.scope).key
-        header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
-        tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
-        job = service.with_priority(job, parsed.ask, tenant)
-        choices = len(job.params)
-        tokens = job.choices_each * job.prompt_tokens
-        media = choices * sum(len(item.data) for item in job.media)
-        await service.admission.make_room(ticket.client, choices, tokens, media)
-        ticket.settle(choices, tokens, media)
-        job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)
-        form = parsed.format(service.model)
-        return CompletionResponse(service, job, form, stream=parsed.ask.stream, media_type=parsed.media_type)
+        async with _admitted(service, request, api.media_type) as ticket:
+            parsed = await _parsed(service, request, api)
+            job = await service.jobs.job(parsed.ask)
+            key = record_of(request.scope).key
+            header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
+            tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
+            job = service.with_priority(job, parsed.ask, tenant)
+            choices = len(job.params)
+            tokens = job.choices_each * job.prompt_tokens
+            media = choices * sum(len(item.data) for item in job.media)
+            await service.admission.make_room(ticket.client, choices, tokens, media)
+            ticket.settle(choices, tokens, media)
+            job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)
+            form = parsed.format(service.model)
+            return CompletionResponse(service, job, form, stream=parsed.ask.stream, media_type=parsed.media_type)
 
 
 async def _parsed(service: Service, request: Request, api: GenerationApi) -> ParsedRequest:
@@ -227,18 +233,3 @@ def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
 def _body(kind: type[Struct], media_type: str = JSON) -> JsonObject:
     """What /docs shows of a body that FastAPI itself does not read."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": _documentation()[0][kind]}}}}
-
-
-def _document_components(app: FastAPI, *, keys: bool) -> None:
-    """Have the API's document hold what the bodies' schemas refer to and, with `keys`, how to send one."""
-    generate = app.openapi
-
-    def openapi() -> JsonObject:
-        document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(_documentation()[1] | _ERROR_SCHEMAS)
-        if keys:
-            document["components"]["securitySchemes"] = _KEY_SCHEMES
-            document["security"] = [{name: []} for name in _KEY_SCHEMES]
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents

@@ -56,9 +56,8 @@ class Service:
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
         self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars)
-        answers = ANSWERS_PER_CHOICE * settings.capacity
-        media_bytes = settings.media.waiting_bytes
-        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, answers, media_bytes)
+        capacity, answers = settings.capacity, ANSWERS_PER_CHOICE * settings.capacity
+        self.admission = AdmissionControl(self.engine, capacity, settings.queue_tokens, answers, settings.media.waiting_bytes)
         self.idle = asyncio.Event()
         self.idle.set()
 

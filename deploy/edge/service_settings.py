@@ -1,6 +1,7 @@
 """What does not change while a model is served."""
 
 from pathlib import Path
+from typing import get_args
 
 from deploy.edge.edge_settings import LimitSettings, LogSettings, MediaSettings
 from engine.checkpoint import generation_config, read_optional
@@ -28,8 +29,8 @@ class Defaults(FrozenStruct):
 def media_kinds(folder: Path, text: TextProcessor) -> frozenset[MediaKind]:
     """The kinds for which a checkpoint has an encoder, and its tokenizer a token."""
     config = read_optional(folder / "config.json")
-    encoders: dict[MediaKind, str] = {"image": "vision_config", "video": "vision_config", "audio": "audio_config"}
-    return frozenset(kind for kind, name in encoders.items() if config.get(name) and text.control_id(f"<|{kind}|>") is not None)
+    encoded = {kind: config.get("audio_config" if kind == "audio" else "vision_config") for kind in get_args(MediaKind)}
+    return frozenset(kind for kind in encoded if encoded[kind] and text.control_id(f"<|{kind}|>") is not None)
 
 
 def audio_row_samples(folder: Path) -> int:

@@ -12,7 +12,7 @@ types that is well-formed.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
 
@@ -35,7 +35,6 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 _BARE_KEY = re.compile(r"""(?!\s)[^"':=,{}\n]+(?<!\s)""")  # what reads as a key without quotes
-_BESIDE_CONSTANTS = frozenset(("type", *OF_STRINGS, *_KEYWORDS["number"]))
 _REFERRING = ("$ref", "anyOf", "oneOf", "allOf")
 # All by which a schema refuses values: a keyword that is none of them is an annotation, JSON Schema's own or anybody's.
 _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS.values(), (
@@ -95,7 +94,9 @@ class CallGrammar:
         size = self._bytes
         referred = dict(self._referred)
         try:
-            return f"({self._value(_of_object(schema), 0)})"
+            known = _without_nulls(schema)  # of an object, whether or not it says so
+            kind = {} if any(keyword in known for keyword in _REFERRING) else {"type": "object"}
+            return f"({self._value({**kind, **known}, 0)})"
         except SchemaError as error:
             if strict:
                 raise InvalidRequest(
@@ -150,7 +151,7 @@ class CallGrammar:
         return _either([self._typed(str(name).lower(), schema, depth) for name in listed(types)])
 
     def _special(self, keyword: str, schema: Schema, depth: int) -> str:
-        _only(schema, {keyword} | (_BESIDE_CONSTANTS if keyword in ("const", "enum") else {"type"}))
+        _only(schema, {keyword, "type", *(() if keyword in _REFERRING else (*OF_STRINGS, *_NUMERIC))})
         inside = ValueSchema({keyword: schema[keyword]}, self._root)
         beside = ValueSchema({"type": schema.get("type")})
         if keyword in _REFERRING and not all(map(beside.allows, inside.types or ())):
@@ -159,7 +160,7 @@ class CallGrammar:
             case "$ref":
                 return self._reference(str(schema["$ref"]), depth)
             case "const" | "enum":
-                return _either(list(self._constants(schema)))
+                return _either(self._constants(schema))
             case "allOf" if len(schema["allOf"]) != 1:
                 raise SchemaError("the schema keyword 'allOf' with several schemas")
             case "oneOf":
@@ -293,12 +294,6 @@ def _target(root: Any, reference: str) -> Any:
     return target
 
 
-def _of_object(schema: Schema) -> Schema:
-    """Arguments are an object, whether or not their schema says so."""
-    known = _without_nulls(schema)
-    return known if any(keyword in known for keyword in ("type", *_REFERRING)) else {"type": "object", **known}
-
-
 def _without_nulls(schema: Schema) -> Schema:
     """A keyword that is null is as good as absent: programs write so what they leave open. So is one that allows everything."""
     return {
@@ -311,7 +306,7 @@ def _without_nulls(schema: Schema) -> Schema:
 def _bounds(schema: Schema) -> dict[str, Any]:
     """The bounds of a number. SchemaError: one is no number, or they leave no value."""
     bounds = {name: schema[name] for name in _NUMERIC if name in schema}
-    if any(isinstance(bound, bool) or not isinstance(bound, int | float) for bound in bounds.values()):
+    if any(type(bound) not in (int, float) for bound in bounds.values()):
         raise SchemaError(f"{' or '.join(bounds)} that is no number")
     least = [bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds]
     most = [bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds]
@@ -320,7 +315,7 @@ def _bounds(schema: Schema) -> dict[str, Any]:
     return bounds
 
 
-def _either(alternatives: Sequence[str]) -> str:
-    if not alternatives:
+def _either(alternatives: Iterable[str]) -> str:
+    if not (joined := " | ".join(alternatives)):
         raise SchemaError("an empty list of what a value may be")
-    return " | ".join(alternatives)
+    return joined

@@ -243,14 +243,13 @@ class EngineClient(asyncio.Protocol):
         entry = self._requests.pop(request)
         if error is not None:
             entry.stream.fail(error)
-        ended = entry.aborted_at or monotonic()
         clock = entry.stream.clock
         first = clock.first
         last = clock.last
         count = clock.output_tokens
         ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
-        e2e = ended - clock.submitted
+        e2e = (entry.aborted_at or monotonic()) - clock.submitted
         self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, e2e, clock.queue_s))
 
     def _interval(self, before: Load | None, load: Load) -> float | None:

@@ -220,10 +220,6 @@ class Generation:
         """Tokens of its thoughts so far, markers included."""
         return self._reader.reasoning_tokens
 
-    def abort(self, reason: AbortReason) -> None:
-        """End it in the engine; does nothing if it has ended."""
-        self.stream.abort(reason)
-
     @property
     def ready(self) -> bool:
         """Whether `take` gives something."""
@@ -409,7 +405,7 @@ class DeltaReader(Generic[T]):
                 reason = AbortReason.slow_reader if isinstance(error, SlowReader) else AbortReason.sibling_failed
                 for other in self.generations:  # closing their streams would report that the client has gone
                     if other is not generation:
-                        other.abort(reason)
+                        other.stream.abort(reason)
                 if not has_yielded:
                     raise
                 self._error = error

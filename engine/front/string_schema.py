@@ -37,7 +37,8 @@ def expressions(schema: Mapping[str, Any]) -> list[str]:
     character. SchemaError."""
     regexes = [] if schema.get("pattern") is None else [_searched(schema["pattern"])]
     if "enum" in schema:
-        regexes.append("|".join(map(_plain, schema["enum"])))
+        escaped = (re.sub(r"\W", lambda char: f"\\x{{{ord(char[0]):x}}}", text) for text in schema["enum"])
+        regexes.append("|".join(escaped))
     if (name := str(schema.get("format"))) in FORMATS:
         regexes += [FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [FORMATS[name]]
     if any(schema.get(keyword) is not None for keyword in ("minLength", "maxLength")):
@@ -45,10 +46,6 @@ def expressions(schema: Mapping[str, Any]) -> list[str]:
     if len(regexes) > 1 and not compiles("TEXT\nTEXT: " + " & ".join(map(lark_regex, regexes))):
         raise SchemaError("a pattern, a format, lengths or enum that together are too much, or that no text has,")
     return regexes
-
-
-def _plain(text: str) -> str:
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def lark_regex(expression: str) -> str:

@@ -214,7 +214,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}  # noqa: DTZ005 (templates mean the local clock)
     return environment
 
 
@@ -225,7 +225,3 @@ def _to_json(value: Any, indent: int | None = None, sort_keys: bool = False) -> 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 (templates mean the local clock)

@@ -41,9 +41,9 @@ from deploy.edge.key_types import (
     one_of,
     shown_as,
 )
-from deploy.edge.raw_json import Json, ListReader, invalid, not_null
+from deploy.edge.raw_json import ListReader, invalid, not_null
 from engine.front.constraints import ToolChoice
-from engine.protocol import FrozenStruct, JsonObject
+from engine.protocol import FrozenStruct
 
 # Anthropic's that are not there, and those of OpenAI's chats that would change the answer.
 _REFUSED = ("compaction", "container", "thread", "frequency_penalty", "logit_bias", "max_completion_tokens", "n",
@@ -130,27 +130,28 @@ class CountRequest(FrozenStruct):
 
     def chat(self) -> ChatPrompt:
         """InvalidRequest names what cannot be done."""
-        tools = _tools(self.tools)
+        check_bounds([self.tools], "tools", "they")
+        tools = _TOOL_LIST.read(self.tools, "tools")
+        for index, tool in enumerate(tools):
+            if tool.type not in (None, "custom"):
+                raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
+        turns = _TURNS.read(self.messages, "messages")
+        blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
+        check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
+        said = [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
+        messages = without_empty_turns(said, "messages")
+        texts = [_text(block, f"system[{index}]").text for index, block in enumerate(_blocks(self.system))]
+        system = "\n\n".join(text for text in texts if not text.lstrip().startswith(_BILLING))
+        if system:
+            messages.insert(0, ChatMessage("system", system))
         return ChatPrompt(
-            [*self._system_message(), *self._turns()],
-            tools,
+            messages,
+            [declared_function(tool.name, tool, tool.input_schema) for tool in tools],
             choice=_choice(self.tool_choice),
             thinks=self.thinking.type != "disabled" if self.thinking else None,
             thought_tokens=self.thinking.budget_tokens if self.thinking else None,
             tool_paths=[(f"tools[{index}]", f"tools[{index}].input_schema") for index in range(len(tools))],
         )
-
-    def _system_message(self) -> list[ChatMessage]:
-        texts = [_text(block, f"system[{index}]").text for index, block in enumerate(_blocks(self.system))]
-        text = "\n\n".join(text for text in texts if not text.lstrip().startswith(_BILLING))
-        return [ChatMessage("system", text)] if text else []
-
-    def _turns(self) -> list[ChatMessage]:
-        turns = _TURNS.read(self.messages, "messages")
-        blocks = (block for turn in turns if isinstance(turn.content, list) for block in turn.content)
-        check_bounds((block.input for block in blocks), "messages", "the inputs of all tool_use blocks")
-        messages = [message for index, turn in enumerate(turns) for message in _chat_messages(turn, f"messages[{index}]")]
-        return without_empty_turns(messages, "messages")
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -190,15 +191,6 @@ COUNT_READER = BodyReader(CountRequest, _ABSENT)
 MESSAGES_READER = BodyReader(MessagesRequest, _ABSENT)
 _TURNS = ListReader(Turn, MESSAGES)
 _TOOL_LIST = ListReader(ClientTool, TOOLS)
-
-
-def _tools(raw: Json) -> list[JsonObject]:
-    check_bounds([raw], "tools", "they")
-    tools = _TOOL_LIST.read(raw, "tools")
-    for index, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            raise invalid(f"tools[{index}].type", f"{tool.type!r} is not supported, only 'custom'")
-    return [declared_function(tool.name, tool, tool.input_schema) for tool in tools]
 
 
 def _choice(choice: ToolUseChoice | None) -> ToolChoice:

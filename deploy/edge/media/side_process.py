@@ -67,7 +67,9 @@ def _serve(connection: socket.socket) -> None:
     with connection.makefile("rb") as stream:
         (length,) = LENGTH.unpack(stream.read(LENGTH.size))
         task = decode_task(stream.read(length))
-        cpu_s, most = CPU_S[task.kind], _data_bytes() + MEMORY_BYTES
+        line = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert line is not None, "the kernel says what a process has"
+        cpu_s, most = CPU_S[task.kind], (int(line[1]) << 10) + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         connection.sendall(BEGUN)
@@ -77,25 +79,17 @@ def _serve(connection: socket.socket) -> None:
 
 def _answer(task: DecodeTask, source: bytes) -> Prepared | str:
     try:
-        return _PREPARERS[task.kind](task, _data(task, source))
+        if task.is_remote:
+            source = fetched(source.decode(), task)
+        elif task.media_type != FRAMES_TYPE:
+            source = unbase64(source)
+        return _PREPARERS[task.kind](task, source)
     except InvalidRequest as error:
         return str(error)
     except MemoryError:
         return "it takes too much memory to decode"
     except Exception as error:  # noqa: BLE001 - decoders raise anything at all at what is damaged
         return f"it cannot be decoded: {getattr(error, 'strerror', None) or error}"
-
-
-def _data(task: DecodeTask, source: bytes) -> bytes:
-    if task.is_remote:
-        return fetched(source.decode(), task)
-    return source if task.media_type == FRAMES_TYPE else unbase64(source)
-
-
-def _data_bytes() -> int:
-    line = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert line is not None, "the kernel says what a process has"
-    return int(line[1]) << 10
 
 
 if __name__ == "__main__":

@@ -36,16 +36,11 @@ def install(settings: LogSettings) -> None:
         logger = logging.getLogger(package)
         logger.setLevel(settings.level.upper())
         logger.propagate = False  # the root's handler would say it twice
-        if not any(isinstance(handler, ForwardHandler) for handler in logger.handlers):
-            logger.addHandler(ForwardHandler(logging.getLogger("ray.serve")))
+        logger.addHandler(_FORWARD)  # which it has once
 
 
 class ForwardHandler(logging.Handler):
-    """Hands records to another logger's handlers: one line each, with the id of the request that they belong to."""
-
-    def __init__(self, target: logging.Logger) -> None:
-        super().__init__()
-        self._target = target
+    """Hands records to the handlers of Serve's logger: one line each, with the id of the request that they belong to."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass it on."""
@@ -54,7 +49,10 @@ class ForwardHandler(logging.Handler):
         known = REQUEST_ID.get()
         if known and not hasattr(record, "request_id"):
             record.request_id = known
-        self._target.handle(record)
+        logging.getLogger("ray.serve").handle(record)
+
+
+_FORWARD = ForwardHandler()
 
 
 def one_line(text: str) -> str:

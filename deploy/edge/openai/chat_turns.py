@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, to_builtins
+from msgspec import UNSET, Meta, to_builtins
 
 from deploy.edge.ask import ChatMessage, ChatPrompt, Part, PastCall
 from deploy.edge.common_keys import (
@@ -101,25 +101,20 @@ _TOOLS = ListReader(JsonObject, TOOLS)
 def read_chat(request: Any) -> ChatPrompt:
     """Read what a request with a chat's keys says of its conversation. InvalidRequest names the key that is wrong."""
     switches = to_builtins(request.chat_template_kwargs or {})
-    turns = _messages(request.messages)
+    messages = _MESSAGES.read(request.messages, "messages")
+    if not messages:
+        raise invalid("messages", "must not be empty")
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_bounds((call.function.arguments for call in calls), "messages", "the arguments of all tool_calls")
     check_bounds([request.tools], "tools", "they")
     return ChatPrompt(
-        turns,
+        [_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
         _TOOLS.read(request.tools, "tools"),
         thinks=switches.pop("enable_thinking", thinks_by_effort(request.reasoning_effort)),
         add_generation_prompt=request.add_generation_prompt is not False,
         switches=switches,
         max_soft_tokens=request.mm_processor_kwargs and request.mm_processor_kwargs.max_soft_tokens,
     )
-
-
-def _messages(raw: Raw) -> list[ChatMessage]:
-    messages = _MESSAGES.read(raw, "messages")
-    if not messages:
-        raise invalid("messages", "must not be empty")
-    calls = (call for message in messages for call in message.tool_calls or ())
-    check_bounds((call.function.arguments for call in calls), "messages", "the arguments of all tool_calls")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: Message, where: str) -> ChatMessage:

@@ -47,7 +47,7 @@ class ResponseObject(BlockFormat):
             if function.namespace is not None
         }
         self._sequence = count()
-        self._delta = b""
+        self._delta = b""  # of the open block, whose deltas differ by their number and text alone
 
     def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - what it costs is said at the end
         """It has been accepted."""
@@ -72,7 +72,9 @@ class ResponseObject(BlockFormat):
 
     def opened(self, block: ReplyBlock) -> bytes:
         """The item, empty yet, and the one part of its content."""
-        self._delta = self._delta_of(block)
+        kind = f"response.{_EVENTS[block.kind]}.delta".encode()
+        where = encode(self._place(block))[1:-1]
+        self._delta = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%%d,"delta":%%b}\n\n' % (kind, kind, where)
         item = self._item(block, "in_progress") | ({} if block.kind == "call" else {"content": []})
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         return added if block.kind == "call" else added + self._part_event("added", block, "")
@@ -95,12 +97,6 @@ class ResponseObject(BlockFormat):
 
     def _event(self, kind: str, **fields: object) -> bytes:
         return event(kind, sequence_number=next(self._sequence), **fields)
-
-    def _delta_of(self, block: ReplyBlock) -> bytes:
-        """The deltas of a block, which differ by their number and text alone."""
-        kind = f"response.{_EVENTS[block.kind]}.delta".encode()
-        where = encode(self._place(block))[1:-1]
-        return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%%d,"delta":%%b}\n\n' % (kind, kind, where)
 
     def _done_event(self, block: ReplyBlock, **fields: object) -> bytes:
         return self._event(f"response.{_EVENTS[block.kind]}.done", **self._place(block), **fields)

@@ -244,7 +244,7 @@ def test_siblings_are_aborted_with_the_true_reason(text: TextProcessor, error: E
         with pytest.raises(type(error)):
             await reader.next()
         reasons = [why for _, why in engine.aborted]
-        generations[1].abort(AbortReason.client_gone)
+        generations[1].stream.abort(AbortReason.client_gone)
         await asyncio.sleep(0)
         return reasons
 
