@@ -121,7 +121,7 @@ def test_the_place_of_a_strict_tool_is_named(edge: Edge) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$", "minLength": 5}}}
     functions: list[dict[str, Any]] = [{"name": "fine", "parameters": {}}, {"name": "broken", "strict": True, "parameters": bad}]
     reply = asked(edge, CHAT, [{"type": "function", "function": each} for each in functions])
-    assert error_of(reply, 400)["message"].startswith("tools: broken: a pattern, a format and lengths that together")
+    assert error_of(reply, 400)["message"].startswith("tools: broken: a pattern, a format, lengths or enum that together")
 
 
 def written(path: str, name: str, schema: Any = None) -> Any:
