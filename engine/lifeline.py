@@ -112,7 +112,7 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     figures = list(zip(*map(msgspec.structs.astuple, measured), strict=True))
     curves = (*figures[:3], *zip(*figures[-1], strict=True))
     decodes, prefills, mixed, *drafts = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
-    return StepTimes(decodes, prefills, mixed, *map(max, figures[3:-1]), tuple(drafts))
+    return StepTimes(decodes, prefills, mixed, *map(max, figures[3:-1]), drafts=tuple(drafts))
 
 
 class Ready(TaggedMessage):

@@ -36,7 +36,7 @@ class DraftStage:
         hidden = torch.zeros((rows, self._target.geometry.hidden), dtype=self._target.dtype, device=device)
         self._rows = DraftInputs(ids, of_slots, torch.stack(positions), hidden)
         parameters = self._slots.parameters
-        self._greedy = SlotParameters(*map(torch.zeros_like, parameters[:2]), parameters.stop)
+        self._greedy = SlotParameters._make([*map(torch.zeros_like, parameters[:2]), parameters.stop])
 
     def accept(self, batch: ForwardBatch, chosen: Tensor, hidden: Tensor, *, adjusted: bool) -> Tensor:
         """Returns how many of each sequence's sampled tokens stand, int32 [sequences, padded]; lengths advance by the drafts among
