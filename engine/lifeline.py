@@ -112,7 +112,8 @@ def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     figures = list(zip(*map(msgspec.structs.astuple, measured), strict=True))
     curves = (*figures[:3], *zip(*figures[-1], strict=True))
     decodes, prefills, mixed, *drafts = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
-    return StepTimes(decodes, prefills, mixed, *map(max, figures[3:-1]), drafts=tuple(drafts))
+    context_ms, read_ms, attend_ms, tile = map(max, figures[3:-1])
+    return StepTimes(decodes, prefills, mixed, context_ms, read_ms, attend_ms, tile, tuple(drafts))
 
 
 class Ready(TaggedMessage):

@@ -127,12 +127,13 @@ def test_steps_with_drafts_are_measured(nano: Nano, tmp_path: Path, monkeypatch:
     folder = nano("31b")
     drafter = str(drafters.write(folder, tmp_path))
     rank = single(config_of(folder, 1, mtp={"model": drafter, "drafts": "auto"}, load_format="dummy"))
-    times = measured(rank, build(rank, PAGES))
+    found: list[StepTimes] = []
+    plain = served(rank)
+    assert served(rank, lambda runner: found.append(measured(rank, runner))) == plain
+    (times,) = found
     assert [[rows for rows, _ in points] for points in times.drafts] == [[1, 4]] * len(rank.config.drafts)
     assert times.drafts[-1][-1][1] > times.drafts[0][0][1] > 0
     assert (times.decodes, times.prefills, times.mixed) == ((), (), ())
-    plain = served(rank)
-    assert served(rank, lambda runner: measured(rank, runner)) == plain
     monkeypatch.setattr(step_times._Probe, "clear", lambda self: None)
     assert served(rank, lambda runner: measured(rank, runner)) != plain
 
