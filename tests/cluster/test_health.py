@@ -73,22 +73,21 @@ def test_a_suspended_machine_is_no_death() -> None:
     assert judged(records, Observation(NOW, since=NOW - 4 * S)) is not None
 
 
-def test_a_hang_inside_a_step_blames_the_rank_that_did_not_launch() -> None:
-    """Three ranks wait in step 812's collective for rank 1, which never launched it: rank 1 alone is named, with the step."""
-    records = with_record(launched(statuses(), 812, NOW - 61 * S), 1, launched=811, progress_ns=NOW - 62 * S)
-    assert judged(records) == Death("rank_stalled", "rank 1 made no progress in step 812 for 61 s")
+HANGS = [
+    # three ranks wait in step 812's collective for rank 1, which never launched it
+    (812, 61, 1, {"launched": 811, "progress_ns": NOW - 62 * S}, "rank 1 made no progress in step 812 for 61 s"),
+    # one that finished less than its peers, however long these have waited for it
+    (813, 70, 3, {"launched": 812, "finished": 810, "progress_ns": NOW - 61 * S}, "rank 3 made no progress in step 811 for 70 s"),
+    # ranks that are equally far are named together
+    (812, 61, 4, {}, "rank 0, rank 1, rank 2, rank 3 made no progress in step 812 for 61 s"),
+]
 
 
-def test_a_hang_blames_the_rank_that_is_behind() -> None:
-    """A rank that finished less than its peers is named, however long the peers have waited for it."""
-    records = with_record(launched(statuses(), 813, NOW - 70 * S), 3, launched=812, finished=810, progress_ns=NOW - 61 * S)
-    assert judged(records) == Death("rank_stalled", "rank 3 made no progress in step 811 for 70 s")
-
-
-def test_a_hang_of_all_names_all() -> None:
-    """Ranks that are equally far are named together."""
-    records = launched(statuses(tp=2), 812, NOW - 61 * S)
-    assert judged(records) == Death("rank_stalled", "rank 0, rank 1 made no progress in step 812 for 61 s")
+@pytest.mark.parametrize(("step", "age_s", "index", "behind", "sentence"), HANGS)
+def test_a_hang_blames_who_is_behind(step: int, age_s: int, index: int, behind: dict[str, int], sentence: str) -> None:
+    """With the step."""
+    records = with_record(launched(statuses(), step, NOW - age_s * S), index, **behind)
+    assert judged(records) == Death("rank_stalled", sentence)
 
 
 def test_a_fresh_plan_after_a_long_rest_is_no_hang() -> None:
@@ -206,16 +205,16 @@ def test_the_watcher_blames_the_signal_not_the_first_to_end(tmp_path: Path) -> N
     assert watch(tmp_path, story) == [Death("killed", "rank 1 was killed by SIGKILL")]
 
 
-def test_a_process_that_failed_is_told_from_one_that_was_killed(tmp_path: Path) -> None:
-    """What it said before it ended is the sentence, and `failed` the cause."""
-    ended = ExitStatus("rank 0", 1, Failed("CUDA out of memory", user=False))
-    assert watch(tmp_path, lambda group, _: group.end(0, ended)) == [Death("failed", "rank 0 failed: CUDA out of memory")]
-
-
-def test_the_watcher_names_whoever_ended_alone(tmp_path: Path) -> None:
-    """Where no signal explains it, the one that ended is named with its exit code."""
-    expected = Death("failed", "rank 0 ended with exit code 3")
-    assert watch(tmp_path, lambda group, _: group.end(0, ExitStatus("rank 0", 3))) == [expected]
+@pytest.mark.parametrize(
+    ("ended", "sentence"),
+    [
+        (ExitStatus("rank 0", 1, Failed("CUDA out of memory", user=False)), "rank 0 failed: CUDA out of memory"),
+        (ExitStatus("rank 0", 3), "rank 0 ended with exit code 3"),
+    ],
+)
+def test_the_watcher_names_whoever_ended_alone(tmp_path: Path, ended: ExitStatus, sentence: str) -> None:
+    """Where no signal explains it, by what it said before it ended, or by its exit code; `failed` is the cause."""
+    assert watch(tmp_path, lambda group, _: group.end(0, ended)) == [Death("failed", sentence)]
 
 
 @pytest.mark.parametrize(("step_s", "blamed"), [(0.4, "rank 1 made no progress in step 1"), (60, "rank 0 ended with exit code 1")])

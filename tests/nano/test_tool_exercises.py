@@ -105,12 +105,9 @@ def test_what_is_called_was_asked_for() -> None:
 
 def leaves(value: Any) -> list[Any]:
     """The texts and numbers in it."""
-    if isinstance(value, bool):
-        return []
     if isinstance(value, dict | list):
-        inner = value.values() if isinstance(value, dict) else value
-        return [leaf for each in inner for leaf in leaves(each)]
-    return [value]
+        return [leaf for each in (value.values() if isinstance(value, dict) else value) for leaf in leaves(each)]
+    return [] if isinstance(value, bool) else [value]
 
 
 def test_the_notation_is_the_one_of_templates() -> None:

@@ -8,16 +8,14 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.nano.pictures import Picture, drawn
-from tests.support.stack.serve_process import Stack, descendants
+from tests.support.stack.serve_process import Stack, descendants, process_mb
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -43,11 +41,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def memory_mb(stack: Stack) -> float:
     """Of all its processes, what they share counted once in each."""
-    pages = 0
-    for pid in descendants(stack.process.pid):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages / 256
+    return sum(process_mb(pid, "VmRSS") for pid in descendants(stack.process.pid))
 
 
 async def asked(client: httpx.AsyncClient, picture: Picture, places: asyncio.Semaphore) -> str:

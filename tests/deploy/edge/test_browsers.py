@@ -1,14 +1,11 @@
-"""What a web page of another site, and a neighbour on the network, may do and learn; and that the API's document is a valid one."""
+"""What a web page of another site, and a neighbour on the network, may do and learn."""
 
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
@@ -25,18 +22,19 @@ BODY = chat_body(max_tokens=1)
 PAGE = "https://page.example"
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"])
-def test_a_body_must_say_that_it_is_json(edge: Edge, kind: str | None) -> None:
-    """A page may send these three without asking: 415, and the engine hears nothing."""
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (None, 415), ("text/plain", 415), ("application/x-www-form-urlencoded", 415), ("multipart/form-data", 415),
+        ("text/json", 415),
+        ("application/json", 200), ("Application/JSON", 200), ("application/json; charset=utf-8", 200),
+    ],
+)
+def test_a_body_must_say_that_it_is_json(edge: Edge, kind: str | None, status: int) -> None:
+    """In any case, with parameters. A page may send the first three without asking: 415, and the engine hears nothing."""
     reply = edge.post(CHAT, content=json.dumps(BODY), headers={"content-type": kind} if kind else {})
-    assert error_of(reply, 415)["code"] == "unsupported_media_type"
-    assert edge.core.requests == []
-
-
-@pytest.mark.parametrize("kind", ["application/json", "Application/JSON", "application/json; charset=utf-8"])
-def test_json_is_json_however_it_is_spelled(edge: Edge, kind: str) -> None:
-    """In any case, with parameters."""
-    assert edge.post(CHAT, content=json.dumps(BODY), headers={"content-type": kind}).status_code == 200
+    assert (reply.status_code, len(edge.core.requests)) == (status, status == 200)
+    assert status == 200 or error_of(reply, 415)["code"] == "unsupported_media_type"
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +43,18 @@ def known(edges: Edges) -> Edge:
     return edges(limits=limits)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "llm.example", "LLM.example:443"])
-def test_known_hosts_are_accepted(known: Edge, host: str) -> None:
-    """With any port, in any case."""
-    assert known.get("/v1/models", headers={"host": host}).status_code == 200
-
-
-@pytest.mark.parametrize("host", ["rebound.example", "localhost.example", "127.0.0.2", "[::2]", "example"])
-def test_other_hosts_are_refused(known: Edge, host: str) -> None:
-    """A name of the attacker's that leads to loopback is none of them."""
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "llm.example", "LLM.example:443")),
+        *((host, 403) for host in ("rebound.example", "localhost.example", "127.0.0.2", "[::2]", "example")),
+    ],
+)
+def test_known_hosts_alone_are_accepted(known: Edge, host: str, status: int) -> None:
+    """With any port, in any case. A name of the attacker's that leads to loopback is none of them."""
     reply = known.get("/v1/models", headers={"host": host})
-    assert error_of(reply, 403)["code"] == "host_not_allowed"
+    assert reply.status_code == status
+    assert status == 200 or error_of(reply, 403)["code"] == "host_not_allowed"
 
 
 def asked_by(edge: Edge, origin: str) -> httpx.Response:
@@ -107,14 +106,9 @@ def test_a_page_reads_what_the_guard_refuses(origin: str, allowed: str | None, m
 @pytest.mark.parametrize(
     ("client", "forwarded", "here"),
     [
-        ("127.0.0.1", (), True),
-        ("::1", (), True),
-        ("127.0.0.1", ("127.0.0.1",), True),
-        ("127.0.0.1", ("10.0.0.9, 127.0.0.1",), True),
-        ("127.0.0.1", ("127.0.0.1, 10.0.0.9",), False),
-        ("127.0.0.1", ("127.0.0.1", "10.0.0.9"), False),
-        ("127.0.0.1", ("somebody",), False),
-        ("10.0.0.9", ("127.0.0.1",), False),
+        ("127.0.0.1", (), True), ("::1", (), True), ("127.0.0.1", ("127.0.0.1",), True),
+        ("127.0.0.1", ("10.0.0.9, 127.0.0.1",), True), ("127.0.0.1", ("127.0.0.1, 10.0.0.9",), False),
+        ("127.0.0.1", ("127.0.0.1", "10.0.0.9"), False), ("127.0.0.1", ("somebody",), False), ("10.0.0.9", ("127.0.0.1",), False),
         ("10.0.0.9", (), False),
     ],
 )
@@ -130,46 +124,3 @@ def test_addresses_are_for_this_machine(edge: Edge, monkeypatch: pytest.MonkeyPa
     assert "metrics" in edge.get("/health/ready").json()
     far = edge.get("/health/ready", headers={"x-forwarded-for": "10.0.0.9"})
     assert (far.status_code, far.json()) == (200, {"status": "ready", "model": "nano"})
-
-
-def references(value: Any) -> Iterator[str]:
-    """Every $ref of a document."""
-    if isinstance(value, dict):
-        yield from (item for key, item in value.items() if key == "$ref")
-        yield from (found for item in value.values() for found in references(item))
-    elif isinstance(value, list):
-        yield from (found for item in value for found in references(item))
-
-
-def resolved(document: dict[str, Any], reference: str) -> Any:
-    """What it refers to; KeyError: nothing."""
-    value: Any = document
-    for part in reference.removeprefix("#/").split("/"):
-        value = value[part]
-    return value
-
-
-def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
-    """The schema of a path's body, with the components that it refers to."""
-    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    return {**content["schema"], "components": document["components"]}
-
-
-def test_the_document_of_the_api_is_whole(edge: Edge) -> None:
-    """OpenAPI 3.1: every reference leads somewhere, every schema is one, and they tell a good body from a bad one."""
-    document = edge.get("/openapi.json").json()
-    assert document["openapi"].startswith("3.1")
-    found = list(references(document))
-    assert found, "nothing refers to anything: nothing is tested"
-    for reference in found:
-        resolved(document, reference)
-    with pytest.raises(KeyError):
-        resolved(document, "#/components/schemas/Nothing")
-    for path, good in ((CHAT, BODY), (TEXT, {"model": "nano", "prompt": [1, 2]})):
-        Draft202012Validator.check_schema(body_schema(document, path))
-        validator = Draft202012Validator(body_schema(document, path))
-        validator.validate(good)
-        with pytest.raises(ValidationError):
-            validator.validate(good | {"temperature": 3})
-    with pytest.raises(SchemaError):
-        Draft202012Validator.check_schema({"type": "nothing"})

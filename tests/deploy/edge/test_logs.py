@@ -175,24 +175,19 @@ def call(app: Any, path: str, headers: list[tuple[bytes, bytes]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("encoding", ["json", "text"])
-def test_a_line_cannot_be_forged(logged: LoggedEdge, encoding: Any) -> None:
-    """Newlines in id, path and method leave one line, which says none of it; what code of ours logs is one line as well."""
+def test_a_line_cannot_be_forged(logged: LoggedEdge, encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newlines in id, path and method leave one line, which says none of it; what code of ours logs is one line as well. Planted:
+    text that is not escaped."""
     logged.open(LogSettings(format=encoding, level="debug"))
     call(create_app(logged.edge.service), "/a\nERROR FORGED", [(b"x-request-id", b"a\nERROR FORGED")])
     text = logged.text()
     assert len(text.splitlines()) == 1
     assert "FORGED" not in text
     assert "OTHER unknown" in text
-    logging.getLogger("deploy.anything").warning("a %s", "b\nERROR 2026 {app} FORGED\u2028FORGED\x85FORGED")
-    assert len(logged.text().splitlines()) == 2
-
-
-def test_without_escaping_a_text_line_is_forged(logged: LoggedEdge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the test above would notice."""
-    monkeypatch.setattr("deploy.edge.observe.logs.one_line", lambda text: text)
-    logged.open(LogSettings(format="text"))
-    logging.getLogger("deploy.anything").warning("a %s", "b\nERROR 2026 {app} FORGED\u2028FORGED\x85FORGED")
-    assert len(logged.text().splitlines()) == 4
+    for lines in (2, 3 if encoding == "json" else 6):
+        logging.getLogger("deploy.anything").warning("a %s", "b\nERROR 2026 {app} FORGED\u2028FORGED\x85FORGED")
+        assert len(logged.text().splitlines()) == lines
+        monkeypatch.setattr("deploy.edge.observe.logs.one_line", lambda text: text)
 
 
 def test_serves_fields_stand_in_each_line(logged: LoggedEdge) -> None:
@@ -286,23 +281,19 @@ ENDS: dict[str, tuple[Callable[[LoggedEdge], None], int, int]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_end_has_the_metrics_word(logged: LoggedEdge, end: str) -> None:
-    """finish_reason is the outcome under which quartet_requests_total counts the request, and our failures are errors."""
+def test_the_end_has_the_metrics_word(logged: LoggedEdge, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """finish_reason is the outcome under which quartet_requests_total counts the request, and our failures are errors. Planted: a
+    failure that is called otherwise."""
     act, status, level = ENDS[end]
-    act(logged)
-    until(lambda: bool(logged.edge.ends), "the engine's word")
-    line = logged.line()
-    (ended,) = logged.edge.ends
-    assert (line["finish_reason"], line["status"], line["levelname"]) == (ended.outcome, status, logging.getLevelName(level))
-    assert line["client_gone"] is (end == "client_gone")
-
-
-def test_a_wrong_word_for_the_end_shows(logged: LoggedEdge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: an end that is called otherwise is not the metrics'."""
-    monkeypatch.setattr("deploy.edge.observe.record._OUTCOMES", {Exception: "stop"})
-    fail(logged)
-    (ended,) = logged.edge.ends
-    assert logged.line()["finish_reason"] != ended.outcome
+    for planted in (False, True) if end == "error" else (False,):
+        if planted:
+            monkeypatch.setattr("deploy.edge.observe.record._OUTCOMES", {Exception: "stop"})
+        act(logged)
+        until(lambda planted=planted: len(logged.edge.ends) == 1 + planted, "the engine's word")
+        line, ended = logged.lines()[-1], logged.edge.ends[-1]
+        assert (line["finish_reason"] == ended.outcome) is not planted
+        assert (line["status"], line["levelname"]) == (status, logging.getLevelName(level))
+        assert line["client_gone"] is (end == "client_gone")
 
 
 @pytest.fixture(scope="module")

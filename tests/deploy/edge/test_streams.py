@@ -5,9 +5,10 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.edge_settings import LimitSettings
 from deploy.edge.limits import Limits
@@ -112,6 +113,17 @@ def test_a_reader_that_never_reads_is_dropped(nano: Nano) -> None:
             until(lambda: edge.service.open == 0, "the end of the answer")
 
 
+async def ask(app: ASGIApp, body: dict[str, Any], send: Send) -> None:
+    """A chat of a client that stays."""
+    said = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+    async def receive() -> Message:
+        return next(said, None) or await asyncio.Future()
+
+    heads = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    await app({"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": heads}, receive, send)
+
+
 @pytest.mark.parametrize("stuck_at", ["head", "first chunk", "last chunk"])
 def test_each_write_is_bounded(edge: Edge, stuck_at: str) -> None:
     """Where it never ends, the request does, as slow_reader, and nothing more is written."""
@@ -127,15 +139,8 @@ def test_each_write_is_bounded(edge: Edge, stuck_at: str) -> None:
             await asyncio.Future()
 
     async def answered() -> None:
-        said = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
-
-        async def receive() -> Message:
-            return next(said, None) or await asyncio.Future()
-
-        heads = [(b"host", b"a"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": heads}
         async with asyncio.timeout(5):
-            await create_app(edge.service)(scope, receive, send)
+            await ask(create_app(edge.service), body, send)
 
     edge.run(answered())
     assert sent.count(stuck_at) == 1
@@ -203,22 +208,12 @@ def test_only_a_streams_ends_pass_what_stands_around_the_app(edge: Edge, *, guar
 
         await app(scope, receive, noted)
 
-    async def answered() -> None:
-        said = iter([{"type": "http.request", "body": json.dumps(BODY | {"max_tokens": 40}).encode(), "more_body": False}])
+    async def send(message: Message) -> None:
+        if len(sent) % 5 == 0:  # the client is slow now and then
+            await asyncio.sleep(0.01)
+        sent.append(message)
 
-        async def receive() -> Message:
-            return next(said, None) or await asyncio.Future()
-
-        async def send(message: Message) -> None:
-            if len(sent) % 5 == 0:  # the client is slow now and then
-                await asyncio.sleep(0.01)
-            sent.append(message)
-
-        heads = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": heads}
-        await Limits(around, LimitSettings(), bounds_writes=guarded)(scope, receive, send)
-
-    edge.run(answered())
+    edge.run(ask(Limits(around, LimitSettings(), bounds_writes=guarded), BODY | {"max_tokens": 40}, send))
     assert len(sent) > 10
     assert passed == ([sent[0], sent[-1]] if guarded else sent)
     chunks = b"".join(message["body"] for message in sent[1:]).decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]

@@ -44,14 +44,18 @@ def geometry(member: str) -> Geometry:
     return read_geometry(model_folder(member if ":" in member else f"dummy:{member}"))
 
 
+def rank(shape: Geometry) -> tuple[Gemma4, KVCache]:
+    """A model, and its pages."""
+    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
+    allocate(model, TENSORS)
+    return model, KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
+
+
 @cache
 def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, ...]:
     """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
     shape = geometry(member)
-    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
-    allocate(model, TENSORS)
-    caches = [GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)]
-    cache = KVCache(caches)
+    model, cache = rank(shape)
     shared = make_inboxes(FirstOfGroup(TP), 256, shape.summed_width, torch.bfloat16)
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
@@ -92,9 +96,7 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
 
 def sampling(shape: Geometry, drafts: int) -> SampleStage:
     """Of a rank whose sequences have so many drafts."""
-    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
-    allocate(model, TENSORS)
-    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
+    model, cache = rank(shape)
     slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, drafts)
     sampler = Sampler(model.parallel, shape.vocab, shape.softcap, (), META)
     inboxes = make_inboxes(FirstOfGroup(TP), 256, shape.hidden, model.dtype)
@@ -122,9 +124,7 @@ def sampled(member: str, name: str, rows: int, width: int) -> tuple[Node, ...]:
 def mixed(chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...] = (8,)) -> tuple[Node, ...]:
     """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward."""
     shape, rows = geometry(member), chunk + decodes
-    model = Gemma4(shape, FirstOfGroup(TP), torch.bfloat16, META)
-    allocate(model, TENSORS)
-    cache = KVCache([GroupCache(group, 100, SLOTS, MAX_LEN, META) for group in kv_groups(shape, TP)])
+    model, cache = rank(shape)
     attention = attention_backend(AttentionConfig(), shape, cache, TP, buckets, META)
     with record(target=(9, 0)) as nodes:
         ids, positions, slots = int32(rows), int32(rows), int32(rows)
