@@ -1,7 +1,6 @@
 """Adjusted logits on a GPU: the reference's values over a quarter of 262 144 ids, what they cost in a graph, and captured steps."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from kernels.adjust import adjust
 from kernels.choose import parts_of
 from kernels.launch import plain_torch, processors
 from kernels.sampling_batch import SamplingBatch, SlotParameters
-from tests.bench.timing import microseconds
 from tests.support.engine.adjusted_logits import random_sequence
 from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_rows
 from tests.support.engine.ranks import run, single
@@ -61,7 +59,7 @@ def case(rows: int, *, adjusted: bool = True) -> tuple[Tensor, SamplingBatch, Ad
 @pytest.mark.parametrize("rows", [1, 32, 100])
 def test_values_are_the_references(rows: int) -> None:
     """The kernel's logits and counts are plain torch's, also where inputs are counted; with the counts of the step before they are
-    not. Printed: microseconds in a graph, of adjusted rows and of rows that nothing adjusts."""
+    not."""
     logits, batch, adjustments = case(rows)
     parts = parts_of(SHARE, rows, processors(DEVICE))
     for step in range(3):
@@ -79,10 +77,6 @@ def test_values_are_the_references(rows: int) -> None:
         adjustments.tables.counts.copy_(after)
         assert error(found, want) < TOLERANCE
         assert error(late, want) > 100 * TOLERANCE or rows < 32
-    unadjusted, others, _ = case(rows, adjusted=False)
-    us = microseconds(partial(adjust, logits.clone(), batch, FIRST, parts), DEVICE)
-    plain = microseconds(partial(adjust, unadjusted.clone(), others, FIRST, parts), DEVICE)
-    print(f"{rows} rows: {us:.1f} us, unadjusted {plain:.1f} us")
 
 
 @pytest.mark.parametrize("early", [False, True])

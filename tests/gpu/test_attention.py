@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from kernels.chunks import extend_tiles
-from kernels.decode import DecodeScratch, decode_attention, decode_splits, decode_tile
+from kernels.decode import DecodeScratch, decode_attention
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
-from kernels.tiles import LARGE_SHARED
-from tests.bench.attention import LAYERS, PAGE, Layer, Problem, candidates
+from tests.bench.attention import PAGE
 from tests.support.attention import EPS, Case, Shape, decode_case, precompile_decode
 from tests.support.dtypes import both_dtypes
 
@@ -42,8 +41,7 @@ def compiled() -> None:
     variants = [
         (shape, n, None, dtype, width[shape.page]) for shape in SHAPES.values() for dtype, splits in SPLITS.items() for n in splits
     ]
-    cuts = [(layer.shape, n, tile, torch.bfloat16, 64) for layer in LAYERS for n, tile in candidates(Problem(layer, 4, 1024), 132)]
-    precompile_decode([*variants, *cuts], len(LENGTHS), torch.cuda.get_device_capability())
+    precompile_decode(variants, len(LENGTHS), torch.cuda.get_device_capability())
 
 
 def pages_of(lengths: list[int]) -> dict[int, int]:
@@ -104,19 +102,6 @@ def shifted(case: Case, window: int) -> Tensor:
         if steps:
             ids[row] = ids[row].roll(-steps)
     return ids
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=[layer.name for layer in LAYERS])
-def test_every_cut_gives_the_same(layer: Layer) -> None:
-    """All cuts that the bench tries agree with one another far better than with fp64."""
-    problem = Problem(layer, 4, 1024)
-    shape = layer.shape
-    case = on_gpu(decode_case(shape, [1040, 33, 700, 1], torch.bfloat16))
-    for splits, tile in candidates(problem, 132):
-        scratch = scratch_of(case, splits)
-        out = torch.full((4, shape.heads * shape.d), torch.nan, dtype=torch.bfloat16, device="cuda")
-        decode_attention(*case.inputs(case.pool.clone()), shape.window, scratch, out, splits, tile)
-        assert error(out, case) < TOLERANCE, (splits, tile)
 
 
 def test_a_graph_replays_and_follows_its_positions() -> None:
@@ -204,12 +189,3 @@ def test_extend(heads: int, kv_heads: int, d: int, window: int | None) -> None:
     if window is not None:
         want = paged_prefill(q[700:1200], pool, table[1], 1000, window + 1)
         assert (out[700:1200].float() - want.float()).norm() / want.float().norm() > 1e-3
-
-
-def test_defaults_fill_the_gpu() -> None:
-    """The committed cut of batch 1 puts at least half of the multiprocessors to work."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    for shape in (SHAPES["31b sliding"], SHAPES["31b full"]):
-        splits = decode_splits(1, shape.kv_heads, shape.d, 33, processors)
-        ctas = shape.kv_heads * splits
-        assert ctas * decode_tile(shape.d, PAGE, ctas, -(-33 // splits), 2, LARGE_SHARED).values >= processors // 2

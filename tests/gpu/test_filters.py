@@ -1,4 +1,4 @@
-"""Filtered rows over a vocabulary of 262 144 on a GPU: the sorting reference's tokens, in a graph, and how long it takes."""
+"""Filtered rows over a vocabulary of 262 144 on a GPU: the sorting reference's tokens, in a graph."""
 
 from collections.abc import Sequence
 
@@ -68,7 +68,7 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
 @pytest.mark.parametrize("top_k", [1, 64, 128])
 def test_candidates_hold_what_a_small_top_k_keeps(top_k: int, ranks: int) -> None:
     """Tokens of the default request, and of the least and the largest small top_k, are those of the sorting reference; with half
-    the k, or without top_p, some are others. Printed: microseconds of one rank in a graph, the gather apart."""
+    the k, or without top_p, some are others."""
     for rows in (1, 100, 256):
         torch.manual_seed(rows)
         logits = torch.randn(rows, VOCAB, device=DEVICE) * 3
@@ -93,8 +93,7 @@ def test_candidates_hold_what_a_small_top_k_keeps(top_k: int, ranks: int) -> Non
         kept = torch.full_like(seeds, top_k)
         want = choose_filtered(capped, one, seeds, ahead, kept, 0.95 * one, none)
         wrong = int((found != want).sum())
-        print(f"top_k {top_k}, {rows} rows of {ranks} ranks: {microseconds(lambda: best(0), DEVICE):.0f} us, "
-              f"the choice {microseconds(run, DEVICE):.0f} us; {wrong} tokens other")  # fmt: skip
+        print(f"top_k {top_k}, {rows} rows of {ranks} ranks: {wrong} tokens other")
         assert wrong <= rows // 50
         if rows >= 100 and top_k > 1:
             for other in ((kept // 2, 0.95 * one), (kept, one)):

@@ -141,7 +141,7 @@ def test_the_bench_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.dry(out)
     rows = [json.loads(line) for line in out.getvalue().splitlines()]
     found = {(row["kernel"], row["shape"]) for row in rows}
-    assert found == {(kernel, layer.name) for kernel in ("decode_attention", "extend_attention") for layer in bench.LAYERS}
+    assert found == {("decode_attention", layer.name) for layer in bench.LAYERS}
     assert all(row["us"] > 0 and row["error"] < bench.TOLERANCE for row in rows)
     whole = bench.Inputs.reference
     monkeypatch.setattr(bench.Inputs, "reference", lambda *given: whole(*given).mul_(1.02))

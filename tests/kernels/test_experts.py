@@ -120,22 +120,6 @@ def test_experts() -> None:
     assert it.error(halves[0]) > 100 * TOLERANCE
 
 
-@both_dtypes
-@pytest.mark.parametrize("tokens", [1, 3, 11, 140])
-def interpreted_router(tokens: int, dtype: torch.dtype) -> None:
-    """Logits are the reference's to fp32's last digits and x its bits but for a last one; without the scale they are not."""
-    h, proj, scale, norm, _ = scored(tokens, dtype)
-    with record() as nodes:
-        logits, x = router_logits(h, router_parts(proj, scale), norm, EPS)
-    assert [node.kernel for node in nodes] == ["_logits" if tokens <= 128 else "_many_logits"]
-    z = rms_norm(h.float(), None, EPS) * scale * 80**-0.5
-    assert (logits - z @ proj.t()).abs().max() < TOLERANCE
-    assert (logits - z / scale @ proj.t()).abs().max() > 100 * TOLERANCE
-    off = lambda other: float(((x - other).double() / x.double()).abs().max())  # noqa: E731
-    assert off(rms_norm(h, norm, EPS)) < 4 * torch.finfo(dtype).eps
-    assert off(rms_norm(h, None, EPS)) > 400 * torch.finfo(torch.float32).eps
-
-
 @pytest.mark.parametrize(("count", "top_k"), [(18, 3), (128, 8)])
 def interpreted_route(count: int, top_k: int) -> None:
     """The reference's experts in its order, and its weights; equal logits: the lower expert. A NaN spoils a row's weights alone."""
@@ -154,16 +138,6 @@ def interpreted_route(count: int, top_k: int) -> None:
     assert chosen[3].tolist() == list(range(top_k))
     assert weights[1:3].isnan().all()
     assert bool(((chosen >= 0) & (chosen < count)).all())
-
-
-def interpreted_blocks_of_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sorted block by block, assignments stand as sorted at once: the same bits."""
-    it = case(200, torch.bfloat16, n=72, m=44)
-    want = it.run()
-    monkeypatch.setattr(kernels.experts, "_GROUP_BLOCK", 64)
-    with record() as nodes:
-        assert torch.equal(it.run(), want)
-    assert [(node.kernel, node.grid) for node in nodes[:2]] == [("_count", (7,)), ("_group", (6, 7))]
 
 
 @both_dtypes
@@ -185,15 +159,6 @@ def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
     assert it.error(replace(it, weights=it.weights.roll(1, 1)).run()) > 10 * tolerance
     narrow = replace(it, gate_up=it.gate_up.unflatten(1, (2, 44))[:, :, :-1].flatten(1, 2), down=it.down[..., :-1].contiguous())
     assert it.error(narrow.run()) > 4 * tolerance
-
-
-def interpreted_shares() -> None:
-    """Four ranks' shares of 11 columns add up to the whole; three of them do not."""
-    for tokens in (2, 12):
-        it = case(tokens, n=72, m=44, top_k=3)
-        parts = [it.share(rank, 4).run() for rank in range(4)]
-        assert it.error(sum(parts, torch.zeros(()))) < TOLERANCE
-        assert it.error(sum(parts[1:], torch.zeros(()))) > 100 * TOLERANCE
 
 
 def interpreted_skew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import geglu
-from kernels.linear import _run, linear, linear_geglu, linear_gelu_mul, linear_parts
+from kernels.linear import _run, linear, linear_geglu, linear_parts
 from kernels.tiles import MOST_ROWS, TABLE, GemmShape, Tile, choose, fit
 from tests.bench.gemms import gemm, gemv
 from tests.support import interpreter
@@ -107,20 +107,6 @@ def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
     assert error(out, product(x, weight, False)) < TOLERANCE[torch.bfloat16]
     assert error(wide, product(x, weight, False)) < TOLERANCE[torch.float32]
     assert error(wide.bfloat16(), product(x, weight, False)) > TOLERANCE[torch.float32]
-
-
-@both_dtypes
-@pytest.mark.parametrize("rows", [1, 2, 5, 40, 130])
-def interpreted_gelu_mul(rows: int, dtype: torch.dtype) -> None:
-    """A product's GELU times rows that lie apart is the formula, in one launch of ours; times the next rows' it is not."""
-    x, weight = case(rows, 40, 96, dtype, False)
-    ups = torch.randn(rows, 3, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
-    with record() as nodes:
-        out = linear_gelu_mul(x, weight, ups[:, 1])
-    gelu = functional.gelu(product(x, weight, False), approximate="tanh")
-    assert len(nodes) == 1
-    assert error(out, gelu * ups[:, 1]) < TOLERANCE[dtype]
-    assert error(out, gelu * ups[:, 2]) > 10 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 130])

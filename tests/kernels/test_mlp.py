@@ -6,11 +6,7 @@ from torch.nn import functional
 
 from kernels.activation import geglu
 from kernels.embed import embed
-from kernels.norm import rms_norm
-from kernels.ple import per_layer_inputs
-from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
-from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
 
@@ -40,25 +36,3 @@ def test_embed() -> None:
     assert torch.equal(torch.stack(parts).sum(0), table[ids])
     assert torch.stack([part.any(-1) for part in parts]).sum(0).tolist() == [1] * len(ids)
     assert not torch.equal(torch.stack(parts[:3]).sum(0), table[ids])
-
-
-def test_under_the_interpreter() -> None:
-    """The interpreted cases of this file hold."""
-    interpreter.run(__file__)
-
-
-@both_dtypes
-@pytest.mark.parametrize(("layers", "width"), [(5, 32), (35, 256)])
-def interpreted_per_layer_inputs(layers: int, width: int, dtype: torch.dtype) -> None:
-    """The kernel gives what transformers' operations give, rounded where they round; another layer's token rows do not."""
-    generator = torch.Generator().manual_seed(layers)
-    context, tokens = (torch.randn(3, layers * width, generator=generator).to(dtype) for _ in range(2))
-    norm = (1 + 0.3 * torch.randn(width, generator=generator)).to(dtype)
-    with record() as nodes:
-        out = per_layer_inputs(context, tokens, norm, 1e-6, 0.03, 16.0)
-    shape = (3, layers, width)
-    want = (rms_norm((context * 0.03).view(shape), norm, 1e-6) + (tokens * 16.0).view(shape)) * 2.0**-0.5
-    off = lambda other: float(((out - other).double().abs() / (1 + other.double().abs())).max())  # noqa: E731
-    assert len(nodes) == 1
-    assert off(want) <= 8 * torch.finfo(dtype).eps  # of fp32: the squares are added in another order
-    assert off(want.roll(1, 1)) > 100 * torch.finfo(dtype).eps
