@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.run import CLIENTS, ROOT, Row, Target, ask
+from tests.clients.run import CLIENTS, ROOT, Target, ask
 
 pytestmark = pytest.mark.pure
 
@@ -48,7 +48,7 @@ def outcomes(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, limit_s
     ("body", "limit_s", "reason"),
     [
         ("import os; os._exit(3)", 20, "no outcome: the script ended with exit code 3"),
-        ("time.sleep(60)", 8.4, "no outcome: the script did not end within 8 s"),
+        ("time.sleep(60)", 5.4, "no outcome: the script did not end within 5 s"),
     ],
 )
 def test_every_case_has_an_outcome(
@@ -64,15 +64,6 @@ def test_a_script_that_cannot_start_fails(tmp_path: Path, monkeypatch: pytest.Mo
     """Its row has the last thing that it said."""
     found = outcomes(tmp_path, monkeypatch, "import no_such_client")
     assert found == {"start": "the script ended with exit code 1: ModuleNotFoundError: No module named 'no_such_client'"}
-
-
-def test_rows_are_lines_of_a_table() -> None:
-    """One line each, however long the reason is, and whatever it contains."""
-    assert str(Row("a", "1.0", "chat", None)) == "| a | 1.0 | chat | ok |"
-    row = str(Row("a", "1.0", "chat", "x | y\n" + "z" * 999))
-    assert "\n" not in row
-    assert "x \\| y zzz" in row
-    assert len(row) < 200
 
 
 def test_every_client_has_a_script() -> None:

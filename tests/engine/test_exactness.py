@@ -37,7 +37,6 @@ MEMBERS = list(SHAPES)
 TOLERANCE = 1e-4
 FAULT = 100 * TOLERANCE
 PROMPTS = 20
-MORE_PROMPTS = 64
 BUDGET = 96  # prefill tokens a step: three pages, no multiple of which is the remainder of a random prompt
 GREEDY = SamplingParams(max_tokens=40, logprobs=5)
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3)  # every fourth request: steps without a scored row stay as common
@@ -99,9 +98,9 @@ def random_prompts(geometry: Geometry, count: int, rng: random.Random) -> list[l
 @pytest.fixture(scope="module")
 def case(nano: Nano) -> Callable[..., Case]:
     @cache
-    def make(member: str, count: int = PROMPTS) -> Case:
+    def make(member: str) -> Case:
         geometry = read_geometry(nano(member))
-        prompts = random_prompts(geometry, count, random.Random(f"{SEED} {member}"))
+        prompts = random_prompts(geometry, PROMPTS, random.Random(f"{SEED} {member}"))
         return Case(nano(member), geometry, load_oracle(nano(member)), prompts)
 
     return make
@@ -176,14 +175,6 @@ def test_a_group_gives_transformers_tokens(case: Callable[..., Case], member: st
     else:
         assert figures.last.preemptions == 0
         assert figures.peaks["sliding"] < 0.9 * figures.peaks["full"], "no window page was given back"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("member", MEMBERS)
-def test_more_prompts(case: Callable[..., Case], member: str, tp: int) -> None:
-    """The same over more prompts, with pools that hold them all and with small ones."""
-    check(case(member, MORE_PROMPTS), tp, tight=tp == 2, name=member)
 
 
 @pytest.mark.parametrize("fault", [pytest.param("sliding", marks=pytest.mark.slow), "full", "reduce"])

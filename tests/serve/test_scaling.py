@@ -86,12 +86,3 @@ def test_replicas_follow_the_load_and_no_request_is_lost(place: tuple[Stack, str
         balance = ledger.balance()
         assert balance["conserved"], (phase, balance)
         assert balance["finished"] == ledger.sent, (phase, balance)
-
-
-def test_it_comes_back_for_one_request(place: tuple[Stack, str]) -> None:
-    """From zero again, a single request waits for its replica."""
-    stack, url = place
-    assert count(url) == 0
-    reply = ask(stack)
-    assert reply.status_code == 200, reply.text
-    print(f"from zero: {reply.elapsed.total_seconds():.1f} s")

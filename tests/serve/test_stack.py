@@ -103,30 +103,6 @@ def test_the_template_and_the_default_of_thinking_are_the_settings(stack: Stack)
         assert reply.json()["tokens"] == own.render_chat(messages) + own.encode(word, add_bos=False)
 
 
-def test_logits_are_adjusted(stack: Stack) -> None:
-    """At TP=4: with two ids allowed nothing else comes, a forbidden one of them not either, and a frequency penalty brings both;
-    where no token is left the answer is a 400."""
-    text = TextProcessor.load(resolve("nano:31b"))
-    one, other = (text.encode(word, add_bos=False)[0] for word in ("house", "red"))
-    first, second = text.decode([one]), text.decode([other])
-
-    def completed(**keys: Any) -> tuple[int, str]:
-        body = {"model": MODEL, "prompt": "One two", "temperature": 0, "max_tokens": 16, **keys}
-        reply = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60).json()
-        return (200, reply["choices"][0]["text"]) if "choices" in reply else (400, reply["error"]["message"])
-
-    allowed = {"allowed_token_ids": [one, other]}
-    assert completed()[1].replace(first, "").replace(second, ""), "anything else may come where nothing is said"
-    assert completed(**allowed)[1].replace(first, "").replace(second, "") == ""
-    assert completed(**allowed, logit_bias={str(one): -100}) == (200, 16 * second)
-    assert completed(**allowed, logit_bias={str(other): -100}) == (200, 16 * first)
-    _, mixed = completed(**allowed, frequency_penalty=2)
-    assert mixed.count(first) + mixed.count(second) == 16
-    assert min(mixed.count(first), mixed.count(second)) > 0
-    status, message = completed(allowed_token_ids=[text.eos_ids[0]], min_tokens=2)
-    assert (status, "forbid every token" in message) == (400, True)
-
-
 def test_a_changed_setting_is_deployed_and_no_request_is_lost(stack: Stack) -> None:
     """Another build, of two ranks, under open streams and a client that goes on asking: they end whole, it hears 200, a new replica
     answers. It is that of the tests below: their boots and steps take half as long."""
@@ -247,20 +223,6 @@ def test_a_thought_has_a_budget(stack: Stack) -> None:
     assert thoughts[2] == ""
     assert len(thoughts[0]) > len(thoughts[1]) > 0
     assert thoughts[0].startswith(thoughts[1])
-
-
-def test_a_required_call_comes(stack: Stack) -> None:
-    """tool_choice required and named: a call that validates, whatever was asked; none where the choice is none."""
-    with api(stack) as client:
-        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}, "none"):
-            reply = client.chat.completions.create(
-                model=MODEL, messages=HELLO, tools=[WEATHER], tool_choice=choice, temperature=0, max_tokens=200
-            ).choices[0]
-            calls = [call.function for call in reply.message.tool_calls or ()]
-            assert reply.finish_reason == ("stop" if choice == "none" else "tool_calls")
-            assert [call.name for call in calls] == ([] if choice == "none" else ["get_weather"])
-            for call in calls:
-                jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
 
 
 def test_drafts_change_no_call(stack: Stack) -> None:

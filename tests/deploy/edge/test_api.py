@@ -166,13 +166,6 @@ def test_a_stop_string_ends_text_and_engine(edge: Edge, *, stream: bool, batched
         until(lambda: edge.core.abort_reasons == ["stop_string"], "the abort")
 
 
-def test_text_that_only_looked_like_a_stop_string_comes_out(edge: Edge) -> None:
-    """What was held back is emitted when the stream ends without a match."""
-    edge.script("all ST<turn|>")
-    answer = edge.post("/v1/chat/completions", chat_body(stop="STOP")).json()
-    assert answer["choices"][0]["message"]["content"] == "all ST"
-
-
 def test_a_stop_token_id_is_not_text(edge: Edge) -> None:
     """The id that ended the text is counted, not shown."""
     word = edge.text.encode("house", add_bos=False)[0]

@@ -3,10 +3,9 @@
 import json
 from typing import Any
 
-import openai
 import pytest
 
-from engine.protocol import AbortReason, FinishReason
+from engine.protocol import AbortReason
 from tests.support.edge.api_client import client, events, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge, until
 from tests.support.edge.summed import sum_chat
@@ -40,8 +39,7 @@ def test_thoughts_and_parallel_calls(edge: Edge, batch: int) -> None:
     assert [(call["type"], call["function"]["name"]) for call in message["tool_calls"]] == [("function", "get_weather")] * 2
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert usage["completion_tokens_details"] == {
-        "reasoning_tokens": len(edge.text.encode(THOUGHT, add_bos=False)),
-        "accepted_prediction_tokens": 0,
+        "reasoning_tokens": len(edge.text.encode(THOUGHT, add_bos=False)), "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
     }
     chunks = events(edge, CHAT, asked(stream_options={"include_usage": True}))
@@ -179,21 +177,3 @@ def test_logprobs_beside_calls(edge: Edge) -> None:
     streamed = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert len(whole["logprobs"]["content"]) == size
     assert streamed == whole["logprobs"]["content"]
-
-
-def test_a_plain_answer_has_no_new_fields(edge: Edge) -> None:
-    """Neither reasoning nor tool_calls where there are none."""
-    edge.script("hi<turn|>")
-    choice = edge.post(CHAT, asked()).json()["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
-    assert edge.core.finish is FinishReason.stop
-
-
-def test_openais_client_reads_bad_tools(edge: Edge) -> None:
-    """A declaration that is wrong is a BadRequestError that names its place."""
-    wrong: list[Any] = [{"type": "function", "function": {"name": "a b"}}]
-    with client(edge) as api, pytest.raises(openai.BadRequestError) as caught:
-        api.chat.completions.create(model="nano", messages=ASK, tools=wrong)
-    assert caught.value.param == "tools"
-    assert "tools[0].function.name" in str(caught.value)
-    assert not edge.core.requests

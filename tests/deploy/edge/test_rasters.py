@@ -93,11 +93,6 @@ def test_auto_is_the_least_budget_that_does_not_shrink(size: tuple[int, int], bu
         assert rows < size[0] or columns < size[1]
 
 
-def test_limits_lower_a_budget() -> None:
-    """Who asks for 1120 tokens where 280 are allowed gets 280."""
-    assert prepare(png(picture(900, 900)), 1120, max_soft_tokens=280).shape == (768, 768, 3)
-
-
 SHADES = np.stack([np.linspace(0, 255, 96, dtype=np.uint8)] * 96)
 COLOURS = np.stack([SHADES, SHADES.T, 255 - SHADES], 2)
 

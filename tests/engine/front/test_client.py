@@ -106,16 +106,6 @@ def test_a_request_streams_to_its_end() -> None:
     assert run_story(story).finished == 1
 
 
-def test_submission_does_not_wait_for_the_reader() -> None:
-    """The core hears of a request that nobody has begun to read."""
-
-    async def story(client: EngineClient, core: FakeCore) -> None:
-        stream = client.generate([1], PARAMS)
-        assert (await core.receive_request()).id == stream.id
-
-    run_story(story)
-
-
 def test_what_piled_up_comes_as_one() -> None:
     """Outputs that arrive while the reader is away come merged: tokens and logprobs in order, the last one's finish."""
 

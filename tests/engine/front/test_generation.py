@@ -222,13 +222,6 @@ def test_an_error_comes_behind_what_was_there_before_it(text: TextProcessor) -> 
     assert asyncio.run(main()) == [300]
 
 
-def test_a_stop_string_cuts_the_parts(text: TextProcessor) -> None:
-    """The text before the stop string, whatever tokens it began in, and the end is a stop."""
-    found = [delta for _, delta in deltas_of(text, text.encode(WORDS, add_bos=False), stops=(" and",))]
-    assert content_of(found) == WORDS.partition(" and")[0]
-    assert [delta.finish for delta in found][-1] == "stop"
-
-
 @pytest.mark.parametrize(
     ("error", "reason"), [(SlowReader("behind"), AbortReason.slow_reader), (GenerationFailed("NaN"), AbortReason.sibling_failed)]
 )
