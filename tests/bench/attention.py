@@ -21,10 +21,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile
 from kernels.launch import plain_torch
-from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.tiles import LARGE_SHARED
 from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
 from tests.support.attention import Shape, decode_node
@@ -229,35 +227,8 @@ def _named(problem: Problem, cut: Cut) -> dict[str, Any]:
     return {**named, "splits": splits, "tile": asdict(tile)}
 
 
-def extend_rows(bench: Bench, layer: Layer, chunks: int, length: int) -> Iterator[dict[str, Any]]:
-    """Prefill of `chunks` whole prompts of `length` tokens, by the committed tile, compared with the reference and timed."""
-    device, pages = bench.device, -(-length // PAGE)
-    pool = torch.randn(chunks * pages + 1, 2, layer.kv_heads, PAGE, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
-    table = (torch.randperm(chunks * pages, device=device).to(torch.int32) + 1).view(chunks, pages)
-    q = torch.randn(chunks * length, layer.heads, layer.d, device=device).to(torch.bfloat16) * layer.d**-0.25
-    tokens = tile_tokens(layer.heads, layer.kv_heads)
-    whole = torch.tensor([(slot, slot * length, 0, length) for slot in range(chunks)], dtype=torch.int32, device=device)
-    listed, out = extend_tiles(whole, tokens, chunks * length), torch.empty_like(q)
-
-    def run() -> None:
-        extend_attention(q, pool, table, listed, layer.window, out)
-
-    run()
-    last = min(64, length)
-    off = error(out[length - last : length], paged_prefill(q[length - last : length], pool, table[0], length - last, layer.window))
-    assert off < TOLERANCE, f"{layer.name}: relative error {off}"
-    us = launch_us([run] * 4 if device.type == "cuda" else [run], device)
-    window = layer.window or length
-    pairs = chunks * sum(min(position + 1, window) for position in range(length))
-    tflops = 4e-6 * pairs * layer.heads * layer.d / us
-    found = {"kernel": "extend_attention", "shape": layer.name, "rows": chunks * length, "context": length, "us": round(us, 1)}
-    yield {**found, "tflop_s": round(tflops, 1), "error": round(off, 5)}
-
-
 def best_line(rows: Sequence[dict[str, Any]]) -> str:
     """The best cut of a problem beside the default, for people."""
-    if "tile" not in rows[0]:
-        return "  ".join(f"{name} {value}" for name, value in rows[0].items())
     if failed := [row for row in rows if "failed" in row]:
         print(f"{len(failed)} cuts failed, the first: {failed[0]}", flush=True)
     best, default = min((row for row in rows if "us" in row), key=lambda row: row["us"]), rows[0]
@@ -299,8 +270,6 @@ def on_gpu(args: argparse.Namespace, out: TextIO) -> None:
     memory = torch.randn((2 * max(largest, IN_TURN)), device=device, dtype=torch.bfloat16).mul_(256**-0.25)
     for problem, tried in cuts.items():
         write(bench.problem(problem, tried, memory), out)
-    for layer, (chunks, length) in itertools.product(LAYERS[:2], ((1, 1024), (8, 1024), (1, 8192))):
-        write(extend_rows(bench, layer, chunks, length), out)
     print(f"{time.perf_counter() - began:.0f} s in all, {bench.skipped} cuts left out", flush=True)
 
 
@@ -313,7 +282,6 @@ def dry(out: TextIO) -> None:
             assert 1 <= len(candidates(Problem(layer, rows, 1024), 132)) <= CANDIDATES
         problem = Problem(small, 2, 70)
         write(bench.problem(problem, candidates(problem, 8)[:2], None), out)
-        write(extend_rows(bench, small, 2, 70), out)
 
 
 def write(rows: Iterator[dict[str, Any]], out: TextIO) -> None:

@@ -252,11 +252,8 @@ def told(args: argparse.Namespace, size: int, length: int, firsts: list[Run], wh
     batch = f"b{size}" if length == PROMPT else f"b{size}x{length}"
     prefill, decode = (f"{case(args)}-{kind}-{batch}" for kind in ("prefill", "decode"))
     return [
-        (prefill, "prefill", first, "s"),
-        (prefill, "prefill beside decode rows", beside, "s"),
-        (decode, "step", step, "ms"),
-        (decode, "step while all decode", steady, "ms"),
-        (decode, "device idle before a step", idle / 1e3, "ms"),
+        (prefill, "prefill", first, "s"), (prefill, "prefill beside decode rows", beside, "s"), (decode, "step", step, "ms"),
+        (decode, "step while all decode", steady, "ms"), (decode, "device idle before a step", idle / 1e3, "ms"),
     ]
 
 

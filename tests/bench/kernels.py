@@ -1,4 +1,4 @@
-"""Kernels at one rank's real shapes: `python -m tests.bench.kernels`. One JSON object a line, and a table of steps at the end.
+"""Kernels at one rank's real shapes: `python -m tests.bench.kernels`. One JSON object a line.
 
     --model, --tp, --rows     whose shapes (31b at 4), and how many rows of x
     --sweep                   every candidate tile instead of the committed one; the table at the end is what to commit
@@ -24,7 +24,7 @@ from tests.bench.gemms import committed, sweep
 from tests.bench.timing import Case, precompile_all, try_case
 from tests.nano.model_shapes import PUBLIC
 from tests.nano.model_shapes import ModelShape as Model
-from tests.support.engine.products import Product, products
+from tests.support.engine.products import products
 
 Row = dict[str, Any]
 
@@ -58,7 +58,7 @@ def small(model: Model, tp: int) -> Model:
 
 
 def bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
-    """A row a case, then a row a number of rows of x: what all products of a step take."""
+    """A row a case."""
     chosen = [product for product in products(model, options.tp) if options.only in product.name]
     cases = list((sweep if options.sweep else committed)(chosen, options.rows))
     device = yield from prepare(cases, options)
@@ -67,7 +67,6 @@ def bench(model: Model, options: argparse.Namespace) -> Iterator[Row]:
         rows.append(try_case(case, device))
         yield rows[-1]
     yield from best_tiles(rows) if options.sweep else ()
-    yield from step_rows(chosen, rows, options.rows)
 
 
 def prepare(cases: Iterable[Case], options: argparse.Namespace) -> Generator[Row, None, torch.device]:
@@ -97,28 +96,6 @@ def best_tiles(rows: list[Row]) -> Iterator[Row]:
         if best is not None:
             kept = {key: best[key] for key in ("tile", "us", "floor_us", "tb_per_s")}
             yield {"best": name, "rows": count, **kept, "cublas_us": min(library, default=None)}
-
-
-def step_rows(chosen: list[Product], rows: list[Row], counts: list[int]) -> Iterator[Row]:
-    """Milliseconds of all products of a step: the fastest of each, our kernels alone, cuBLAS alone, and the bytes."""
-    for count in counts:
-        timed = [row for row in rows if row["rows"] == count and "us" in row]
-        ours = [row for row in timed if row["kernel"] != "cublas"]
-        theirs = [row for row in timed if row["kernel"] == "cublas"]
-        yield {
-            "step_of_rows": count,
-            "best_ms": _total(chosen, timed, "us"),
-            "ours_ms": _total(chosen, ours, "us"),
-            "cublas_ms": _total(chosen, theirs, "us"),
-            "floor_ms": _total(chosen, timed, "floor_us"),
-        }
-
-
-def _total(chosen: list[Product], rows: list[Row], key: str) -> float | None:
-    """The least of each product, times its count; None if one has no row."""
-    least = [min((row[key] for row in rows if row["case"] == product.name), default=None) for product in chosen]
-    times = [us * product.count for us, product in zip(least, chosen, strict=True) if us is not None]
-    return round(sum(times) / 1e3, 3) if len(times) == len(chosen) else None
 
 
 if __name__ == "__main__":

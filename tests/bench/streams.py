@@ -31,11 +31,10 @@ from engine.protocol import SamplingParams
 from tests.support.engine.fake_child import Behaviour, commands
 from tests.support.engine.outcomes import no_sink
 from tests.support.engine.outputs import outputs
-from tests.support.load.generator import Ledger, Lengths, Level, LoadRun, Prompts, Scale, connected
-from tests.support.load.request import Endpoint
+from tests.support.load.generator import Level
+from tests.support.stack.load_steps import MODEL, send
 from tests.support.stack.serve_process import Stack
 
-MODEL = "nano-e2b"
 IDLE_S = 10
 WARM, FIRSTS, WORDS = 10, 40, (8, 100, 1000)
 HZ = os.sysconf("SC_CLK_TCK")
@@ -47,24 +46,16 @@ def cpu_s(pids: Sequence[int]) -> float:
     return sum(int(found[11]) + int(found[12]) for found in fields) / HZ
 
 
-async def load(url: str, streams: int, requests: int, tokens: int, seed: int) -> Ledger:
-    """`requests` answers of `tokens` tokens, `streams` at a time."""
-    target = Endpoint(url, MODEL, timeout_s=300)
-    prompts = Prompts(Lengths(16, 48), Lengths(tokens, tokens), Scale(), seed)
-    async with connected(target) as client:
-        return await LoadRun(client, target, prompts).run(Level(concurrency=streams, requests=requests))
-
-
 def measured(stack: Stack, streams: int, tokens: int) -> dict[str, float]:
     """CPU microseconds a token of replica and ingress, and the tokens a second at which they were seen."""
-    asyncio.run(load(stack.url, streams, streams, 32, 0))  # warm
+    asyncio.run(send(stack.url, Level(concurrency=streams, requests=streams), 32, 0))  # warm
     processes = {"replica": stack.find("ServeReplica"), "haproxy": stack.find("haproxy")}
     everything = [pid for pids in processes.values() for pid in pids]
     idle = -cpu_s(everything)
     time.sleep(IDLE_S)
     idle = (idle + cpu_s(everything)) / IDLE_S
     before = {name: cpu_s(pids) for name, pids in processes.items()}
-    ledger = asyncio.run(load(stack.url, streams, streams, tokens, 1))
+    ledger = asyncio.run(send(stack.url, Level(concurrency=streams, requests=streams), tokens, 1))
     used = {name: cpu_s(pids) - before[name] for name, pids in processes.items()}
     records = ledger.finished
     assert len(records) == streams, ledger.balance()

@@ -123,7 +123,7 @@ def run(stack: Stack, url: str, phases: list[Phase]) -> ScalingTrace:
             if phase.level is None:
                 wait_for_zero(url, phase.seconds)
             else:
-                ledger = asyncio.run(_send(stack.url, phase.level, phase.tokens, number))
+                ledger = asyncio.run(send(stack.url, phase.level, phase.tokens, number))
             trace.phases.append((phase, began, ledger))
     finally:
         over.set()
@@ -139,8 +139,9 @@ def wait_for_zero(url: str, bound_s: float) -> None:
         time.sleep(WATCH_S)
 
 
-async def _send(url: str, level: Level, tokens: int, seed: int) -> Ledger:
-    target = Endpoint(url, MODEL, timeout_s=90)
+async def send(url: str, level: Level, tokens: int, seed: int) -> Ledger:
+    """Requests for answers of so many tokens."""
+    target = Endpoint(url, MODEL, timeout_s=300)
     prompts = Prompts(Lengths(16, 48), Lengths(tokens, tokens), Scale(), seed)
     async with connected(target) as client:
         return await LoadRun(client, target, prompts).run(level)
