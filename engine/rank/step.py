@@ -69,7 +69,7 @@ class StepBuffers:
         results = torch.zeros((2, self._most * widest), dtype=torch.int32, device=device)
         self._results = ResultInputs(results[0].long(), *results)
         capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
-        self.plan = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.plan = results.new_zeros(capacity, dtype=torch.int32)
         self._staging = staging(device, capacity)
 
     def bucket(self, decodes: int) -> int:
