@@ -263,5 +263,10 @@ def serve(lifeline: Lifeline) -> None:
         return
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point of the process."""
     run(serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -65,8 +65,8 @@ class StepBuffers:
             key: frequency.new_zeros((rows, 2 * len(frequency)), dtype=torch.float32)
             for key, frequency in frequencies.items()
         }
-        self._chunks = torch.zeros((self._most + 1, 4), dtype=torch.int32, device=device)
         results = torch.zeros((2, self._most * widest), dtype=torch.int32, device=device)
+        self._chunks = results.new_zeros((self._most + 1, 4), dtype=torch.int32)
         self._results = ResultInputs(results[0].long(), *results)
         capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
         self.plan = results.new_zeros(capacity, dtype=torch.int32)

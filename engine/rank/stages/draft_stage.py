@@ -33,7 +33,7 @@ class DraftStage:
         self._target, self._sampler, self._slots, self._inboxes = sampling.model, sampling.sampler, sampling.slots, sampling.inboxes
         rows, device = inputs.sizes[-1], self._slots.device
         ids, of_slots, *positions = torch.zeros((3 + count, rows), dtype=torch.int32, device=device)
-        hidden = torch.zeros((rows, self._target.geometry.hidden), dtype=self._target.dtype, device=device)
+        hidden = ids.new_zeros((rows, self._target.geometry.hidden), dtype=self._target.dtype)
         self._rows = DraftInputs(ids, of_slots, torch.stack(positions), hidden)
         parameters = self._slots.parameters
         self._greedy = SlotParameters._make([*map(torch.zeros_like, parameters[:2]), parameters.stop])
