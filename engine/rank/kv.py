@@ -64,7 +64,7 @@ class KVCache:
 
     def page_rows(self, sequences: int) -> tuple[Tensor, ...]:
         """Allocate int32 [sequences, read_width] of each group."""
-        return tuple(cache.table.new_zeros((sequences, cache.read_width), dtype=torch.int32) for cache in self)
+        return tuple(cache.table.new_zeros(sequences, cache.read_width, dtype=torch.int32) for cache in self)
 
     def gather(self, slots: Tensor, positions: Tensor, pages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gather the page ids that rows (slot, position), int32 each, read -> `pages`, `page_rows` of their sequences
