@@ -28,10 +28,12 @@ from engine.protocol import (
     AbortReason,
     Control,
     FinishReason,
+    FrameReader,
     GenerateRequest,
     Logprobs,
     Output,
     SamplingParams,
+    frame,
     pack_tokens,
 )
 from tests.support.engine.fakes import FakeCore, FakeEngineClient
@@ -104,6 +106,12 @@ def test_a_request_streams_to_its_end() -> None:
         assert await core.silent()
 
     assert run_story(story).finished == 1
+
+
+def test_frames_come_whole_from_any_pieces() -> None:
+    """Byte by byte, each message comes with its last byte."""
+    reader, sent = FrameReader(), [b"", b"a", b"bc" * 200]
+    assert [message for byte in b"".join(map(frame, sent)) for message in reader.feed(bytes([byte]))] == sent
 
 
 def test_what_piled_up_comes_as_one() -> None:
