@@ -26,11 +26,11 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     """Measure the step times of a runner that has run no plan; it is left as it was. Every rank of the group must call it.
 
     At most two seconds for 31B on four H200, estimated from its step times: forty steps of decode rows, sixty with prompts. With
-    several numbers of drafts, 120 steps more; without a `tpot_target_ms`, those alone.
+    several numbers of drafts, 200 steps more; without a `tpot_target_ms`, those alone.
     """
     probe, tile = _Probe(runner, vocab), TILE if config.device == "cuda" else 1
     drafts: tuple[Points, ...] = ()
-    if len(config.drafts) > 1 and config.max_len > (REPEATS + 2) * config.widest:
+    if len(config.drafts) > 1 and config.max_len > (SERIES * REPEATS + 2) * config.widest:
         points = _points(config.max_seqs, (1, 8, 32, 128))
         drafts = tuple(tuple((rows, probe.drafts_ms(rows, count)) for rows in points) for count in config.drafts)
     if config.tpot_target_ms is None:
@@ -81,9 +81,8 @@ class _Probe:
     def drafts_ms(self, rows: int, drafts: int) -> float:
         """Time a step of `rows` sequences that verifies so many drafts of each and makes as many, behind short contexts."""
         width = 1 + drafts
-        first = self._admission(range(rows), 2, 1, 1 + (REPEATS + 2) * width)
-        plan = StepPlan(0, drafts=drafts, rows=[(slot, width, 0) for slot in range(rows)])
-        return self._timed(first, plan, series=1)
+        first = self._admission(range(rows), 2, 1, 1 + (SERIES * REPEATS + 2) * width)
+        return self._timed(first, StepPlan(0, drafts=drafts, rows=[(slot, width, 0) for slot in range(rows)]))
 
     def prefill_ms(self, rows: int, context: int = 0) -> float:
         """Time a step of `rows` tokens of one prompt, behind `context` others of it."""
@@ -117,10 +116,10 @@ class _Probe:
         end = context + rows
         return self._admission([slot], end, context, end), StepPlan(0, chunks=[(slot, context, end, end - 1, 0, 0)])
 
-    def _timed(self, first: StepPlan, plan: StepPlan, series: int = SERIES) -> float:
-        """Time `plan` in ms, after `first`, which admits; two are out at a time as in the worker's loop. The quickest series."""
+    def _timed(self, first: StepPlan, plan: StepPlan) -> float:
+        """Time `plan` in ms, after `first`, which admits; two are out at a time as in the worker's loop. The quicker series."""
         self._run([first, plan])
-        return min(self._run([plan] * REPEATS) for _ in range(series))
+        return min(self._run([plan] * REPEATS) for _ in range(SERIES))
 
     def _run(self, plans: list[StepPlan]) -> float:
         """Run plans; returns their mean milliseconds."""
