@@ -191,8 +191,7 @@ class Drafting:
         return Trial(option, sum(self._verified[option.drafts :]), ([], []))
 
     def _note_time(self, stats: RowStats, drafts: int, ms: float, prompt_tokens: int) -> None:
-        chosen = stats.chosen
-        trial = stats.trial
+        chosen, trial = stats.chosen, stats.trial
         kind = bool(prompt_tokens)
         if trial is not None and drafts == trial.option.drafts:
             trial.ms[kind].append((ms, prompt_tokens))
@@ -246,9 +245,9 @@ class Drafting:
             return
         gains = {option.drafts: self._gain(stats, option, self._least_ms(stats, option)) for option in stats.options}
         better = [option for option in stats.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(stats, option)]
-        if not stats.chosen.drafts or (better and not better[0].drafts):
-            better = better[:1]  # the cheapest to learn from: what the first draft wins, or drafts cost, bounds all others
         if better:
+            if not stats.chosen.drafts or not better[0].drafts:
+                better = better[:1]  # the cheapest to learn from: what the first draft wins, or drafts cost, bounds all others
             stats.trial = self._trial(max(better, key=lambda option: gains[option.drafts]))
             self.switches["trial"] += 1
 
@@ -269,8 +268,9 @@ class Drafting:
             (first, first_ms), (last, last_ms) = fewer[0], fewer[-1]
             least.append(last_ms + 0.5 * max(0.0, (last_ms - first_ms) / (last - first)) * (option.drafts - last))
         least += [ms * (1 + option.drafts) / (1 + drafts) for drafts, ms in measured if drafts > option.drafts]
+        most = max(least)
         alone = EXPECTED * stats.chosen.ms[0] * option.expected / stats.chosen.expected if stats.steps < FRESH else 0.0
-        return max(least) + (1 - stats.prompts) * max(0.0, alone - max(least))
+        return most + (1 - stats.prompts) * max(0.0, alone - most)
 
     def _gain(self, stats: RowStats, option: Option, ms: float) -> float:
         """Tokens a second of the option, if its steps take `ms`, relative to the number in force."""
