@@ -42,7 +42,7 @@ _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS
     "propertyNames", "patternProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
     "$dynamicRef",
 )))  # fmt: skip
-_DEPTH, _RULES, _PATTERNS, _PAIRS = 64, 2048, 128, 4096
+_DEPTH, _RULES, _PATTERNS, _PAIRS, _DIGITS = 64, 2048, 128, 4096, 5
 _BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
 
 _FREE = rf"""
@@ -71,7 +71,7 @@ class CallGrammar:
         self._rules: list[str] = []
         self._bytes = 0
         self._referred: dict[str, str] = {}
-        self._patterns = self._pairs = 0  # patterns, and enums with bounds, are compiled by themselves, pairs of oneOf are compared
+        self._patterns = self._pairs = 0  # patterns are compiled by themselves, pairs of oneOf are compared
         self._root: Any = None  # the schema of the tool whose rules are being made
         self._strict = False  # and whether all of it must be kept
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
@@ -192,12 +192,7 @@ class CallGrammar:
         if texts := [value for value in values if isinstance(value, str)]:
             yield self._string({**schema, "enum": texts})
         if others := [value for value in values if not isinstance(value, str)]:
-            bounds = _bounds(schema)
-            self._count(bool(bounds))
-            rule = f"%json {json.dumps({'enum': others} | bounds)}"
-            if bounds and not compiles(rule):
-                raise SchemaError(f"enum or const without a value within {' and '.join(bounds)}")
-            yield self._rule("number", rule)
+            yield self._number({"enum": others}, schema)
 
     def _typed(self, kind: str, schema: Schema, depth: int) -> str:
         known = (_KEYWORDS[str(name).lower()] for name in listed(schema.get("type", kind)))
@@ -210,16 +205,22 @@ class CallGrammar:
             case "string":
                 return self._string(schema)
             case "integer" | "number":
-                return self._rule("number", f"%json {json.dumps({'type': kind} | _bounds(schema))}")
+                return self._number({"type": kind}, schema)
         return f"any_{kind}"
 
-    def _count(self, compiled: bool) -> None:
-        self._patterns += compiled
-        if self._patterns > _PATTERNS:
-            raise GrammarTooLarge(f"more than {_PATTERNS} times the schema keyword 'pattern', or bounds beside enum or const")
+    def _number(self, kinds: Schema, schema: Schema) -> str:
+        """What is of `kinds` and, if it is a number, within the bounds that stand beside. SchemaError: nothing is."""
+        bounds = {name: schema[name] for name in _NUMERIC if name in schema}
+        rule = f"%json {json.dumps({**kinds, **bounds})}"
+        digits = str(bounds.get("multipleOf", "")).strip("0.")  # a grammar has as many states as they say
+        if bounds and (len(digits) > _DIGITS or not compiles(rule)):
+            raise SchemaError(f"{' and '.join(bounds)} that no value fits, or that are too much,")
+        return self._rule("number", rule)
 
     def _string(self, schema: Schema) -> str:
-        self._count("pattern" in schema)
+        self._patterns += "pattern" in schema
+        if self._patterns > _PATTERNS:
+            raise GrammarTooLarge(f"more than {_PATTERNS} times the schema keyword 'pattern'")
         if not (kept := expressions(schema)):
             return "any_string"
         return f"{self._quote} {self._rule('TEXT', ' & '.join(map(lark_regex, kept)))} {self._quote}"
@@ -301,18 +302,6 @@ def _without_nulls(schema: Schema) -> Schema:
         for keyword, value in schema.items()
         if keyword == "const" or not (value is None or says_nothing(keyword, value))
     }
-
-
-def _bounds(schema: Schema) -> dict[str, Any]:
-    """The bounds of a number. SchemaError: one is no number, or they leave no value."""
-    bounds = {name: schema[name] for name in _NUMERIC if name in schema}
-    if any(type(bound) not in (int, float) for bound in bounds.values()):
-        raise SchemaError(f"{' or '.join(bounds)} that is no number")
-    least = [bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds]
-    most = [bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds]
-    if least and most and max(least) > min(most):
-        raise SchemaError("bounds that no number is within")
-    return bounds
 
 
 def _either(alternatives: Iterable[str]) -> str:

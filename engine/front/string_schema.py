@@ -50,7 +50,8 @@ def expressions(schema: Mapping[str, Any]) -> list[str]:
 
 def lark_regex(expression: str) -> str:
     """The terminal of a grammar in Lark."""
-    return "/" + expression.replace("\\/", "/").replace("/", "\\/") + "/"
+    escaped = re.sub(r"\\.|/", lambda atom: atom[0].removeprefix("/") or r"\/", expression, flags=re.DOTALL)
+    return f"/{escaped}/"
 
 
 def repeats(least: Any, most: Any) -> str:

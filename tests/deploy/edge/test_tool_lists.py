@@ -83,12 +83,14 @@ def test_odd_parameters_are_let_in(edge: Edge) -> None:
 
 
 def test_a_parameter_that_is_not_let_in_is_seen(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of those above are refused where nulls count as values, or where what cannot be built is not loosened."""
+    """Some of those above are refused where nulls count as values, or where what cannot be built is neither found nor loosened."""
     names = ["null anyOf", "null allOf", "null oneOf", "null format", "no multiple"]
     with monkeypatch.context() as patched:
         patched.setattr("engine.front.call_grammar._without_nulls", lambda schema: schema)
         assert not_let_in(edge, names) == names[:3]
     monkeypatch.setattr(Constraints, "looser", lambda constraints: None)
+    assert not_let_in(edge, names) == []
+    monkeypatch.setattr("engine.front.call_grammar.compiles", lambda _: True)
     assert not_let_in(edge, names) == names[4:]
 
 
