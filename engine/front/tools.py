@@ -84,7 +84,7 @@ def _checked(declaration: JsonObject, where: str) -> tuple[str, Schema]:
 def _check_parameters(parameters: Any, where: str) -> None:
     if not isinstance(parameters, Mapping):
         raise _wrong(where, "must be a JSON Schema, an object")
-    if parameters.get("type") not in (None, "object"):
+    if str(parameters.get("type") or "object").lower() != "object":
         raise _wrong(f"{where}.type", f"must be 'object', not {_shown(parameters['type'])}")
     left: list[tuple[str, Any]] = [(where, parameters)]
     seen: set[int] = set()

@@ -22,7 +22,7 @@ def of(**properties: Any) -> dict[str, Any]:
 GOOD: list[list[dict[str, Any]]] = [
     [],
     [tool(), tool("g")],
-    [tool("Ünit.tool-1:x/y", {})],
+    [tool("Ünit.tool-1:x/y", {}), tool(parameters={"type": "OBJECT"})],
     [tool(parameters={"type": "object"}, description=None, strict=True)],
     [tool(parameters=of(a={"type": "STRING", "enum": ["x"]}, b={"type": ["integer", "null"], "minimum": 1}, c=True))],
     [tool(parameters=of(a={"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}) | {"$defs": {"x": {"type": "array"}}})],
