@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
+from typing import NoReturn
 
 import msgspec
 
@@ -43,10 +44,6 @@ _CUT_S = 0.5
 _SHUT_S = 15.0
 _TMP = "/tmp"  # noqa: S108 - short: sockets lie below it
 _ROOM = 256 << 20  # bytes
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM; a BaseException, so that nothing on the way takes it for an error."""
 
 
 def private_folder() -> Path:
@@ -132,8 +129,7 @@ class Launch:
 
         check_schema(self.config, "the config")
         check_replicas(self.config, self.settings, {"CPU": os.cpu_count() or 1, "GPU": len(probe().gpus)})
-        with interruptible():  # behind it our handlers are back: Ray puts its own in their place
-            self._init_ray()
+        self._init_ray()
         self._deploy()
         self._wait_running()
         self._wait_answering()
@@ -148,7 +144,9 @@ class Launch:
 
     def _init_ray(self) -> None:
         import ray
+        from ray._private import utils
 
+        utils.set_sigterm_handler = lambda _handler: None  # ours stays: Ray's would end the process with a code of its own
         ray.init(
             address="local",
             namespace="serve",
@@ -247,22 +245,21 @@ class Launch:
         return orderly
 
 
-def interruptible() -> contextlib.AbstractContextManager[None]:
-    """Makes SIGINT and SIGTERM raise Interrupted; Ray's own SIGTERM handler must not stand in the way."""
-
-    def raise_it(number: int, _frame: object) -> None:
-        raise Interrupted(signal.Signals(number).name)
-
-    return handling(raise_it)
+def interrupt(_number: int, _frame: object) -> NoReturn:
+    """Handler: raises KeyboardInterrupt, which alone Ray's calls let through; again and again while it is handled, as Python drops
+    what is raised in finalizers and hooks of a fork."""
+    signal.setitimer(signal.ITIMER_REAL, _CUT_S)
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterator[None]:
-    """Gives SIGINT and SIGTERM to `handler`."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Gives SIGINT and SIGTERM to `handler`, and the alarms that it may set."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, previous in before.items():
             signal.signal(number, previous)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from deploy import environment
 from deploy.cli.model_files import check_drafter, check_files
 from deploy.cli.output import Subparsers, command
-from deploy.launcher import Interrupted, Launch, handling, interruptible
+from deploy.launcher import Launch, handling, interrupt
 from deploy.settings import read_config, read_settings
 from engine.errors import CheckpointError, ConfigError, QuartetError
 
@@ -66,23 +66,23 @@ def run(args: argparse.Namespace) -> int:
 def _run(launch: Launch, drain_s: float) -> int:
     """Starts, waits for a signal, drains; a second signal ends the drain."""
     try:
-        with interruptible():
+        with handling(interrupt):
             check_drafter(launch.settings)
             check_files(launch.check(), launch.settings.template)
             launch.start()
             _say(_ready_line(launch))
             threading.Event().wait()
-    except Interrupted as interruption:
-        _say(f"{interruption}: {_GOODBYE if launch.drains else 'stopping'}")
+    except KeyboardInterrupt:
+        _say(_GOODBYE if launch.drains else "stopping")
     except (ConfigError, CheckpointError):
         raise
     except QuartetError as error:
         print(f"quartet: {error}", file=sys.stderr)
         return 1
     try:
-        with interruptible():
+        with handling(interrupt):
             launch.drain(drain_s)
-    except Interrupted:
+    except KeyboardInterrupt:
         _say("stopping now")
         launch.cut()
     return 0

@@ -76,7 +76,7 @@ def test_a_signal_at_boot_leaves_nothing(tmp_path: Path) -> None:
         assert stack.end(signal.SIGTERM) == 0, stack.said()
         assert [pid for pid in stack.tree if command_line(pid)] == []
         assert not folder.exists()
-        assert stack.lines[-1] == "quartet: SIGTERM: stopping\n"
+        assert stack.lines[-1] == "quartet: stopping\n"
     finally:
         stack.clean_up()
 

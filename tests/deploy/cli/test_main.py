@@ -1,5 +1,6 @@
 """The command line short of serving: exit codes and single lines."""
 
+import contextlib
 import errno
 import importlib.metadata
 import io
@@ -8,9 +9,10 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import types
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import pytest
@@ -104,12 +106,45 @@ def test_the_distribution_named_kernels_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_both_signals_interrupt_and_the_handlers_come_back(number: signal.Signals) -> None:
-    """Inside the block they raise, after it they are what they were."""
-    before = signal.getsignal(number)
-    with pytest.raises(launcher.Interrupted, match=number.name), launcher.interruptible():
+@pytest.mark.parametrize("planted", [False, True])
+def test_both_signals_interrupt_and_the_handlers_come_back(
+    number: signal.Signals, planted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Inside the block they raise, after it they are what they were; also while Ray starts, which has a handler of its own for
+    SIGTERM. Planted: were that one there, the command would end with its code."""
+    import ray
+    from ray._private import utils
+
+    own = utils.set_sigterm_handler
+
+    def starts(**_options: object) -> None:
+        (own if planted else utils.set_sigterm_handler)(lambda number, frame: sys.exit(number))
         signal.raise_signal(number)
+
+    monkeypatch.setattr(ray, "init", starts)
+    monkeypatch.setattr(utils, "set_sigterm_handler", own)
+    before = signal.getsignal(number)
+    launch = launcher.Launch({"applications": []}, Settings(model="nano:31b"), print, folder=tmp_path)
+    ends = SystemExit if planted and number == signal.SIGTERM else KeyboardInterrupt
+    with pytest.raises(ends), launcher.handling(launcher.interrupt):
+        launch._init_ray()
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_dropped_comes_again(number: signal.Signals) -> None:
+    """Python only prints what is raised in a finalizer. Planted: a handler that raises once is not heard of any more."""
+
+    def heard(handler: Any) -> bool:
+        with launcher.handling(handler), contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(number)
+            time.sleep(1.5 * launcher._CUT_S)
+            return False
+        return True
+
+    assert (heard(launcher.interrupt), heard(signal.default_int_handler)) == (True, False)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 class FullDisk(io.StringIO):
