@@ -1,5 +1,6 @@
 """What check-config says of a checkpoint's folder and of a template, and doctor of templates."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -112,6 +113,24 @@ def test_a_folder_without_weights(copy: Path, capsys: Captured) -> None:
     assert "holds no *.safetensors" in refusal(capsys, copy)
     (copy / "config.json").unlink()
     assert "has no config.json" in refusal(capsys, copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", INDEX])
+def test_a_file_that_must_not_be_read(copy: Path, capsys: Captured, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's: it is named, by `serve` too, before Ray is up."""
+    opened = Path.open
+
+    def refuses(path: Path, *how: Any, **more: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *how, **more)
+
+    assert refusal(capsys, copy) == ""
+    monkeypatch.setattr(Path, "open", refuses)
+    said = f"quartet: [Errno 13] Permission denied: '{copy / name}'\n"
+    assert refusal(capsys, copy) == said
+    assert main(["serve", str(copy / "mine.yaml"), "--port", str(free_port())]) == 2
+    assert capsys.readouterr().err == said
 
 
 def test_a_tokenizer_that_is_missing(copy: Path, capsys: Captured) -> None:
