@@ -33,9 +33,9 @@ def check_replicas(config: ServeConfig, settings: Settings, resources: Mapping[s
     """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
     usual = replica_resources(settings)
     for _, options in deployments(config):
-        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options") or usual
+        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options", usual)
         count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
-        for resource, amount in (("CPU", actor.get("num_cpus", 1)), ("GPU", actor.get("num_gpus", usual["num_gpus"]))):
-            needed = float(amount) * (1 if count == "auto" else int(count))
+        for resource, amount in (("CPU", actor.get("num_cpus", 1)), ("GPU", actor.get("num_gpus"))):
+            needed = float(amount or 0) * (1 if count == "auto" else int(count))
             if needed > (total := resources.get(resource, 0.0)) and not settings.wait_for_nodes:
                 raise ConfigError(f"{count} replica(s) of {amount} {resource}s each need {needed:g}; this machine has {total:g}")

@@ -64,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
 def deployment_notes(app: ServeConfig, settings: Settings) -> Iterator[str]:
     """Notes what in `deployments:` would not do what it says."""
     for options in app["deployments"]:
-        gpus = (options.get("ray_actor_options") or {}).get("num_gpus")
+        gpus = options.get("ray_actor_options", {"num_gpus": settings.tp}).get("num_gpus") or 0  # Serve takes all or none of ours
         for name in ("max_ongoing_requests", "max_queued_requests"):
             if isinstance(most := options.get(name), int) and 0 <= most < settings.limits.requests:
                 yield f"{name} {most} is below limits.requests {settings.limits.requests}: beyond it Serve refuses in its own words"
-        if settings.needs_gpus and gpus is not None and gpus != settings.tp:
+        if settings.needs_gpus and gpus != settings.tp:
             yield f"num_gpus is {gpus}, but tp needs {settings.tp}: Ray would place replicas where they cannot run"
 
 

@@ -274,6 +274,8 @@ def test_the_largest_node_decides() -> None:
         ({"num_replicas": 2, "ray_actor_options": {"num_gpus": 4}}, "2 replica(s) of 4 GPUs each need 8; this machine has 4"),
         ({"autoscaling_config": {"min_replicas": 2}}, "2 replica(s) of 4 GPUs each need 8; this machine has 4"),
         ({"num_replicas": 9, "ray_actor_options": {"num_gpus": 0}}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
+        ({"num_replicas": 9, "ray_actor_options": {"num_gpus": None}}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
+        ({"num_replicas": 9, "ray_actor_options": {}}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
     ],
 )
 def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) -> None:

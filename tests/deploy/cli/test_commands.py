@@ -286,9 +286,12 @@ def test_check_config_names_what_is_wrong(changes: dict[str, Any], why: str, tmp
 
 def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: Path, capsys: Captured) -> None:
     """No Ray runs afterwards; an unknown hub id and GPUs that do not match tp are notes, and the rest is fine."""
-    path = changed(tmp_path, model="someone/finetune", device="cuda", _deployment={"ray_actor_options": {"num_gpus": 2}})
-    application = checked(path, capsys)
-    assert [note.partition(" ")[0] for note in application["notes"]] == ["num_gpus", "model:"]
+    for options in ({"num_gpus": 4}, {"num_cpus": 8}, {}, {"num_gpus": None}, {"num_gpus": 2}):  # ours are not beside any
+        path = changed(tmp_path, model="someone/finetune", device="cuda", _deployment={"ray_actor_options": options})
+        application = checked(path, capsys)
+        found = [note.partition(",")[0] for note in application["notes"][:-1]]
+        assert found == ([] if options == {"num_gpus": 4} else [f"num_gpus is {options.get('num_gpus') or 0}"])
+        assert application["notes"][-1].startswith("model:")
     (note,) = checked(changed(tmp_path, mtp={"model": "someone/assistant"}), capsys)["notes"]
     assert note == "mtp.model: someone/assistant is not on this machine: its files were not checked"
     drafted = changed(tmp_path, model="google/gemma-4-31B-it", device="cuda", mtp={"model": "google/gemma-4-31B-it-assistant"})
