@@ -112,9 +112,13 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
             f"GPU than memory_fraction {config.memory_fraction:g} allows at tp {config.tp}; raise either, or lower max_seqs"
         )
-    if config.pages is not None:
-        return config.pages
-    return pool_pages(config, config.kv_groups(read_geometry(Path(config.model))), kv_bytes)
+    groups = config.kv_groups(read_geometry(Path(config.model)))
+    if config.pages is None:
+        return pool_pages(config, groups, kv_bytes)
+    taken = sum(pages * group.page_bytes for group, pages in zip(groups, config.pages, strict=True))
+    if taken > kv_bytes:
+        raise ConfigError(f"pages take {taken / 2**30:.2f} GiB of a rank, which has {kv_bytes / 2**30:.2f} GiB for them")
+    return config.pages
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:

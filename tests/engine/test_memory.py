@@ -166,13 +166,18 @@ def test_too_little_memory_is_refused(spare: int) -> None:
 
 @pytest.mark.parametrize("pages", [None, (40, 40)])
 def test_weights_beyond_the_share_are_refused(pages: tuple[int, ...] | None) -> None:
-    """A budget below zero is told as what weights and reserves take too much, with the settings that help; at zero given pages are
-    taken."""
-    config = EngineConfig(model="", device="cuda", tp=2, memory_fraction=0.83, pages=pages)
+    """A budget below zero is told as what weights and reserves take too much, with the settings that help; given pages must fit what
+    there is, to the byte."""
+    folder = ROOT / "deploy" / "models" / "public" / "31b"
+    config = EngineConfig(model=str(folder), device="cuda", tp=2, memory_fraction=0.83, pages=pages)
     words = r"^weights do not fit: .* 3\.00 GiB more of a GPU than memory_fraction 0\.83 allows at tp 2; .* lower max_seqs$"
     with pytest.raises(ConfigError, match=words):
         pages_of(config, -3 << 30)
-    assert pages is None or pages_of(config, 0) == pages
+    if pages is not None:
+        taken = sum(40 * group.page_bytes for group in config.kv_groups(read_geometry(folder)))
+        assert pages_of(config, taken) == pages
+        with pytest.raises(ConfigError, match=r"^pages take 0\.54 GiB of a rank, which has 0\.54 GiB for them$"):
+            pages_of(config, taken - 1)
 
 
 @pytest.mark.parametrize("widest", [1, 4])
