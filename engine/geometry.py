@@ -216,7 +216,8 @@ def read_geometry(folder: Path) -> Geometry:
     """Read the geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a
     quantisation."""
     path = folder / "config.json"
-    weight_format(folder)  # refuses a quantisation that no format reads
+    with _naming(str(path)):
+        weight_format(folder)  # refuses a quantisation that no format reads
     return parse_config(read_json(path), str(path))
 
 
@@ -254,7 +255,7 @@ def _naming(source: str) -> Iterator[None]:
         yield
     except KeyError as error:
         raise CheckpointError(f"{source}: the key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {error}") from error
 
 

@@ -95,10 +95,13 @@ def test_worst_pages_is_the_worst(window: int, page: int, tokens: int) -> None:
         ({"text_config": {"hidden_size": None}}, "hidden_size"),
         ({"text_config": {"layer_types": ["sliding_attention"]}}, "layer_types has 1 entries"),
         ({"text_config": {"layer_types": ["linear"] * 6}}, "unknown layer type 'linear'"),
+        ({"text_config": {"rope_parameters": {"full_attention": "x", "sliding_attention": "x"}}}, "config.json: 'str' object"),
+        ({"text_config": {"num_kv_shared_layers": -1}}, "config.json: list index out of range"),
+        ({"text_config": "x"}, "config.json: 'str' object"),
     ],
 )
-def test_a_config_that_cannot_be_read_says_what_is_wrong(change: dict[str, Any], message: str) -> None:
-    """Missing keys and unknown values are named."""
+def test_a_config_that_cannot_be_read_says_what_is_wrong(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Missing keys, unknown values and what is of another kind are told with the file."""
     broken = raw("31b")
     for key, value in change.items():
         if isinstance(value, dict):
@@ -108,8 +111,9 @@ def test_a_config_that_cannot_be_read_says_what_is_wrong(change: dict[str, Any],
                     broken["text_config"][name] = inner
         else:
             broken[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(broken))
     with pytest.raises(CheckpointError, match=message):
-        parse_config(broken)
+        read_geometry(tmp_path)
 
 
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
