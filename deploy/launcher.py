@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import urllib.request
@@ -129,7 +128,8 @@ class Launch:
 
         check_schema(self.config, "the config")
         check_replicas(self.config, self.settings, {"CPU": os.cpu_count() or 1, "GPU": len(probe().gpus)})
-        self._init_ray()
+        with handling(interrupt):  # behind it our handlers are back: Ray puts its own in their place
+            self._init_ray()
         self._deploy()
         self._wait_running()
         self._wait_answering()
@@ -147,6 +147,7 @@ class Launch:
         from ray._private import utils
 
         utils.set_sigterm_handler = lambda _handler: None  # ours stays: Ray's would end the process with a code of its own
+        self._servers = [0]  # no process: what is half there is no Ray to end in order, and may crash
         ray.init(
             address="local",
             namespace="serve",
@@ -211,6 +212,8 @@ class Launch:
 
     def _while_ray_lives(self, work: Callable[[], None], bound_s: float) -> bool:
         """Run `work` on a thread of its own and give up on it when Ray's servers end, or at the bound; True when it is done."""
+        if not all(map(lives, self._servers)):
+            return False
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         _comes(lambda: not (thread.is_alive() and all(map(lives, self._servers))), bound_s)
@@ -235,7 +238,7 @@ class Launch:
 
         False when Ray did not go in order: its exit hooks would wait for servers that are gone, so leave by `os._exit`.
         """
-        orderly = "ray" not in sys.modules or self._while_ray_lives(_shut_ray, _SHUT_S)
+        orderly = not self._servers or self._while_ray_lives(_shut_ray, _SHUT_S)
         for pid in descendants():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -276,8 +279,6 @@ def _shut_ray() -> None:
     import ray
     from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
-    if not ray.is_initialized():
-        return
     for name, _ in list(global_worker_stdstream_dispatcher.handlers):  # from here on workers only report each other's end
         global_worker_stdstream_dispatcher.remove_handler(name)
     with contextlib.suppress(Exception):  # whatever is broken by now: the processes are killed next
