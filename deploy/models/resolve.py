@@ -65,7 +65,7 @@ def _checked(folder: Path) -> Path:
 def _download(model: str, revision: str | None) -> Path:
     """The hub snapshot: from its cache when complete there, else downloaded."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return _checked(Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_PATTERNS))))
@@ -74,5 +74,5 @@ def _download(model: str, revision: str | None) -> Path:
         raise ConfigError(
             f"model: {model} is not in the local hub cache and {why}; download it where there is a network, or give a folder"
         ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
+    except (HFValidationError, OSError) as error:  # the hub's, or the disk's
         raise ConfigError(f"model: {model}: {' '.join(str(error).split())[:300]}") from error

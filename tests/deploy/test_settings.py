@@ -1,11 +1,13 @@
 """Settings, model references, public shapes, capacity and Ray's environment."""
 
+import errno
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import huggingface_hub
 import msgspec
 import pytest
 import yaml
@@ -240,6 +242,18 @@ def test_a_model_that_is_not_there_is_said_so_at_once(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         resolve(model)
+
+
+def test_a_download_that_the_disk_has_no_room_for_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a cache that must not be written; the model is named."""
+    for number, why in ((errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system")):
+
+        def fails(*_: object, number: int = number, why: str = why, **_more: object) -> NoReturn:
+            raise OSError(number, why, "/cache/blobs/1")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+        with pytest.raises(ConfigError, match=re.escape(f"model: a/b: [Errno {number}] {why}: '/cache/blobs/1'")):
+            resolve("a/b")
 
 
 def test_a_folder_is_itself_and_must_be_a_checkpoint(tmp_path: Path) -> None:
