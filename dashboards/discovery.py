@@ -168,8 +168,8 @@ class DiscoveryServer(ThreadingHTTPServer):
             "/ray": ("application/json", lambda: json.dumps(nodes()).encode()),
             "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, lambda: generate_latest(registry)),
         }
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
+            self.address_family = socket.getaddrinfo(host, port)[0][0]
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error

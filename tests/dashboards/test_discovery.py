@@ -259,6 +259,21 @@ def test_the_endpoint_over_loopback(host: str) -> None:
         pass
 
 
+@pytest.mark.parametrize("address", LOOPBACKS)
+def test_a_name_has_the_family_of_its_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of IPv4 or of IPv6 alone; one that is of none is a ConfigError."""
+    looks_up, binds = socket.getaddrinfo, socket.socket.bind
+    numeric = {"box.lan": address}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: looks_up(numeric.get(host, host), *rest, **more))
+    monkeypatch.setattr(socket.socket, "bind", lambda sock, to: binds(sock, (numeric.get(to[0], to[0]), *to[1:])))
+    server = DiscoveryServer(ReplicaRegistry(), "box.lan", 0)
+    with socket.create_connection((address, server.server_port)):
+        pass
+    server.close()
+    with pytest.raises(ConfigError, match=r"metrics\.discovery: cannot listen on a b:0: "):
+        DiscoveryServer(ReplicaRegistry(), "a b", 0)
+
+
 def test_a_scraper_that_leaves_is_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     """Whoever resets the connection before the page is written leaves nothing on stderr, where a launcher's user would read it."""
     asked, left = threading.Event(), threading.Event()
