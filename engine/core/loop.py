@@ -94,10 +94,8 @@ class Core:
             try:
                 self._handle(decode_front_message(raw))
             except msgspec.DecodeError as error:  # fails its own request only
-                request = _request_id(raw)
-                if request is None:
-                    raise
-                self._requests.refuse(request, f"the request could not be read: {error}")
+                request = msgspec.msgpack.decode(raw, type=_Identified)
+                self._requests.refuse(request.id, f"the request could not be read: {error}")
         return size > 0
 
     def _handle(self, message: FrontMessage) -> None:
@@ -211,14 +209,6 @@ class _Identified(msgspec.Struct):
     """A message of a request, whatever else is in it."""
 
     id: int
-
-
-def _request_id(raw: bytes) -> int | None:
-    """The id in a message that could not be decoded."""
-    try:
-        return msgspec.msgpack.decode(raw, type=_Identified).id
-    except msgspec.DecodeError:
-        return None
 
 
 def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> Scheduler:
