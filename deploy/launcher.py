@@ -31,7 +31,7 @@ from deploy.haproxy_status import routed
 from deploy.nodes import check_nodes, check_replicas
 from deploy.placement import place
 from deploy.ports import Ports, check_port
-from deploy.processes import adopt_orphans, descendants, is_ray_server, lives, reap
+from deploy.processes import adopt_orphans, descendants, is_ray_server, lives, reap, started_with
 from deploy.settings import ServeConfig, Settings, http_address
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead
@@ -99,6 +99,7 @@ class Launch:
         """Check, before Ray is up, the ports, the folder of the logs, the keys, and that this machine, all that Ray can count, has
         the GPUs and can run the attention that is asked for; returns the group's settings. ConfigError, CheckpointError: it cannot
         run like this."""
+        _sweep()
         check_port(*self.address)
         check_host(self.address[0])
         metrics, logs = self.settings.metrics, self.settings.logs
@@ -115,7 +116,6 @@ class Launch:
     def start(self) -> None:
         """Do everything behind `check` until the first request can be answered. ConfigError: it cannot run like this; EngineDead:
         it did not."""
-        _sweep()
         (self.folder / _OWNER).write_text(str(os.getpid()))
         from deploy import ingress_errors  # starlette and numpy come with it, which `quartet --help` does without
 
@@ -268,10 +268,12 @@ def handling(handler: Callable[[int, object], None] | signal.Handlers) -> Iterat
 
 
 def _sweep() -> None:
-    """Removes the folders of launchers that were killed before they could."""
+    """Ends what launchers have left that were killed before they could: processes, which may hold ports, and folders."""
     for owner in Path(_TMP).glob(f"q-*/{_OWNER}"):
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
             if not Path(f"/proc/{int(owner.read_text())}").exists():
+                for pid in started_with(str(owner.parent)):
+                    os.kill(pid, signal.SIGKILL)
                 shutil.rmtree(owner.parent)
 
 

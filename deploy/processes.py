@@ -34,12 +34,20 @@ def _reap_orphans() -> None:
 def descendants(words: bytes = b"") -> list[int]:
     """Lists the process ids below this process, of those whose arguments hold `words`."""
     own = os.getpid()
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
+    parents = {pid: int(fields[1]) for pid in _pids() if (fields := _stat(pid))}
     below = {own}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
     return sorted(pid for pid in below - {own} if words in command_line(pid))
+
+
+def started_with(words: str) -> list[int]:
+    """Lists the process ids of this user's processes whose environment, as they were started, holds `words`."""
+    return [pid for pid in _pids() if words.encode() in _read(pid, "environ")]
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
 
 def is_ray_server(pid: int) -> bool:
@@ -65,7 +73,7 @@ def command_line(pid: int) -> bytes:
 def _read(pid: int, file: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return b""
 
 

@@ -4,10 +4,12 @@ import contextlib
 import errno
 import importlib.metadata
 import io
+import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import types
@@ -195,14 +197,23 @@ def test_of_a_traceback_the_error_is_said() -> None:
 
 
 def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By the process id that it wrote down."""
+    """By the process id that it wrote down; so is what was started with the folder in its environment."""
     monkeypatch.setattr(launcher, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
+    started = {}
     for name, pid in (("q-dead", 2**22 + 1), ("q-living", 1)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "launcher.pid").write_text(str(pid))
+        started[name] = subprocess.Popen(["sleep", "60"], env={**os.environ, "QUARTET_ERRORS": f"{tmp_path / name}"})
     (tmp_path / "q-someone-elses").mkdir()
-    launcher._sweep()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-living", "q-someone-elses"]
+    try:
+        launcher._sweep()
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-living", "q-someone-elses"]
+        assert started["q-dead"].wait(5) == -signal.SIGKILL
+        assert started["q-living"].poll() is None
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(
