@@ -21,7 +21,7 @@ from engine.lifeline import BootArgs, BootMessage, BootSocket, Failed
 
 ROOT = Path(__file__).resolve().parents[1]
 KILL_WAIT_S = 30.0
-_MODULES = {"core": "engine.core.loop", "rank": "engine.rank.worker"}
+_MODULES = ("engine.rank.worker", "engine.core.loop")
 
 # by default glibc returns large blocks at every free and faults them in again: an attention op took 54 ms, 10 ms with these
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
@@ -119,7 +119,7 @@ def child_name(index: int, tp: int) -> str:
 
 def child_command(args: BootArgs) -> list[str]:
     """Returns the command line of a real process."""
-    return [sys.executable, "-m", _MODULES[args.role], boot_json(args)]
+    return [sys.executable, "-m", _MODULES[args.index == args.tp], boot_json(args)]
 
 
 def boot_json(args: BootArgs) -> str:

@@ -16,7 +16,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -27,7 +26,6 @@ from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
-from engine.geometry import read_geometry
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
 from engine.memory import longest_sequence, pages_of
 from engine.protocol import Control, encode_message, frame
@@ -53,7 +51,6 @@ class Group:
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
         self.step_times: StepTimes | None = None
-        self.boot_s = 0.0
         self._memory = status
         self._status = StatusBlock(status)
         self._last: list[RankStatus] | None = None
@@ -75,8 +72,8 @@ class Group:
             except BaseException:
                 group.kill()
                 raise
-        group.boot_s = time.monotonic() - started
-        logger.info("group of %d ready in %.1f s, pages %s; %s", config.tp, group.boot_s, group.pages, group.attention)
+        took_s = time.monotonic() - started
+        logger.info("group of %d ready in %.1f s, pages %s; %s", config.tp, took_s, group.pages, group.attention)
         return group
 
     def _spawn(self, shared: Mapping[str, int], core: socket.socket, command: Command) -> None:
@@ -106,7 +103,7 @@ class Group:
         handshake = Handshake(self.children, self.config.boot_timeout_s)
         handshake.send(Configure(self.config))
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in handshake.gather(ranks, Loaded)))
-        longest = longest_sequence(self.config.kv_groups(read_geometry(Path(self.config.model))), self.pages)
+        longest = longest_sequence(self.config.kv_groups(self.config.geometry), self.pages)
         if longest < self.config.max_len:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
         handshake.send(Allocate(self.pages))
@@ -181,7 +178,7 @@ def spin_polls(tp: int, cores: int) -> int:
 @contextlib.contextmanager
 def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
     """Yields descriptors of the shared memory, by its purpose; they are closed here once the children have inherited them."""
-    tp, vocabulary = config.tp, read_geometry(Path(config.model)).vocab
+    tp, vocabulary = config.tp, config.geometry.vocab
     sizes = {
         "plan": ring_bytes(tp),
         "masks": ring_bytes(tp, masks_capacity(config.max_seqs * config.widest, vocabulary)),

@@ -33,7 +33,6 @@ _MOST_SERIES = 256  # of a row
 _NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
 
 Read = Callable[[Any], Any]
-Update = Callable[[Any], None]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Exporter(Collector):
         self.read_gauges = read_gauges
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
         self._metrics: list[Series | FastHistogram] = []
-        self._updates: dict[str, list[Update]] = defaultdict(list)  # by the name of the event's class
+        self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class
         self._levels: list[tuple[str, Series, Read, Read]] = []  # where from, what it sets, label values, value
         for row in ENGINE:
             self._add(row)

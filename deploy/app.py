@@ -46,7 +46,6 @@ from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
-from engine.geometry import read_geometry
 from engine.matcher import Vocabulary
 
 FLUSH_S = 0.3
@@ -146,7 +145,7 @@ class Quartet:
         await self._client.start()
         served = ServiceSettings(
             name=settings.name,
-            vocab=read_geometry(folder).vocab,
+            vocab=config.geometry.vocab,
             max_len=settings.max_len,
             defaults=Defaults.read(folder),
             limits=settings.limits,

@@ -6,8 +6,6 @@ from typing import Any
 from deploy.settings import ServeConfig, Settings, deployments
 from engine.errors import ConfigError
 
-FALLBACK = "without GPUs, deploy/nano.yaml runs the embedded nano model on CPU"
-
 
 def gpus_of(nodes: Iterable[Mapping[str, Any]]) -> list[int]:
     """Counts the GPUs of each node that lives. `nodes`: as ray.nodes() gives them."""
@@ -20,7 +18,8 @@ def check_nodes(settings: Settings, gpus: Sequence[int]) -> None:
     if largest < (tp := settings.tp) and settings.needs_gpus and not settings.wait_for_nodes:
         raise ConfigError(
             f"tp {tp} needs {tp} GPUs on one node; the largest of {len(gpus)} node(s) has {largest}. "
-            f"{FALLBACK}; for a cluster that starts GPU nodes on demand, set wait_for_nodes: true"
+            "Without GPUs, deploy/nano.yaml runs the embedded nano model on CPU; "
+            "for a cluster that starts GPU nodes on demand, set wait_for_nodes: true"
         )
 
 

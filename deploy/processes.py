@@ -41,9 +41,9 @@ def descendants(words: bytes = b"") -> list[int]:
     return sorted(pid for pid in below - {own} if words in command_line(pid))
 
 
-def started_with(words: str) -> list[int]:
+def started_with(words: bytes) -> list[int]:
     """Lists the process ids of this user's processes whose environment, as they were started, holds `words`."""
-    return [pid for pid in _pids() if words.encode() in _read(pid, "environ")]
+    return [pid for pid in _pids() if words in _read(pid, "environ")]
 
 
 def _pids() -> list[int]:

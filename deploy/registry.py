@@ -22,12 +22,10 @@ from deploy.settings import DiscoverySettings
 from engine.errors import ConfigError
 
 NAME = "quartet-discovery"
-NAMESPACE = "quartet"
 PERIOD_S = 1.0
 _HEARTBEAT_TIMEOUT_S = 2.0
 _DEREGISTER_TIMEOUT_S = 0.5
 _START_TIMEOUT_S = 20.0
-_HEAD = {"node:__internal_head__": 0.001}
 
 logger = logging.getLogger("ray.serve")
 
@@ -76,8 +74,8 @@ class RayRegistryClient:
 
     def _reach(self) -> Any:
         if self._actor is None:
-            options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
-            actor_class = ray.remote(Discovery).options(num_cpus=0, resources=_HEAD, **options)
+            options = {"name": NAME, "namespace": "quartet", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
+            actor_class = ray.remote(Discovery).options(num_cpus=0, resources={"node:__internal_head__": 0.001}, **options)
             self._actor = actor_class.remote(self.settings.host, self.settings.port)
         return self._actor
 

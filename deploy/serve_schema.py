@@ -8,8 +8,6 @@ from deploy.scaling import POLICY, Scaling
 from deploy.settings import ServeConfig, deployments
 from engine.errors import ConfigError
 
-_UNKNOWN = "unknown key, which Serve would ignore"
-
 
 def check_schema(config: ServeConfig, source: str) -> None:
     """Raises ConfigError that names the keys that Serve itself would refuse or ignore, or its controller stumble over."""
@@ -28,7 +26,7 @@ def check_schema(config: ServeConfig, source: str) -> None:
     except ValidationError as error:
         errors = []
         for detail in error.errors(include_url=False):
-            complaint = _UNKNOWN if detail["type"] == "extra_forbidden" else detail["msg"]
+            complaint = "unknown key, which Serve would ignore" if detail["type"] == "extra_forbidden" else detail["msg"]
             errors.append(f"{prefix}{'.'.join(map(str, detail['loc'])) or 'all'}: {complaint}")
         raise ConfigError(f"{source}: {'; '.join(errors)}") from error
     except (AttributeError, ImportError, TypeError, ValueError) as error:

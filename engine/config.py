@@ -148,6 +148,11 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True):
     debug_hash: bool = False
 
     @property
+    def geometry(self) -> Geometry:
+        """The model's shapes, which are read anew."""
+        return read_geometry(Path(self.model))
+
+    @property
     def drafts(self) -> tuple[int, ...]:
         """How many drafts a step may have behind each sequence, ascending; the core chooses."""
         if self.mtp.model is None:
@@ -175,7 +180,7 @@ def engine_config(**settings: object) -> EngineConfig:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"engine settings: {error}") from error
-    _check_model(config, read_geometry(Path(config.model)))
+    _check_model(config, config.geometry)
     weight_format(Path(config.model), config.weights)
     return config
 

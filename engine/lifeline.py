@@ -56,9 +56,9 @@ class BootArgs(FrozenStruct, kw_only=True):
     spin: int
 
     @property
-    def role(self) -> str:
-        """The word `rank` or `core`."""
-        return "core" if self.index == self.tp else "rank"
+    def name(self) -> str:
+        """The process's name in its log."""
+        return "core" if self.index == self.tp else f"rank {self.index}"
 
 
 class TaggedMessage(FrozenStruct, tag=True):
@@ -213,8 +213,7 @@ def run(body: Callable[[Lifeline], None]) -> NoReturn:
         user = isinstance(error, QuartetError)
         text = str(error) if user else f"{type(error).__name__}: {error}"
         trace = text if user else "".join(traceback.format_exception(error))
-        who = "core" if lifeline.args.role == "core" else f"rank {lifeline.args.index}"
-        say("".join(f"{who}: {line}\n" for line in trace.splitlines()))
+        say("".join(f"{lifeline.args.name}: {line}\n" for line in trace.splitlines()))
         with contextlib.suppress(OSError):  # the replica may be gone too
             lifeline.send(Failed(text, user))
         os._exit(1)

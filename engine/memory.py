@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import ITEMSIZE, Geometry, KVGroup, read_geometry, vocab_share
+from engine.geometry import ITEMSIZE, Geometry, KVGroup, vocab_share
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
 from engine.media_geometry import MediaGeometry, read_media
 from engine.plan import DEPTH
@@ -36,7 +36,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 
 def reserved_bytes(config: EngineConfig) -> int:
     """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
-    sampling = sampling_bytes(config.max_seqs, read_geometry(Path(config.model)).vocab, config.tp, config.widest)
+    sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest)
     encoders = read_media(Path(config.model), language_model_only=config.language_model_only).values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
     rows = ENCODER_ROWS + CAPTURED_PATCHES // CELL**2
@@ -112,13 +112,12 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
             f"GPU than memory_fraction {config.memory_fraction:g} allows at tp {config.tp}; raise either, or lower max_seqs"
         )
-    groups = config.kv_groups(read_geometry(Path(config.model)))
-    if config.pages is None:
-        return pool_pages(config, groups, kv_bytes)
-    taken = sum(pages * group.page_bytes for group, pages in zip(groups, config.pages, strict=True))
+    groups = config.kv_groups(config.geometry)
+    pages = config.pages or pool_pages(config, groups, kv_bytes)
+    taken = sum(count * group.page_bytes for group, count in zip(groups, pages, strict=True))
     if taken > kv_bytes:
         raise ConfigError(f"pages take {taken / 2**30:.2f} GiB of a rank, which has {kv_bytes / 2**30:.2f} GiB for them")
-    return config.pages
+    return pages
 
 
 def longest_sequence(groups: Sequence[KVGroup], pages: Sequence[int]) -> int:

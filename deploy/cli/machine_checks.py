@@ -33,9 +33,6 @@ from engine.front.text import template_source
 NAMED = ("torch", "triton", "ray", "flashinfer-python")  # shown always, others where they are out of range
 SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
 _FILES = 4096
-_SHM = 1 << 30
-_MEMORY = 4 << 30
-_DISK = 10 << 30
 
 
 def software() -> Findings:
@@ -151,8 +148,8 @@ def machine() -> Findings:
     nice = os.nice(0)
     yield checked("niceness", nice <= 0, str(nice), "ranks inherit it: start at 0")
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    yield _room("memory", int(memory["MemAvailable"].split()[0]) << 10, _MEMORY, "Ray and an engine on CPU need about that")
-    yield _room(SHARED, _free(Path(SHARED)), _SHM, "Ray's object store and NCCL use it: docker run --shm-size=8g")
+    yield _room("memory", int(memory["MemAvailable"].split()[0]) << 10, 4 << 30, "Ray and an engine on CPU need about that")
+    yield _room(SHARED, _free(Path(SHARED)), 1 << 30, "Ray's object store and NCCL use it: docker run --shm-size=8g")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield checked("open files", files >= _FILES, str(files), f"every stream is a descriptor or two: ulimit -n {16 * _FILES}")
 
@@ -211,7 +208,7 @@ def hub() -> Findings:
         return
     free = _free(folder)
     advice = "a 31B checkpoint takes 63 GB: HF_HOME chooses another folder"
-    yield checked("hub cache", free >= _DISK, f"{folder}: {free / 2**30:.1f} GiB free", advice)
+    yield checked("hub cache", free >= 10 << 30, f"{folder}: {free / 2**30:.1f} GiB free", advice)
 
 
 def templates(settings: Settings) -> Findings:

@@ -15,7 +15,6 @@ from deploy.cli.output import CANNOT
 from engine.errors import CheckpointError, ConfigError
 
 COMMANDS = (serve_command, check_config_command, doctor_command, plan_command, key_command)
-INTERRUPTED = 130  # as a shell counts a SIGINT
 
 HELP = """\
 from nothing to tokens:
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130  # as a shell counts a SIGINT
     return code
 
 

@@ -29,7 +29,7 @@ def check_files(config: EngineConfig, template: Path | None) -> None:
     from engine.rank.models.assistant_geometry import check_shards, read_assistant
 
     folder = Path(config.model)
-    geometry = read_geometry(folder)
+    geometry = config.geometry
     loaded = [(folder, gemma4_weights.TENSORS, geometry)]
     if config.widest > 1:
         drafter = Path(str(config.mtp.model))

@@ -16,8 +16,6 @@ from deploy.launcher import Launch, handling, interrupt
 from deploy.settings import read_config, read_settings
 from engine.errors import CheckpointError, ConfigError, QuartetError
 
-_GOODBYE = "no new requests; open ones may finish. Once more to stop now."
-
 HELP = """\
 Starts Ray and Serve on this machine and serves CONFIG until SIGINT or SIGTERM. The first signal drains: no new requests, open
 answers finish within --drain seconds; a second one stops at once. Nothing is left behind.
@@ -73,7 +71,7 @@ def _run(launch: Launch, drain_s: float) -> int:
             _say(_ready_line(launch))
             threading.Event().wait()
     except KeyboardInterrupt:
-        _say(_GOODBYE if launch.drains else "stopping")
+        _say("no new requests; open ones may finish. Once more to stop now." if launch.drains else "stopping")
     except (ConfigError, CheckpointError):
         raise
     except QuartetError as error:

@@ -18,7 +18,7 @@ from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.geometry import KVGroup, read_geometry
+from engine.geometry import KVGroup
 from engine.memory import exchange_bytes, kv_budget, longest_sequence, pages_of
 from engine.protocol import FrozenStruct
 
@@ -85,7 +85,7 @@ def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE
 
     ConfigError when it does not fit, with the numbers.
     """
-    budget = kv_budget(engine, memory, weights + reserve + exchange_bytes(engine, read_geometry(Path(engine.model))))
+    budget = kv_budget(engine, memory, weights + reserve + exchange_bytes(engine, engine.geometry))
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
 
 
@@ -106,7 +106,7 @@ def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     from engine.rank.load.slices import elements
     from engine.rank.models.gemma4_weights import TENSORS
 
-    return meta_rank(engine, engine.tp).weight_bytes, elements(TENSORS, read_geometry(Path(engine.model)))
+    return meta_rank(engine, engine.tp).weight_bytes, elements(TENSORS, engine.geometry)
 
 
 def meta_rank(engine: EngineConfig, size: int) -> "Rank":
@@ -124,7 +124,7 @@ def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
 
     from engine.rank.builder import kv_cache
 
-    caches = kv_cache(engine, read_geometry(Path(engine.model)), pages, torch.device("meta"))
+    caches = kv_cache(engine, engine.geometry, pages, torch.device("meta"))
     return tuple(
         Pool(cache.group, count, cache.pool.nbytes // count, cache.pool.nbytes, cache.table.nbytes)
         for cache, count in zip(caches, pages, strict=True)

@@ -18,7 +18,6 @@ from engine.errors import ConfigError
 
 PUBLIC = Path(__file__).parent / "public"
 MEMBERS = ["e2b", "e4b", "12b", "26b-a4b", "31b"]
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.))\b[\w.-]+\b/\b[\w.-]{1,96}\b(?<!\.git)")  # as the hub library checks it
 
 
@@ -68,7 +67,7 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return _checked(Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_PATTERNS))))
+        return _checked(Path(snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"])))
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else "the hub cannot be reached"
         raise ConfigError(

@@ -26,7 +26,6 @@ from engine.core.links import FrontLink, RingExecutor
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
 from engine.errors import CheckpointError
-from engine.geometry import read_geometry
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.media_geometry import read_media
@@ -215,7 +214,7 @@ def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTime
     """The scheduler, once the pools are sized and the ranks are ready."""
     folder = Path(config.model)
     encoders = read_media(folder, language_model_only=config.language_model_only)
-    return Scheduler(config, config.kv_groups(read_geometry(folder)), pages, times, encoders)
+    return Scheduler(config, config.kv_groups(config.geometry), pages, times, encoders)
 
 
 def collect_rarely() -> None:
@@ -230,7 +229,7 @@ def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
     """The vocabulary for grammars; None if the checkpoint has no tokenizer, or nothing in it ends a reply."""
     folder = Path(config.model)
     try:
-        return Vocabulary.of(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_geometry(folder).vocab)
+        return Vocabulary.of(Pieces.of(read_tokenizer(folder)), read_eos(folder), config.geometry.vocab)
     except CheckpointError as error:
         logger.warning("requests with a grammar will be refused: %s", error)
         return None

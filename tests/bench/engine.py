@@ -317,10 +317,12 @@ def serve(folder: Path, drafter: Path, args: argparse.Namespace) -> list[Row]:
         tpot_target_ms=args.tpot_target,
     )
     synthetic = Synthetic(args.accepted, 5 if args.drafts == "auto" else args.drafts)
+    began = time.monotonic()
     group = Group.boot(config, synthetic if args.drafts else child_command)
+    ready_s = time.monotonic() - began
     try:
-        print(f"ready in {group.boot_s:.1f} s, pages {group.pages}", flush=True)
-        rows = [(f"{case(args)}-start", "ready", group.boot_s, "s")]
+        print(f"ready in {ready_s:.1f} s, pages {group.pages}", flush=True)
+        rows = [(f"{case(args)}-start", "ready", ready_s, "s")]
         rows += asyncio.run(measure(group, read_geometry(folder).vocab, args))
         print(f"kernels compiled while serving: {[status.late_compilations for status in group.status()[: args.tp]]}", flush=True)
     finally:

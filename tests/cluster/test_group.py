@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 import cluster.group
+import engine.config
 from cluster.group import Group
 from engine.channel import ring_bytes
 from engine.config import EngineConfig
@@ -90,7 +91,7 @@ def test_the_ring_of_masks_holds_one_for_every_slot(config: EngineConfig, monkey
     """By `max_seqs`, rows' width and the model's vocabulary; those of plans and results have one size."""
     large = msgspec.structs.replace(config, max_seqs=300, mtp=msgspec.structs.replace(config.mtp, model="drafter", drafts=4))
     assert large.widest == 5
-    monkeypatch.setattr(cluster.group, "read_geometry", lambda path: replace(read_geometry(path), vocab=262_144))
+    monkeypatch.setattr(engine.config, "read_geometry", lambda path: replace(read_geometry(path), vocab=262_144))
     with cluster.group._shared(large) as shared:
         sizes = [os.fstat(descriptor).st_size for descriptor in (shared["masks"], shared["plan"])]
     assert sizes == [ring_bytes(large.tp, masks_capacity(5 * 300, 262_144)), ring_bytes(large.tp)]
@@ -111,7 +112,6 @@ def test_a_group_boots_serves_and_closes(config: EngineConfig) -> None:
             assert run.deaths == []
 
     group = Group.boot(config, commands())
-    print(f"boot {group.boot_s:.2f} s")
     assert len(group.pages) == 2
     asyncio.run(main(group))
     assert {child.process.returncode for child in group.children} == {0}

@@ -50,7 +50,7 @@ def commands(**odd: Behaviour) -> Callable[[BootArgs], list[str]]:
     usual = odd.pop("ranks", Behaviour())
 
     def command(args: BootArgs) -> list[str]:
-        if args.role == "core":
+        if args.name == "core":
             return child_command(args)
         behaviour = odd.get(child_name(args.index, args.tp).replace(" ", "_"), usual)
         return [sys.executable, "-m", "tests.support.engine.fake_child", boot_json(args), msgspec.json.encode(behaviour).decode()]

@@ -44,7 +44,7 @@ class Plant:
 
     def __call__(self, args: BootArgs) -> Sequence[str]:
         """The child's command line."""
-        if args.role == "core" or args.index != self.rank:
+        if args.index != self.rank:
             return child_command(args)
         return [sys.executable, "-m", "tests.support.engine.faulty_rank", self.fault, boot_json(args)]
 
