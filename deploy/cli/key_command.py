@@ -66,6 +66,8 @@ def _append(path: Path, line: str) -> None:
         raise ConfigError(f"{path.parent}: {error.strerror}") from error
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)  # of two that add at once both lines stay
+        if path.exists() and not path.is_file():  # a device, say: a file would take its place
+            raise ConfigError(f"--append: {path} is no file")
         before = read(KeySettings(file=str(path))) if path.exists() else ""
         text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
         parse(text)

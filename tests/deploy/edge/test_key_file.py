@@ -1,6 +1,7 @@
 """Lines of a file of API keys: what they say, what is wrong with those that say nothing, and the command that makes them."""
 
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
@@ -159,6 +160,17 @@ def test_a_key_that_does_not_go_with_the_file_is_not_made(
     assert said.err.startswith(("quartet: keys: line ", "quartet: --name: 1 to 64 of ", "quartet: --expires: that time has passed"))
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
     assert file.read_text() == f"{HASH} alice requests=5\n"
+
+
+def test_only_a_file_gets_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe stays one, as would /dev/null; so does a folder. Nobody waits for the pipe's other end."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        assert main(["key", "new", "--name", "alice", "--append", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err == f"quartet: --append: {tmp_path / name} is no file\n"
+    assert (tmp_path / "pipe").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_check_config_checks_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
