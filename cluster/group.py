@@ -29,7 +29,7 @@ from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
 from engine.memory import longest_sequence, pages_of
 from engine.protocol import Control, encode_message, frame
-from engine.rank_status import RankStatus, StatusBlock
+from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
 from engine.step_masks import masks_capacity
 from engine.step_media import MEDIA_BYTES
 
@@ -184,7 +184,7 @@ def _shared(config: EngineConfig) -> Iterator[Mapping[str, int]]:
         "masks": ring_bytes(tp, masks_capacity(config.max_seqs * config.widest, vocabulary)),
         "media": ring_bytes(tp, MEDIA_BYTES),
         "result": ring_bytes(1),
-        "status": StatusBlock.size(tp + 1),
+        "status": (tp + 1) * STATUS_BYTES,
         "reduce": REDUCE_BYTES,
         "store": 0,
     }

@@ -113,8 +113,7 @@ def _unscheduled(statuses: Statuses, moment: Observation, bound_s: float) -> Dea
     late = [index for index, age in enumerate(ages) if age > bound_s]
     if not late:
         return None
-    verb = "is" if len(late) == 1 else "are"
-    return Death("unscheduled", f"{_names(late, statuses)} {verb} not scheduled for {max(ages):.1f} s (stopped, or host hung)")
+    return Death("unscheduled", f"{_names(late, statuses)}: not scheduled for {max(ages):.1f} s (stopped, or host hung)")
 
 
 def _stalled(statuses: Statuses, stalled_s: Sequence[float], bound_s: float) -> Death | None:

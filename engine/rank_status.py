@@ -61,11 +61,6 @@ class StatusBlock:
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
 
-    @staticmethod
-    def size(processes: int) -> int:
-        """Returns the bytes for `processes` records."""
-        return STATUS_BYTES * processes
-
     def read(self, index: int) -> RankStatus:
         """Read the current record; fields are read one by one, so they may differ by a step."""
         words = self._record(index).tolist()

@@ -65,4 +65,4 @@ def _columns(table: Table) -> Iterator[str]:
 
 def gib(size: float) -> str:
     """Formats bytes as GiB, or as MiB below one."""
-    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.2f} MiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -212,7 +212,7 @@ def test_a_killed_process_ends_every_stream(config: EngineConfig, name: str, loo
 def test_a_stopped_process_ends_every_stream(config: EngineConfig, name: str) -> None:
     """SIGSTOP of any process under load: all streams raise EngineDead naming it within the heartbeat bound and a bit."""
     reason = deaths(Group.boot(config, commands(ranks=SLOW)), send(name, signal.SIGSTOP), HEARTBEAT_S + 10)
-    assert reason.startswith(f"{name} is not scheduled")
+    assert reason.startswith(f"{name}: not scheduled")
 
 
 def test_a_hung_rank_is_named_with_its_step(config: EngineConfig) -> None:

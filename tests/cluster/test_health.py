@@ -55,14 +55,14 @@ def test_a_group_at_rest_is_well() -> None:
 def test_an_old_heartbeat_names_its_process(index: int, name: str) -> None:
     """One heartbeat just over the bound is reported with its owner's name; one just under it is not."""
     late = judged(with_record(statuses(), index, heartbeat_ns=NOW - 31 * S // 10))
-    assert late == Death("unscheduled", f"{name} is not scheduled for 3.1 s (stopped, or host hung)")
+    assert late == Death("unscheduled", f"{name}: not scheduled for 3.1 s (stopped, or host hung)")
     assert judged(with_record(statuses(), index, heartbeat_ns=NOW - 29 * S // 10)) is None
 
 
 def test_all_heartbeats_stop_at_once() -> None:
     """Several stopped processes are all named."""
     records = [replace(record, heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
-    expected = Death("unscheduled", "rank 0, the core are not scheduled for 5.0 s (stopped, or host hung)")
+    expected = Death("unscheduled", "rank 0, the core: not scheduled for 5.0 s (stopped, or host hung)")
     assert judged(records) == expected
 
 
@@ -239,7 +239,7 @@ def test_the_watcher_reports_stopped_heartbeats_once(tmp_path: Path) -> None:
     deaths = watch(tmp_path, story)
     assert len(deaths) == 1
     assert deaths[0].cause == "unscheduled"
-    assert "rank 0, rank 1, the core are not scheduled" in deaths[0].sentence
+    assert "rank 0, rank 1, the core: not scheduled" in deaths[0].sentence
     assert watch(tmp_path, story, quiet_s=0.6, heartbeat_s=60) == []
 
 

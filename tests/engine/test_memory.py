@@ -166,8 +166,8 @@ def test_too_little_memory_is_refused(spare: int) -> None:
 
 @pytest.mark.parametrize("pages", [None, (40, 40)])
 def test_weights_beyond_the_share_are_refused(pages: tuple[int, ...] | None) -> None:
-    """A budget below zero is told as what weights and reserves take too much, with the settings that help; given pages must fit what
-    there is, to the byte."""
+    """A budget below zero is told as what weights and reserves take too much, with the settings that help; given pages must fit
+    what there is, to the byte."""
     folder = ROOT / "deploy" / "models" / "public" / "31b"
     config = EngineConfig(model=str(folder), device="cuda", tp=2, memory_fraction=0.83, pages=pages)
     words = r"^weights do not fit: .* 3\.00 GiB more of a GPU than memory_fraction 0\.83 allows at tp 2; .* lower max_seqs$"

@@ -265,7 +265,7 @@ while True:
 
 def test_a_hash_belongs_to_its_step_whenever_it_is_read() -> None:
     """While another process finishes tens of thousands of steps a second, every hash that is read is that of the step it names."""
-    fd = create_shared("status", StatusBlock.size(1))
+    fd = create_shared("status", STATUS_BYTES)
     block = StatusBlock(map_shared(fd))
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(fd)], cwd=ROOT, pass_fds=(fd,))
     os.close(fd)
@@ -285,7 +285,7 @@ def test_a_hash_belongs_to_its_step_whenever_it_is_read() -> None:
 
 def test_status_fields_have_one_writer_each() -> None:
     """The writers of a record fill disjoint fields, leave its neighbours alone, and all of it is read back."""
-    memory = memoryview(bytearray(StatusBlock.size(3)))
+    memory = memoryview(bytearray(3 * STATUS_BYTES))
     block = StatusBlock(memory)
     block.progress(1, launched=7, finished=6, now_ns=2**63, state_hash=0xFFFFFFFF)
     block.heartbeat(1, 99)

@@ -19,7 +19,7 @@ from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import MediaItem
 from engine.rank.step_clock import HostEvent, StepClock
 from engine.rank.worker import Worker
-from engine.rank_status import StatusBlock
+from engine.rank_status import STATUS_BYTES, StatusBlock
 from engine.step_media import RECORD_BYTES, MediaReader, write_media
 from tests.support.engine.core_loop import running
 from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
@@ -91,7 +91,7 @@ def wires(media: int = 1 << 16) -> Iterator[Wires]:
     rings = [create_shared(name, ring_bytes(1, size)) for name, size in sizes.items()]
     by_name = dict(zip(("plan", "masks", "media", "result"), rings, strict=True))
     args = BootArgs(index=0, tp=1, parent=0, lifeline=-1, status=-1, reduce=-1, front=-1, store="", spin=0, **by_name)
-    yield Wires(args, StatusBlock(memoryview(bytearray(StatusBlock.size(2)))))
+    yield Wires(args, StatusBlock(memoryview(bytearray(2 * STATUS_BYTES))))
     for ring in rings:
         os.close(ring)
 

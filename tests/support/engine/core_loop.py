@@ -10,14 +10,14 @@ import msgspec
 
 from engine.core.loop import Core
 from engine.protocol import Control, FrameReader, Output, decode_token_batch, encode_message, frame
-from engine.rank_status import StatusBlock
+from engine.rank_status import STATUS_BYTES, StatusBlock
 
 
 @dataclass(frozen=True)
 class StatusOnly:
     """What the loop needs of a lifeline: a status block and an index into it."""
 
-    status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(StatusBlock.size(1)))))
+    status: StatusBlock = field(default_factory=lambda: StatusBlock(memoryview(bytearray(STATUS_BYTES))))
     index = 0
 
     @property

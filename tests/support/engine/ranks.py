@@ -26,7 +26,7 @@ from engine.rank.builder import Rank, load_rank
 from engine.rank.parallel import Single
 from engine.rank.runner import Runner
 from engine.rank.stages.report_stage import Launched
-from engine.rank_status import RankStatus, StatusBlock
+from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
 from engine.step_media import MEDIA_BYTES, MediaReader, write_media
 from kernels.allreduce import shared_bytes
 from tests.support import forked
@@ -51,7 +51,7 @@ class Ranks:
             "masks": ring_bytes(config.tp, 1 << 20),
             "media": ring_bytes(config.tp, MEDIA_BYTES),
             "result": ring_bytes(1, 1 << 20),
-            "status": StatusBlock.size(config.tp + 1),
+            "status": (config.tp + 1) * STATUS_BYTES,
             "reduce": shared_bytes(config.tp),
             "store": 0,
         }
