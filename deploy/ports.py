@@ -61,12 +61,12 @@ def check_port(host: str, port: int, advice: str = "--port chooses another", lea
     do."""
     if not host or port < least:
         raise ConfigError(f"cannot listen on {host}:{port}: it is no address that clients could use ({advice})")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except (OSError, OverflowError, UnicodeError) as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)} ({advice})") from error
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)} ({advice})") from error
 
 
 def is_free(port: int) -> bool:

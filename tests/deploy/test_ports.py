@@ -1,8 +1,10 @@
 """A launcher's ports are its own, though Serve's proxies would share theirs."""
 
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from typing import NoReturn
 
 import pytest
 
@@ -70,7 +72,15 @@ def test_port_30000_is_left_to_the_api(two: tuple[Ports, Ports], monkeypatch: py
     assert max(kept) == 30_000
 
 
-def test_no_port_is_a_sentence() -> None:
-    """A number that no port has names the option that gave it, as a port that is taken does. Planted: bind's own OverflowError."""
+def test_no_port_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that no port has names the option that gave it, as a port that is taken does, and an address of a family that the
+    machine does not have. Planted: bind's own OverflowError."""
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:99999: .*--port"):
         check_port("127.0.0.1", 99999)
+
+    def no_family(family: int) -> NoReturn:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", no_family)
+    with pytest.raises(ConfigError, match=r"cannot listen on :::8000: Address family not supported by protocol \(--port"):
+        check_port("::", 8000)
