@@ -54,15 +54,11 @@ class FastHistogram:
         self._sum = 0.0
 
     def add(self, _: tuple[str, ...], seen: Any) -> None:
-        """Observe one value, several or none."""
+        """Observe one value, several or none: each counts in the first bucket that is not below it."""
         for value in seen if isinstance(seen, list) else [seen]:
             if value is not None:
-                self.observe(value)
-
-    def observe(self, value: float) -> None:
-        """Count `value` in the first bucket that is not below it."""
-        self._counts[bisect_left(self._row.buckets, value)] += 1
-        self._sum += value
+                self._counts[bisect_left(self._row.buckets, value)] += 1
+                self._sum += value
 
     def family(self) -> Family:
         """Make the family that Prometheus reads, as prometheus-client's own histogram does."""

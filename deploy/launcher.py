@@ -221,11 +221,13 @@ class Launch:
 
     def _drain(self, bound_s: float) -> None:
         from ray import serve
+        from ray.exceptions import RayError
 
-        for name in list(serve.status().applications):
-            serve.delete(name, _blocking=False)
-        if not _comes(lambda: not serve.status().applications, bound_s):
-            self.cut()
+        with contextlib.suppress(RayError):  # Ray ends: it was sent the signal, too
+            for name in list(serve.status().applications):
+                serve.delete(name, _blocking=False)
+            if not _comes(lambda: not serve.status().applications, bound_s):
+                self.cut()
 
     def cut(self) -> None:
         """End the groups: their replicas then end every open stream properly, which Serve itself would not."""

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -242,6 +243,22 @@ def test_an_address_where_no_replica_is_found_is_refused(monkeypatch: pytest.Mon
         launcher.check_host(found)
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
     launcher.check_host(host)
+
+
+def test_ray_that_ends_at_the_same_signal_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A signal to all processes leaves nothing to drain, and nothing to say of it."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    def ends() -> NoReturn:
+        raise RayError("RPC error: CANCELLED")
+
+    monkeypatch.setattr(serve, "status", ends)
+    launch = launcher.Launch({"applications": []}, Settings(model="nano:31b"), print, tmp_path, drains=True, _servers=[os.getpid()])
+    printed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    launch.drain(5.0)
+    assert printed == []
 
 
 def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
