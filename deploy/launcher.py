@@ -327,8 +327,9 @@ def _all_routed() -> bool:
 
 
 def _answers(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment would look elsewhere
     try:
-        urllib.request.urlopen(url, timeout=2).close()  # noqa: S310 - our own http address
+        direct.open(url, timeout=2).close()
     except OSError:  # urllib's own errors, too: any status but a good one
         return False
     return True

@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 import types
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -21,6 +23,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from dashboards.discovery import DiscoveryServer, ReplicaRegistry
 from deploy import launcher
 from deploy.cli import serve_command
 from deploy.cli.main import main
@@ -259,6 +262,19 @@ def test_ray_that_ends_at_the_same_signal_is_no_traceback(monkeypatch: pytest.Mo
     monkeypatch.setattr(threading, "excepthook", printed.append)
     launch.drain(5.0)
     assert printed == []
+
+
+def test_the_ingress_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the environment names, for downloads, knows no loopback of ours. Planted: urllib by itself asks it."""
+    server = DiscoveryServer(ReplicaRegistry(), "127.0.0.1", 0)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    try:
+        assert launcher._answers(server.url)
+        with pytest.raises(urllib.error.URLError, match="Connection refused"):
+            urllib.request.urlopen(server.url, timeout=5)
+    finally:
+        server.close()
 
 
 def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
