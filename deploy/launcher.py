@@ -274,7 +274,7 @@ def _sweep() -> None:
     for owner in Path(_TMP).glob(f"q-*/{_OWNER}"):
         with contextlib.suppress(OSError, ValueError):  # another user's, or just being removed
             if not Path(f"/proc/{int(owner.read_text())}").exists():
-                for pid in started_with(bytes(owner.parent)):
+                for pid in started_with(bytes(owner.with_name("admin.sock"))):
                     os.kill(pid, signal.SIGKILL)
                 shutil.rmtree(owner.parent)
 

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from dashboards.discovery import DiscoveryServer, ReplicaRegistry
-from deploy import launcher
+from deploy import environment, launcher
 from deploy.cli import serve_command
 from deploy.cli.main import main
 from deploy.settings import Settings
@@ -201,19 +201,22 @@ def test_of_a_traceback_the_error_is_said() -> None:
 
 
 def test_a_dead_launchers_folder_is_swept_and_a_living_ones_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By the process id that it wrote down; so is what was started with the folder in its environment."""
+    """By the process id that it wrote down; so is what was started with its files in the environment, but nothing of a folder whose
+    name begins alike."""
     monkeypatch.setattr(launcher, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
     started = {}
-    for name, pid in (("q-dead", 2**22 + 1), ("q-living", 1)):
+    for name, pid in (("q-dead", 2**22 + 1), ("q-dead-not", 1)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "launcher.pid").write_text(str(pid))
-        started[name] = subprocess.Popen(["sleep", "60"], env={**os.environ, "QUARTET_ERRORS": f"{tmp_path / name}"})
+        environ = dict(os.environ)
+        environment.prepare(environ, tmp_path / name, {})
+        started[name] = subprocess.Popen(["sleep", "60"], env=environ)
     (tmp_path / "q-someone-elses").mkdir()
     try:
         launcher._sweep()
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-living", "q-someone-elses"]
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["q-dead-not", "q-someone-elses"]
         assert started["q-dead"].wait(5) == -signal.SIGKILL
-        assert started["q-living"].poll() is None
+        assert started["q-dead-not"].poll() is None
     finally:
         for process in started.values():
             process.kill()
