@@ -35,11 +35,12 @@ class Discovery(ReplicaRegistry):
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__()
-        try:
-            self._server = DiscoveryServer(self, host, port, ray_exporters)
-        except ConfigError as error:
-            self._server = DiscoveryServer(self, host, 0, ray_exporters)
-            logger.warning("%s; it is %s instead", error, self._server.url)
+        for address in ((host, port), (host, 0), ("127.0.0.1", 0)):  # an actor that cannot be made would be made again and again
+            try:
+                self._server = DiscoveryServer(self, *address, ray_exporters)
+                return
+            except ConfigError as error:
+                logger.warning("%s: another is tried", error)
 
     def url(self) -> str:
         """Return the address of the http_sd list."""

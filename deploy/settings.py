@@ -40,7 +40,7 @@ class DiscoverySettings(FrozenStruct):
     enabled: bool = True
     """list the replicas' exporters for Prometheus"""
     host: str = "127.0.0.1"
-    """address of the list"""
+    """address of the list; if it is none of the head node's, 127.0.0.1"""
     port: Port = 9464
     """port of the list; if it is taken, a free one"""
 

@@ -112,14 +112,18 @@ def test_an_exporter_on_all_interfaces_is_called_by_its_node() -> None:
     assert address_of("http://[::]:9001/metrics", "fd00::1") == "[fd00::1]:9001"
 
 
-def test_a_taken_port_gives_way(caplog: pytest.LogCaptureFixture) -> None:
-    """Two clusters on one machine: the second's endpoint is elsewhere, and says where."""
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_where_discovery_cannot_listen_another_address_is_taken(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two clusters on one machine: the second's endpoint is elsewhere, and says where. So is that at an address of another machine:
+    its actor would end as it begins, and every heartbeat would start one."""
     first = Discovery("127.0.0.1", 0)
     port = int(first.url().rpartition(":")[2].partition("/")[0])
     with caplog.at_level("WARNING", logger="ray.serve"):
-        second = Discovery("127.0.0.1", port)
+        second = Discovery(host, port)
     try:
         assert second.url() != first.url()
+        assert second.url().startswith("http://127.0.0.1:")
+        assert f"cannot listen on {host}:{port}: " in caplog.messages[0]
     finally:
         first._server.close()
         second._server.close()
