@@ -36,7 +36,6 @@ from engine.step_media import MEDIA_BYTES
 REDUCE_BYTES = 64 << 20  # sparse: pages that no rank touches cost nothing
 SPIN_POLLS = 2000
 CLOSE_WAIT_S = 10.0
-_SEND_WAIT_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ class Group:
         An EngineClient that has taken `front_socket` must send the stop itself (`client.stop()`) before this.
         """
         with contextlib.suppress(OSError):  # the socket is taken, or the core is gone or stuck: the wait finds that out
-            self.front_socket.settimeout(_SEND_WAIT_S)
+            self.front_socket.settimeout(1.0)
             self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)

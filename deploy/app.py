@@ -50,7 +50,6 @@ from engine.matcher import Vocabulary
 
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
-TRACES_S = 2.0  # for the last traces, at an orderly end
 
 _COSTLY_DEFAULTS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "Ray's Python proxy carries the streams (several times the CPU)",
@@ -238,7 +237,7 @@ class Quartet:
         await asyncio.to_thread(self._group.close)
         await self._deregister(None)
         await self._client.close()
-        await asyncio.to_thread(self._service.end, TRACES_S)
+        await asyncio.to_thread(self._service.end, 2.0)  # seconds for the last traces
         self._exporter.close()
 
 

@@ -4,14 +4,12 @@ import csv
 import socket
 from pathlib import Path
 
-_TIMEOUT_S = 2.0
-
 
 def routed(admin_socket: Path) -> int:
     """Counts the applications whose requests HAProxy sends to a replica, not to its fallback, Serve's proxy; 0 while it starts."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_TIMEOUT_S)
+            connection.settimeout(2.0)
             connection.connect(str(admin_socket))
             connection.sendall(b"show stat\n")
             table = b"".join(iter(lambda: connection.recv(65536), b"")).decode()  # HAProxy closes the connection behind its answer

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-_OWNER_S = 0.2
 
 
 def adopt_orphans() -> None:
@@ -25,7 +24,7 @@ def _reap_orphans() -> None:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # there is no child
             ended = None
-        time.sleep(_OWNER_S)
+        time.sleep(0.2)
         if ended is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(ended.si_pid, os.WNOHANG)

@@ -23,9 +23,6 @@ from engine.errors import ConfigError
 
 NAME = "quartet-discovery"
 PERIOD_S = 1.0
-_HEARTBEAT_TIMEOUT_S = 2.0
-_DEREGISTER_TIMEOUT_S = 0.5
-_START_TIMEOUT_S = 20.0
 
 logger = logging.getLogger("ray.serve")
 
@@ -56,15 +53,15 @@ class RayRegistryClient:
 
     def url(self) -> str:
         """Return the list's address; starts the actor where there is none."""
-        return str(self._ask("url", _START_TIMEOUT_S))
+        return str(self._ask("url", 20.0))
 
     def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
         """Call ReplicaRegistry.heartbeat."""
-        return self._ask("heartbeat", _HEARTBEAT_TIMEOUT_S, target, counts)  # type: ignore[no-any-return]
+        return self._ask("heartbeat", 2.0, target, counts)  # type: ignore[no-any-return]
 
     def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
         """Call ReplicaRegistry.deregister."""
-        self._ask("deregister", _DEREGISTER_TIMEOUT_S, target, cause, counts)
+        self._ask("deregister", 0.5, target, cause, counts)
 
     def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
         try:
