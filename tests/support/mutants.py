@@ -8,7 +8,8 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("messages-between-plans-unbounded", "engine/core/test_loop.py",
          "while self._unread and size < _TURN_BYTES:", "while self._unread:"),
         ("core-stops-without-masks", "engine/core/test_loop.py", "for masks in self._masks.discard():", "for masks in ():"),
-        ("unreadable-request-ends-the-core", "engine/core/test_loop.py", "if request is None:", "if True:"),
+        ("unreadable-request-ends-the-core", "engine/core/test_loop.py",
+         "request = msgspec.msgpack.decode(raw, type=_Identified)", "raise"),
     ),
     "engine/core/results.py": (
         ("prompt-with-nan-is-cached", "engine/core/test_not_finite.py",
