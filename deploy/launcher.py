@@ -128,8 +128,7 @@ class Launch:
 
         check_schema(self.config, "the config")
         check_replicas(self.config, self.settings, {"CPU": os.cpu_count() or 1, "GPU": len(probe().gpus)})
-        with handling(interrupt):  # behind it our handlers are back: Ray puts its own in their place
-            self._init_ray()
+        self._init_ray()
         self._deploy()
         self._wait_running()
         self._wait_answering()
@@ -155,6 +154,7 @@ class Launch:
             logging_level="warning",
             _temp_dir=str(self.folder / "ray"),
         )
+        signal.signal(signal.SIGTERM, interrupt)  # Ray's C++ has put its own in its place
         self._servers = [pid for pid in descendants() if is_ray_server(pid)]
         self._mark("Ray")
 

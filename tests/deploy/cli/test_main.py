@@ -141,6 +141,28 @@ def test_both_signals_interrupt_and_the_handlers_come_back(
     assert ended == []
 
 
+def test_a_signal_that_is_dropped_while_ray_starts_comes_behind_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The handler is ours again by then, and the alarm is still set."""
+    import ray
+
+    def starts(**_options: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    monkeypatch.setattr(ray, "init", starts)
+    monkeypatch.setattr("ray._private.utils.set_sigterm_handler", None)  # comes back behind the test
+    launch = launcher.Launch({"applications": []}, Settings(model="nano:31b"), print, folder=tmp_path)
+
+    def start() -> None:
+        launch._init_ray()
+        assert signal.getsignal(signal.SIGTERM) is launcher.interrupt
+        time.sleep(1.5 * launcher._CUT_S)
+
+    with pytest.raises(KeyboardInterrupt), launcher.handling(launcher.interrupt):
+        start()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_is_dropped_comes_again(number: signal.Signals) -> None:
     """Python only prints what is raised in a finalizer. Planted: a handler that raises once is not heard of any more."""
