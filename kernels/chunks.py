@@ -76,7 +76,12 @@ def chunk_inputs(
 
 
 def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
-    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4]."""
+    """The list `chunks` of at most `rows` rows, cut into tiles of up to `tokens` queries each -> a list again, int32 [m, 4].
+
+    Longest first, so that no long one is left when the others have ended; but before them every fourth, from the shortest on: CTAs
+    that begin at once and read the same keys at the same rate wait for one another's lines of the L2 cache (H200, 8192 tokens, head
+    dim 512: 1.88 ms a layer, 1.97 by length alone, 2.12 in order).
+    """
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)
     if enabled(chunks):
         launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK, warps=4)
@@ -86,6 +91,8 @@ def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
             for slot, row, position, count in chunks.tolist()
             for done in range(0, count, tokens)
         ]
+        cut.sort(key=lambda tile: -tile[2])
+        cut = cut[-4::-4] + [tile for index, tile in enumerate(cut) if (len(cut) - index) % 4]
         tiles.zero_()[: len(cut)] = torch.tensor(cut, dtype=torch.int32).view(-1, 4)
     return tiles
 
@@ -163,7 +170,7 @@ def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: c
     wait(PDL)
     tile, lane = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK)
     slot, row, position, size = tile * 0, tile * 0, tile * 0, tile * 0
-    total = count * 0
+    total, longer = count * 0, tile * 0
     for offset in range(0, count, BLOCK):
         live = offset + lane < count
         entry = chunks + 4 * (offset + lane)
@@ -177,4 +184,15 @@ def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: c
         position += tl.sum(tl.where(inside, tl.load(entry + 2, live, 0)[None, :] + done, 0), 1)
         size += tl.sum(tl.where(inside, tl.minimum(rows[None, :] - done, tokens), 0), 1)
         total += tl.sum(cut, 0)
-    _store_entries(tiles, tile, slot, row, position, size, tile < tiles_count)
+    before = count * 0
+    for offset in range(0, count, BLOCK):  # tiles that are longer, or as long and of a chunk before
+        entry = chunks + 4 * (offset + lane)
+        cut = (tl.load(entry + 3, offset + lane < count, 0) + tokens - 1) // tokens
+        last = before + tl.cumsum(cut, 0)
+        longest = position[:, None] - (last[None, :] <= tile[:, None])
+        shorter = (longest - tl.load(entry + 2, offset + lane < count, 0)[None, :] + tokens) // tokens
+        longer += tl.sum(cut[None, :] - tl.minimum(tl.maximum(shorter, 0), cut[None, :]), 1)
+        before += tl.sum(cut, 0)
+    fourths = (total - longer) // 4
+    place = tl.where((total - longer) % 4 == 0, fourths - 1, longer + fourths)
+    _store_entries(tiles, tl.where(tile < total, place, tile), slot, row, position, size, tile < tiles_count)

@@ -64,7 +64,8 @@ def extend_attention(
     check_contiguous(q, pool, table, tiles, out)
     kv_heads, page, d = pool.shape[2:]
     kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, q.element_size(), shared_memory(q))
-    launch(kernel, (tiles.shape[0], kv_heads * cdiv(d, _VALUES), parts), q, pool, table, tiles, out, table.shape[1], last_seen)
+    grid = cdiv(d, _VALUES) * parts, len(tiles), kv_heads  # those that read the same keys one after the other
+    launch(kernel, grid, q, pool, table, tiles, out, table.shape[1], last_seen)
 
 
 def paged_prefill(
@@ -123,11 +124,11 @@ def _extend(
     """
     trigger(PDL)
     GROUP: constexpr = HEADS // KV_HEADS
-    tile, head = tl.program_id(0), tl.program_id(1) // (D // VALUES)
-    dims, columns = tl.arange(0, D), tl.program_id(1) % (D // VALUES) * VALUES + tl.arange(0, VALUES)
+    tile, head = tl.program_id(1), tl.program_id(2)
+    dims, columns = tl.arange(0, D), tl.program_id(0) % (D // VALUES) * VALUES + tl.arange(0, VALUES)
     token = tl.arange(0, ROWS) // GROUP
     wait(PDL)
-    done = tl.program_id(2) * TOKENS
+    done = tl.program_id(0) // (D // VALUES) * TOKENS
     slot, row = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1) + done
     start, count = tl.load(tiles + 4 * tile + 2) + done, tl.minimum(tl.load(tiles + 4 * tile + 3) - done, TOKENS)
     if count <= 0:

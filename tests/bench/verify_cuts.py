@@ -57,6 +57,8 @@ LAYERS = (
     VerifyLayer("31b-tp2-sliding", Shape(16, 8, 256, 128, window=1024, page=PAGE), 6),
     VerifyLayer("31b-tp2-full", Shape(16, 2, 512, 64, page=PAGE), 6),
     VerifyLayer("31b-tp2-full-8k", Shape(16, 2, 512, 64, page=PAGE), 6, (1, 8), 8192),
+    VerifyLayer("31b-tp4-sliding", Shape(8, 4, 256, 128, window=1024, page=PAGE), 6, (1, 8, 32, 64)),
+    VerifyLayer("31b-tp4-full", Shape(8, 1, 512, 64, page=PAGE), 6, (1, 8, 32, 64)),
     VerifyLayer("26b-tp1-sliding", Shape(16, 8, 256, 128, window=1024, page=PAGE), 5, (1, 5, 16, 48)),
     VerifyLayer("26b-tp1-full", Shape(16, 2, 512, 64, page=PAGE), 5, (1, 5, 16, 48)),
 )

@@ -67,7 +67,10 @@ def made(seed: int, width: int, *, most: int) -> None:
         for slot, first, start, count in entries
         for done in range(0, count, size)
     ]
-    assert [tuple(tile) for tile in tiles if tile[3]] == cut
+    shortest = sorted(cut, key=lambda tile: -tile[2])[::-1]
+    fourths = shortest[3::4]
+    assert [tuple(tile) for tile in tiles[: len(cut)]] == fourths + [tile for tile in reversed(shortest) if tile not in fourths]
+    assert not any(tile[3] for tile in tiles[len(cut) :])
 
 
 @pytest.mark.parametrize("seed", range(12))
