@@ -113,9 +113,9 @@ def _run(
 def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inbox_rows: int, width: int, empty: int) -> Configured:
     return configured(
         {"gemv": _gemv, "gemm": _gemm}[tile.kind],
-        M=m, K=k, ROWS=tile.rows, GATED=gated, UP=up, BN=tile.bn, BK=tile.bk, EARLY=tile.early, START=tile.start,
+        M=m, K=k, ROWS=tile.rows, GATED=gated, UP=up, BN=tile.bn, BK=tile.bk,
         SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty,
-        **({"SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {}),
+        **({"SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {"EARLY": tile.early}),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -154,12 +154,11 @@ def _add_products(sums, tile, values):
 def _gemv(
     x, weight, up, out, pointers, rank, buffer,
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, GATED: constexpr, UP: constexpr,
-    START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of ROWS of the rows. A thread adds up products of 8 neighbouring columns at once; the sum over threads comes last.
     The loop over K is unrolled, so that EARLY weight tiles are always on their way."""
-    if START:
-        trigger(PDL)
+    trigger(PDL)
     TILES: constexpr = (K + BK - 1) // BK
     MATRICES: constexpr = 2 if GATED else 1
     column = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -196,23 +195,20 @@ def _gemv(
 
 
 @triton.jit
-def _prefetch(base, TURN: constexpr, K: constexpr, BK: constexpr):
-    """Asks for tile TURN of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
-    k = tl.minimum(TURN * BK + 64 * tl.arange(0, BK // 64), K - 1)[None, :]
+def _prefetch(base, K: constexpr, BK: constexpr):
+    """Asks for the first BK columns of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
+    k = tl.minimum(64 * tl.arange(0, BK // 64), K - 1)[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + k], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["T", "rank", "buffer"])
 def _gemm(
     x, weight, up, out, pointers, rank, buffer, T,
-    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, EARLY: constexpr, SWAP: constexpr, SPLITS: constexpr,
-    GATED: constexpr, UP: constexpr, START: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
-    PDL: constexpr,
+    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr, GATED: constexpr,
+    UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines. Of
-    SPLITS parts of the inner dimension a CTA has one."""
-    if START:
-        trigger(PDL)
+    SPLITS parts of the inner dimension a CTA has one. It triggers at its end: a next kernel's CTAs would take the place of its own."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
@@ -220,10 +216,9 @@ def _gemm(
     first = tl.program_id(1) * PART if SPLITS > 1 else 0
     base += first
     if not INTERPRET:
-        for i in tl.static_range(EARLY):
-            _prefetch(base, i, PART, BK)
-            if GATED:
-                _prefetch(base + M * K, i, PART, BK)
+        _prefetch(base, PART, BK)
+        if GATED:
+            _prefetch(base + M * K, PART, BK)
     wait(PDL)
     row = tl.arange(0, ROWS)
     xs, live = x + first + row[:, None] * K, row[:, None] < T

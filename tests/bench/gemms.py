@@ -26,8 +26,8 @@ def gemv(bn: int, bk: int, early: int, warps: int = 4) -> Tile:
     return Tile("gemv", 1, bn, bk, early, warps)
 
 
-def gemm(rows: int, bn: int, bk: int, stages: int, early: int = 0, warps: int = 4, swap: bool = False) -> Tile:
-    return Tile("gemm", rows, bn, bk, early, warps, stages, swap)
+def gemm(rows: int, bn: int, bk: int, stages: int, warps: int = 4, swap: bool = False) -> Tile:
+    return Tile("gemm", rows, bn, bk, warps=warps, stages=stages, swap=swap)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def describe(tile: Tile | None) -> str:
     parts = [f"{tile.kind} {tile.rows}x{tile.bn}x{tile.bk} early {tile.early} warps {tile.warps}"]
     parts += [f"stages {tile.stages}"] if tile.kind == "gemm" else []
     parts += ["swap"] if tile.swap else []
-    return " ".join([*parts, "start"] if tile.start else parts)
+    return " ".join(parts)
 
 
 def committed(products: Iterable[Product], rows: Iterable[int]) -> Iterator[GemmCase]:
@@ -135,7 +135,7 @@ def candidates(shape: GemmShape, rows: int) -> list[Tile]:
 
 def _halved(tile: Tile) -> Tile:
     """A tile for a gated product, two weight rows an output: half the outputs, but no fewer than an MMA takes."""
-    return replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16), start=True)
+    return replace(tile, bn=max(tile.bn // 2, 1 if tile.kind == "gemv" else 16))
 
 
 def _gemvs() -> list[Tile]:
@@ -158,8 +158,7 @@ def _gemms(size: int, rows: int) -> list[Tile]:
     narrow = [(16, 256, 4), (32, 128, 5), (32, 256, 3), (32, 256, 4)]
     wide = [(64, 64, 6), (64, 128, 5), (64, 128, 6), (64, 128, 8), (64, 256, 3), (128, 128, 3), (128, 128, 4)]
     shapes = narrow[1:] if rows <= 4 else [*narrow, *wide[1:5]] if size == 16 else [*narrow[1:], *wide]
-    plain = [gemm(size, bn, bk, stages, early=1) for bn, bk, stages in shapes]
-    more = [gemm(size, 32, 256, 4, early=early) for early in (0, 2)] if size == 16 and rows > 4 else []
-    swapped = [gemm(size, bn, bk, stages, early=1, swap=True) for bn, bk, stages in wide] if rows > 4 else []
-    eight = [gemm(size, bn, bk, stages, early=1, warps=8) for bn, bk, stages in wide[3:]] if size >= 64 else []
-    return [*plain, *more, *swapped, *eight]
+    plain = [gemm(size, bn, bk, stages) for bn, bk, stages in shapes]
+    swapped = [gemm(size, bn, bk, stages, swap=True) for bn, bk, stages in wide] if rows > 4 else []
+    eight = [gemm(size, bn, bk, stages, warps=8) for bn, bk, stages in wide[3:]] if size >= 64 else []
+    return [*plain, *swapped, *eight]
