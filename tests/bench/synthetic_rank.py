@@ -25,7 +25,7 @@ class Synthetic:
 
     def __call__(self, args: BootArgs) -> Sequence[str]:
         """The child's command line."""
-        if args.role == "core":
+        if args.index == args.tp:
             return child_command(args)
         return [sys.executable, "-m", "tests.bench.synthetic_rank", str(self.mean), str(self.drafts), boot_json(args)]
 
