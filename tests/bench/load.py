@@ -37,7 +37,7 @@ LONGEST = 9000  # tokens of a request's prompt and answer, of the loads
 def times_ms(ledger: Ledger) -> dict[str, list[float]]:
     """Milliseconds of each kind, of the requests that finished."""
     done = ledger.finished
-    seconds = {
+    seconds: dict[str, list[float | None]] = {
         "time to first token": [record.ttft for record in done],
         "time per output token": [record.tpot for record in done],
         "between events": [gap for record in done for gap in record.gaps],
