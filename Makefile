@@ -58,7 +58,7 @@ lint: $(VENV)/.installed-lint
 	@$(BIN)/python -m tests.support.sizes
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
-	$(BIN)/mypy --implicit-reexport --follow-imports=silent $(LENIENT:%=--disable-error-code=%) tests/bench tests/gpu
+	$(BIN)/mypy --implicit-reexport --follow-imports=silent $(LENIENT:%=--disable-error-code=%) tests/bench tests/gpu tests/quality
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.bench.engine

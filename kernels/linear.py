@@ -208,7 +208,7 @@ def _gemm(
     UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines. Of
-    SPLITS parts of the inner dimension a CTA has one. It triggers at its end: a next kernel's CTAs would take the place of its own."""
+    SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs would take the place of its own."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)

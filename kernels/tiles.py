@@ -1,7 +1,7 @@
 """Which kernel and tile a product of few rows takes: a committed table by shape and rows, cut to the GPU's shared memory.
 
 The choice is a pure function of (rows, shape, shared memory): nothing is timed at run time, and all ranks choose alike. The
-figures come from `python -m tests.bench.kernels --sweep`; a shape that is not in the table takes the nearest one's tile and says
+figures come from `python -m tests.bench.layer_products`; a shape that is not in the table takes the nearest one's tile and says
 so once.
 """
 
@@ -110,8 +110,8 @@ def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bo
 
 
 def fit(tile: Tile, gated: bool, shared: int) -> Tile:
-    """`tile` with fewer stages, three at least, then of half as many columns, until its pipeline fits in `shared` bytes beside 1 KiB
-    for reductions."""
+    """`tile` with fewer stages, three at least, then half as many columns, until its pipeline fits in `shared` bytes, of which
+    reductions have 1 KiB."""
     while tile.shared_bytes(gated) > shared - 1024:
         fewer = replace(tile, stages=tile.stages - 1)
         tile = fewer if tile.stages > 3 else replace(tile, bk=tile.bk // 2, stages=4)

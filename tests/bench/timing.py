@@ -23,7 +23,6 @@ from triton.errors import TritonError
 from tests.support.launches import Node, precompile, record, variants
 
 READ_RATE = 4.56e12    # bytes a second: the best that reading alone reached on an H200
-L2_RATE = 5.5e12       # bytes a second from L2 to all SMs together
 COLD_BYTES = 256 << 20  # launches in turn touch at least so many bytes: several times the L2 cache
 REPLAYS = 5
 FAILURES = (RuntimeError, TritonError)

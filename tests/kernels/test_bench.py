@@ -1,46 +1,25 @@
-"""The kernel bench reaches its end on the CPU: every mode, at small shapes, in the interpreter."""
+"""The benches of launches reach their ends on the CPU, in the interpreter."""
 
-import json
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from kernels.tiles import LARGE_SHARED, fit
-from tests.bench.gemms import candidates
-from tests.bench.kernels import best_tiles
 from tests.nano.model_shapes import PUBLIC
 from tests.support.engine.products import products
 
 pytestmark = pytest.mark.cpu
 
 
-def rows(*arguments: str) -> list[dict[str, Any]]:
-    """What a dry run prints."""
-    command = [sys.executable, "-m", "tests.bench.kernels", "--dry", "--tp", "4", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_committed_tiles() -> None:
-    """A row for our kernel and one for torch's product, both right to a bf16 rounding."""
-    ours, theirs = rows("--rows", "40", "--only", "o_sliding")
-    assert (ours["kernel"], theirs["kernel"]) == ("gemm", "cublas")
-    assert max(ours["error"], theirs["error"]) < 2**-6
-    assert ours["bytes"] == theirs["bytes"] > 0
-
-
-def test_candidates_fit() -> None:
-    """At most 24 tiles a shape and number of rows, each once, within shared memory, holding the rows."""
-    for product in products(PUBLIC["31b"], 4):
-        for count in (1, 2, 4, 8, 16, 32, 64, 100):
-            tiles = candidates(product.shape, count)
-            assert 0 < len(tiles) <= 24
-            assert len(set(tiles)) == len(tiles)
-            assert all(tile.rows >= count and tile == fit(tile, product.shape.gated, LARGE_SHARED) for tile in tiles)
-    assert candidates(product.shape, 129) == []
+def test_layers_of_products() -> None:
+    """Tiles that are tried give the residual of those in force; a product that no layer has is refused by name."""
+    command = [sys.executable, "-m", "tests.bench.layer_products", "--dry", "--rows", "1", "9", "--try"]
+    done = subprocess.run([*command, "down:16,32,2,splits=2"], capture_output=True, text=True, timeout=200, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["1", "9"]
+    done = subprocess.run([*command, "up:16,32,2"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert "qkv_sliding, o_sliding, gate_up, down, qkv_full, o_full" in done.stderr
 
 
 def test_products_of_a_step() -> None:
@@ -51,16 +30,6 @@ def test_products_of_a_step() -> None:
     assert sizes["qkv_full"] == (4608, 5376, 10)
     assert sizes["o_sliding"] == (5376, 2048, 50)
     assert sizes["head"] == (65536, 5376, 1)
-
-
-def test_the_fastest_tile_of_each_product_is_named() -> None:
-    """With cuBLAS's time beside it, where that was measured."""
-    timed = [
-        {"case": case, "rows": 1, "kernel": kernel, "us": us, "floor_us": 1.0, "tile": kernel, "tb_per_s": 1.0}
-        for case, kernel, us in (("down", "gemv", 15.0), ("down", "gemm", 16.0), ("down", "cublas", 17.0), ("head", "gemv", 155.0))
-    ]
-    best = [(row["tile"], row["us"], row["cublas_us"]) for row in best_tiles(timed)]
-    assert best == [("gemv", 15.0, 17.0), ("gemv", 155.0, None)]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from kernels.experts import experts
 from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
 from kernels.launch import launch, trigger, wait
-from kernels.linear import linear, linear_geglu, linear_send
+from kernels.linear import _run, linear, linear_geglu, linear_send
 from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits
 from kernels.sampling_batch import SamplingBatch, SlotAdjustments, SlotParameters
@@ -41,7 +41,6 @@ from kernels.sequence_parallel import SequenceParallel
 from kernels.slots import apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows
 from kernels.tiles import TABLE, GemmShape, Tile
-from tests.bench.gemms import GemmCase, gemv
 from tests.kernels.test_attention_compiled import BLACKWELL, HOPPER, SHARED, chunk_nodes, decode, named
 from tests.support.attention import ints, meta, verify_nodes
 from tests.support.compiled import Compiled, compile_node
@@ -89,9 +88,17 @@ def linear_nodes(target: Target) -> Iterator[Node]:
         for tile in tiles.values():
             seen.setdefault((tile, shape.gated), shape)
     for (tile, gated), shape in seen.items():
-        yield from GemmCase("table", shape, tile.rows, tile).nodes(target)
+        yield from product_nodes(tile, shape, target)
         if tile.rows in {1, 16} and target == HOPPER:
-            yield from GemmCase("ragged", GemmShape(1031, 1032, gated), tile.rows, tile).nodes(target)
+            yield from product_nodes(tile, GemmShape(1031, 1032, gated), target)
+
+
+def product_nodes(tile: Tile, shape: GemmShape, target: Target) -> list[Node]:
+    """One product of as many rows as the tile takes."""
+    x, weight = meta(tile.rows, shape.n), meta(shape.m * (1 + shape.gated), shape.n)
+    with record(target) as nodes:
+        _run(tile, x, weight, meta(tile.rows, shape.m), gated=shape.gated)
+    return nodes
 
 
 @recorded
@@ -417,6 +424,5 @@ def test_planted_faults_are_seen() -> None:
 
 def test_a_spill_is_seen() -> None:
     """A kernel that holds more than a thread's registers shows a stack."""
-    case = GemmCase("starved", GemmShape(4096, HIDDEN), 1, gemv(16, 1024, early=4, warps=1))
-    (node,) = case.nodes(HOPPER)
+    (node,) = product_nodes(Tile("gemv", 1, 16, 1024, early=4, warps=1), GemmShape(4096, HIDDEN), HOPPER)
     assert compile_node(node, HOPPER).stack > 0

@@ -11,7 +11,6 @@ from torch.nn import functional
 from kernels.activation import geglu
 from kernels.linear import _run, linear, linear_geglu, linear_parts
 from kernels.tiles import LARGE_SHARED, MOST_ROWS, TABLE, GemmShape, Tile, choose, fit
-from tests.bench.gemms import gemm, gemv
 from tests.support import interpreter
 from tests.support.dtypes import both_dtypes
 from tests.support.launches import record
@@ -20,6 +19,16 @@ pytestmark = pytest.mark.cpu
 
 # Largest error relative to the largest output: sums in fp32, and one rounding to bf16.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
+
+
+def gemv(bn: int, bk: int, early: int) -> Tile:
+    return Tile("gemv", 1, bn, bk, early)
+
+
+def gemm(rows: int, bn: int, bk: int, stages: int, *, swap: bool = False) -> Tile:
+    return Tile("gemm", rows, bn, bk, stages=stages, swap=swap)
+
+
 TILES = [
     gemv(4, 64, early=4),
     gemv(2, 256, early=1),

@@ -41,7 +41,7 @@ class Everywhere:
 
     def __call__(self, args: BootArgs) -> Sequence[str]:
         """The child's command line."""
-        if args.role == "core" or (self.fault == "lost sum" and args.index != 1):
+        if args.index == args.tp or (self.fault == "lost sum" and args.index != 1):
             return child_command(args)
         return [sys.executable, "-m", "tests.quality.faults", self.fault, boot_json(args)]
 

@@ -22,7 +22,7 @@ class Product:
 
 
 def layer_products(model: Model, layer: int, tp: int) -> list[tuple[str, GemmShape]]:
-    """The four products of a layer, in order; experts, router and per-layer embeddings have kernels of their own."""
+    """The products of a layer, in order; experts and router have kernels of their own."""
     kind = "full" if model.is_full(layer) else "sliding"
     query = model.heads // tp * model.head_dim(layer)
     kv = max(1, model.kv(layer) // tp) * model.head_dim(layer)
@@ -33,6 +33,7 @@ def layer_products(model: Model, layer: int, tp: int) -> list[tuple[str, GemmSha
         (f"o_{kind}", GemmShape(model.hidden, query)),
         ("gate_up", GemmShape(width, model.hidden, gated=True)),
         ("down", GemmShape(model.hidden, width)),
+        *([("ple_gate", GemmShape(model.ple, model.hidden)), ("ple_out", GemmShape(model.hidden, model.ple))] if model.ple else ()),
     ]
 
 

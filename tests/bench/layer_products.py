@@ -1,0 +1,174 @@
+"""A step's products of few rows and its fused norms, all layers in one CUDA graph: `python -m tests.bench.layer_products --help`.
+
+Prints microseconds a layer, by the tiles in force and by others in their place (--try). A product alone misleads: what is asked
+for before a kernel's wait, and whose place the next kernel's CTAs take, shows beside its neighbours. Graphs are replayed by turns,
+so that a GPU that lowers its clock does so for all; of eight turns the fastest and the median are shown.
+
+    --try gate_up:64,64,4            64 outputs a CTA, 64 columns a turn, 4 stages; `,swap`: the weight is the MMA's left operand
+    --try down:64,128,3,splits=8     the inner dimension in eight parts;  down:cublas: the library
+
+Norms read no other rank's part: what --tp cuts is cut, and its sums take no time. --dry: small, under Triton's interpreter.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kernels import linear
+from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
+from kernels.launch import INTERPRET
+from kernels.tiles import GemmShape, Tile, choose
+from tests.bench.timing import precompile_all
+from tests.nano.model_shapes import PUBLIC, ModelShape
+from tests.support.engine.products import layer_products
+from tests.support.launches import record
+
+TURNS, REPLAYS, EPS = 8, 4, 1e-6
+PARTS = ("o_sliding", "o_full", "down")  # may be left in parts for the fused norm, where there is one rank
+Tiles = dict[GemmShape, Tile | None]
+
+
+class Chain:
+    """A model's first layers with random weights, one rank's share of `tp`, on `device`."""
+
+    def __init__(self, model: ModelShape, tp: int, layers: int, device: torch.device) -> None:
+        self.tp, self.device = tp, device
+        draw = partial(torch.empty if device.type == "meta" else torch.randn, device=device, dtype=torch.bfloat16)
+        shapes = [shape for layer in range(layers) for shape in layer_products(model, layer, tp)]
+        self.products = [(name, shape, draw(shape.m * (1 + shape.gated), shape.n) * shape.n**-0.5) for name, shape in shapes]
+        self.norms = Norms(torch.ones_like(draw(model.hidden)), torch.ones_like(draw(model.hidden)))
+        self.inputs: Callable[[int, int], Tensor] = draw
+        self.hidden = model.hidden
+
+    def prepare(self, rows: int) -> dict[int, Tensor]:
+        """Inputs of so many rows, by width."""
+        return {width: self.inputs(rows, width) for width in {self.hidden, *(shape.n for _, shape, _ in self.products)}}
+
+    def run(self, inputs: dict[int, Tensor]) -> Tensor:
+        """One step's residual."""
+        residual = x = inputs[self.hidden]
+        out = x
+        for name, shape, weight in self.products:
+            source = x if shape.n == self.hidden else out if out.shape[1:] == (shape.n,) else inputs[shape.n]
+            if shape.gated:
+                out = linear.linear_geglu(source, weight)
+            elif name == "ple_gate":
+                out = linear.linear_gelu_mul(source, weight, inputs[shape.m])
+            else:
+                out = (linear.linear_parts if self.tp == 1 and name in PARTS else linear.linear)(source, weight)
+            if shape.m == self.hidden:
+                residual, normed = fused_allreduce_norm(out, residual, self.norms, EPS)
+                x = residual if normed is None else normed
+        return residual
+
+
+@contextmanager
+def tiles_of(tried: Tiles) -> Iterator[None]:
+    """Inside the `with` these shapes take these tiles, others those in force."""
+
+    def chosen(rows: int, shape: GemmShape, shared: int, *, parts: bool = False) -> Tile | None:
+        if rows <= 2 or shape not in tried:
+            return choose(rows, shape, shared, parts=parts)
+        tile = tried[shape]
+        return tile and replace(tile, rows=max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
+
+    with mock.patch.object(linear, "choose", chosen):
+        yield
+
+
+def parse(text: str, chain: Chain) -> Tiles:
+    """A `--try`."""
+    name, _, form = text.partition(":")
+    shapes = {shape for each, shape, _ in chain.products if each == name}
+    if not shapes:
+        raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(each for each, *_ in chain.products))}")
+    if form == "cublas":
+        return dict.fromkeys(shapes)
+    bn, bk, stages, *more = form.split(",")
+    tile = Tile("gemm", 16, int(bn), int(bk), stages=int(stages), swap="swap" in more)
+    splits = [int(each.removeprefix("splits=")) for each in more if each.startswith("splits=")]
+    return dict.fromkeys(shapes, replace(tile, splits=splits[0]) if splits else tile)
+
+
+def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """Captures `run`, once run."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one replay, of a few back to back."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / REPLAYS
+
+
+def measure(chain: Chain, rows: int, tried: dict[str, Tiles], layers: int) -> str:
+    """The line of one number of rows. AssertionError: another tile gives another residual."""
+    inputs, graphs, want = chain.prepare(rows), {}, None
+    for name, tiles in tried.items():
+        with tiles_of(tiles):
+            found = chain.run(inputs).float()
+            want = found if want is None else want
+            assert float((found - want).norm() / want.norm()) < 0.1, name
+            if chain.device.type == "cuda":
+                graphs[name] = graph_of(partial(chain.run, inputs))
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _, name in product(range(TURNS), graphs):
+        times[name].append(1e3 * milliseconds(graphs[name]) / layers)
+    shown = [f"{name} {min(us):.2f} ({statistics.median(us):.2f})" for name, us in times.items()]
+    return f"{rows} rows, us a layer: {'; '.join(shown) or 'not on this device'}"
+
+
+@torch.inference_mode()
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", default="31b", choices=sorted(PUBLIC))
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--layers", type=int, default=12, help="the model's first (default: %(default)s)")
+    parser.add_argument("--try", dest="tried", action="append", default=[], metavar="PRODUCT:FORM")
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    model = PUBLIC[args.model]
+    if args.dry and not INTERPRET:
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.bench.layer_products", *sys.argv[1:]])
+    if args.dry:
+        small = {"hidden": 96, "mlp": 64 * args.tp, "heads": args.tp, "kv_heads": args.tp}
+        model = replace(model, groups=1, sliding=1, kv_shared=0, ple=0, **small)
+    layers = min(args.layers, model.layers)
+    made = partial(Chain, model, args.tp, layers)
+    listed = made(torch.device("meta"))
+    tried = {"in force": {}} | {text: parse(text, listed) for text in args.tried}
+    if not args.dry:
+        with record((9, 0)) as nodes:
+            for rows, tiles in product(args.rows, tried.values()):
+                with tiles_of(tiles):
+                    listed.run(listed.prepare(rows))
+        print(precompile_all(nodes, (9, 0), 16), "variants", flush=True)
+    chain = made(torch.device("cpu" if args.dry else "cuda"))
+    for rows in args.rows:
+        print(measure(chain, rows, tried, layers), flush=True)
+
+
+if __name__ == "__main__":
+    main()
