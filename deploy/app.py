@@ -29,12 +29,14 @@ from cluster.group import Group
 from cluster.health import Death, Watcher, raylet_pid
 from dashboards.exporter import Exporter, Facts
 from deploy import environment
+from deploy.edge.grammar_process import complaint
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe import logs
 from deploy.edge.observe.spans import tracer
 from deploy.edge.routes import create_app
 from deploy.edge.service import Service
 from deploy.edge.service_settings import Defaults, ServiceSettings, audio_row_samples, media_kinds
+from deploy.edge.side_pool import SidePool
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes, gpus_of, replica_resources
 from deploy.placement import place
@@ -46,7 +48,6 @@ from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
-from engine.matcher import Vocabulary
 
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
@@ -87,10 +88,11 @@ def deployment_options(settings: Settings) -> ServeConfig:
 
 
 def read_text(folder: Path, template: Path | None) -> tuple[TextProcessor, GrammarCheck]:
-    """Loads a checkpoint's tokenizer, with its template or the one given, and the check of grammars, whose vocabulary holds the
-    interpreter for 1.6 s at 262 144 pieces: it is made from now on."""
+    """Loads a checkpoint's tokenizer, with its template or the one given, and starts the process that compiles grammars."""
     text = TextProcessor.load(folder, template)
-    return text, GrammarCheck(lambda: Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size))
+    pool = SidePool("deploy.edge.grammar_process", str(folder.absolute()))
+    pool.start()
+    return text, GrammarCheck(partial(complaint, pool))
 
 
 @serve.deployment(name=DEPLOYMENT)

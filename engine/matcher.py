@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.errors import CheckpointError, GenerationFailed
-from engine.pieces import Pieces
+from engine.geometry import read_geometry
+from engine.pieces import Pieces, read_eos, read_tokenizer
 from engine.step_masks import allows, mask_words
 
 _POSITION = re.compile(r"(?:at )?\d+\(\d+\): ")  # in the whole grammar, of which a client wrote a part at most
@@ -26,7 +28,9 @@ _LONGEST = 300  # characters of what is wrong
 MAX_GRAMMAR_BYTES = 512 << 10
 _AHEAD_S = 0.002  # CPU time of a thread for masks behind drafts: half a forward of 31B on four H200
 _MASKS_A_THREAD = 8  # at least: waking one takes as long as making some
-_LIMITS = LLParserLimits(max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000)
+_LIMITS = LLParserLimits(  # what is made of a grammar while replies go on is kept: 50 MB of 50 000 states
+    max_items_in_row=2000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
+)
 
 
 def threads(most: int) -> int:
@@ -48,6 +52,11 @@ class Vocabulary:
         self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
         wrapped = _Pieces(list(pieces), sorted(special), ends[0])
         self._tokenizer = LLTokenizer(wrapped, n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """A checkpoint's. CheckpointError: it has no tokenizer, or nothing in it ends a reply."""
+        return cls.of(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_geometry(folder).vocab)
 
     @classmethod
     def of(cls, pieces: Pieces, ends: Sequence[int], size: int) -> Self:

@@ -14,10 +14,10 @@ import msgspec
 from deploy.edge.ask import AnswerForm, Ask, ChatPrompt, RawPrompts
 from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
 from deploy.edge.media.media_reader import media_items, read_media
-from deploy.edge.media.side_pool import SidePool
 from deploy.edge.media.tasks import Prepared
 from deploy.edge.raw_json import invalid
 from deploy.edge.service_settings import ServiceSettings
+from deploy.edge.side_pool import SidePool
 from deploy.edge.text_pool import TextPool
 from engine.errors import InvalidRequest, ModelNotFound, Overloaded
 from engine.front.constraints import Constraints, ToolChoice
@@ -51,7 +51,7 @@ class JobBuilder:
     grammars: GrammarCheck
 
     def __post_init__(self) -> None:
-        self.side_pool = SidePool()
+        self.side_pool = SidePool("deploy.edge.media.media_process")
         self._decoding = {remote: asyncio.Semaphore(DECODED_AT_ONCE) for remote in (False, True)}  # who waits for servers, apart
 
     def check_model(self, name: str | None) -> None:

@@ -29,7 +29,6 @@ from engine.errors import CheckpointError
 from engine.lifeline import Allocate, Configure, Lifeline, RanksReady, Ready, StepTimes, run
 from engine.matcher import Vocabulary
 from engine.media_geometry import read_media
-from engine.pieces import Pieces, read_eos, read_tokenizer
 from engine.plan import DEPTH, StepPlan
 from engine.protocol import Abort, Control, FrontMessage, GenerateRequest, Load, TokenBatch, decode_front_message
 
@@ -227,9 +226,8 @@ def collect_rarely() -> None:
 
 def read_vocabulary(config: EngineConfig) -> Vocabulary | None:
     """The vocabulary for grammars; None if the checkpoint has no tokenizer, or nothing in it ends a reply."""
-    folder = Path(config.model)
     try:
-        return Vocabulary.of(Pieces.of(read_tokenizer(folder)), read_eos(folder), config.geometry.vocab)
+        return Vocabulary.read(Path(config.model))
     except CheckpointError as error:
         logger.warning("requests with a grammar will be refused: %s", error)
         return None

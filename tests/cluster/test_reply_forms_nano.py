@@ -69,7 +69,7 @@ def served(folder: Path, one: Callable[[Ask, int], Awaitable[str]], count: int, 
     async def main() -> list[str]:
         async with running(group) as run:
             limits = LimitSettings(queue_timeout_s=3000, request_timeout_s=3000)  # they wait for each other
-            grammars = GrammarCheck(lambda: Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size))
+            grammars = GrammarCheck(Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size).complaint)
             settings = service_settings("nano", text.vocab_size, 2048, limits=limits)
             service = Service(settings, text, run.client, grammars, None, no_sink, None, {})
             transport = httpx.ASGITransport(create_app(service))

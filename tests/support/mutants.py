@@ -126,7 +126,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "engine/front/grammar_check.py": (
         ("verdicts-are-kept-for-ever", "engine/front/test_grammar_check.py", "if len(self._verdicts) > _REMEMBERED:", "if False:"),
         ("refused-grammar-is-let-in", "engine/front/test_grammar_check.py",
-         "if (wrong := self._verdicts[key]) is not None:", "if (wrong := self._verdicts[key]) == 0:"),
+         "if (wrong := await asyncio.shield(task)) is not None:", "if (wrong := await asyncio.shield(task)) == 0:"),
     ),
     "engine/front/generation.py": (
         ("end-token-is-shown", "deploy/edge/test_api.py", "output.tokens[:-1] if _last(output)", "output.tokens if _last(output)"),

@@ -8,10 +8,10 @@ from itertools import islice
 import msgspec
 
 from deploy.edge.ask import ChatPrompt, Media
-from deploy.edge.media.side_pool import SidePool
-from deploy.edge.media.tasks import DecodeTask, Prepared
+from deploy.edge.media.tasks import DecodeTask, Prepared, prepare
 from deploy.edge.raw_json import invalid
 from deploy.edge.service_settings import ServiceSettings
+from deploy.edge.side_pool import SidePool
 from engine.errors import InvalidRequest
 from engine.front.text import TextProcessor
 from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
@@ -59,7 +59,7 @@ async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: S
         )
         threads = pool.fetchers if part.is_remote else pool.decoders
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, lambda: pool.run(task, part.url[begin:].encode(errors="replace")))
+        return await loop.run_in_executor(threads, lambda: prepare(pool, task, part.url[begin:].encode(errors="replace")))
     except InvalidRequest as error:
         raise invalid("messages", f"{name}: {error}") from error
 

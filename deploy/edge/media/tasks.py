@@ -1,7 +1,7 @@
 """What a side process is asked to do, and what it answers, over a socket for each task.
 
     edge --> process    the length of a task (u32, little-endian), the task as msgpack, its source up to the end
-    process --> edge    BEGUN, an answer as msgpack (Prepared, or why it cannot be done, for the client), the end
+    process --> edge    an answer as msgpack (Prepared, or why it cannot be done, for the client)
 """
 
 import struct
@@ -10,6 +10,8 @@ from typing import get_args
 import msgspec
 
 from deploy.edge.edge_settings import MediaSettings, SoftTokens
+from deploy.edge.side_pool import SidePool
+from engine.errors import InvalidRequest
 from engine.protocol import MediaKind
 
 FRAMES_TYPE = "video/jpeg"  # frames in base64, with commas between them
@@ -47,9 +49,21 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 CPU_S: dict[MediaKind, int] = {"image": 2, "video": 10, "audio": 10}  # that a process may take
 MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
-BEGUN = b"+"  # a process has the task
 LENGTH = struct.Struct("<I")
 
 encode = msgspec.msgpack.Encoder().encode
 decode_task = msgspec.msgpack.Decoder(DecodeTask).decode
 decode_answer = msgspec.msgpack.Decoder(Prepared | str).decode
+
+
+def prepare(pool: SidePool, task: DecodeTask, source: bytes) -> Prepared:
+    """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
+    message = encode(task)
+    answer = pool.run(LENGTH.pack(len(message)) + message, source)
+    if answer is None:
+        limits = f"{CPU_S[task.kind]} s of CPU and {MEMORY_BYTES >> 20} MiB at most"
+        raise InvalidRequest(f"it takes too much time or memory to fetch or decode: {limits}")
+    decoded = decode_answer(answer)
+    if isinstance(decoded, str):
+        raise InvalidRequest(decoded)
+    return decoded

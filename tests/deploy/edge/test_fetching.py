@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import pytest
 
 from deploy.edge.media import fetching
-from deploy.edge.media.side_pool import SidePool
-from deploy.edge.media.tasks import DecodeTask
+from deploy.edge.media.tasks import DecodeTask, prepare
+from deploy.edge.side_pool import SidePool
 from engine.errors import InvalidRequest
 
 pytestmark = pytest.mark.pure
@@ -212,12 +212,12 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 def test_a_side_process_fetches_and_gives_up(site: Site) -> None:
     """The image comes; a server that never ends is left when its time is over, whatever drips in."""
-    pool = SidePool()
+    pool = SidePool("deploy.edge.media.media_process")
     try:
-        assert pool.run(rules(INSIDE), f"{site.url}/png".encode()).shape == (384, 384, 3)
+        assert prepare(pool, rules(INSIDE), f"{site.url}/png".encode()).shape == (384, 384, 3)
         began = time.monotonic()
         with pytest.raises(InvalidRequest, match="too much time"):
-            pool.run(rules(INSIDE, timeout_s=0.5), f"{site.url}/slow".encode())
+            prepare(pool, rules(INSIDE, timeout_s=0.5), f"{site.url}/slow".encode())
         assert time.monotonic() - began < 8
     finally:
         pool.close()

@@ -13,8 +13,8 @@ from PIL import Image
 
 from deploy.edge.edge_settings import MediaSettings
 from deploy.edge.media.base64_reader import unbase64
-from deploy.edge.media.side_pool import SidePool
-from deploy.edge.media.tasks import DecodeTask
+from deploy.edge.media.tasks import DecodeTask, prepare
+from deploy.edge.side_pool import SidePool
 from engine.errors import InvalidRequest
 from engine.front.generation import Job
 from engine.front.text import expanded
@@ -244,17 +244,17 @@ def test_the_side_process_is_started_again(edge: Edge) -> None:
 def test_what_takes_too_long_is_ended(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that never comes back, after its time, with the limits; the next image is read."""
     slow = (
-        "from deploy.edge.media import side_process as one; from itertools import repeat; one.CPU_S['image'] = 1; "
+        "from deploy.edge.media import media_process as one; from itertools import repeat; one.CPU_S['image'] = 1; "
         "one._PREPARERS['image'] = lambda task, data: all(repeat(1)) if task.budget == 70 else one.prepare_image(task, data); "
         "one.main()"
     )
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([command[0], "-c", slow, command[-1]], **more))
-    pool, blue = SidePool(), base64.b64encode(BLUE)
+    pool, blue = SidePool("deploy.edge.media.media_process"), base64.b64encode(BLUE)
     try:
         with pytest.raises(InvalidRequest, match="too much time or memory to fetch or decode: 2 s of CPU and 448 MiB"):
-            pool.run(DecodeTask(budget=70), blue)
-        assert pool.run(DecodeTask(budget=140), blue).shape
+            prepare(pool, DecodeTask(budget=70), blue)
+        assert prepare(pool, DecodeTask(budget=140), blue).shape
     finally:
         pool.close()
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from engine.front.grammar_check import GrammarCheck
 from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS
-from engine.matcher import Matcher, Vocabulary
+from engine.matcher import Matcher
 from engine.protocol import Grammar, ThoughtBudget
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge
@@ -36,7 +37,7 @@ def asked(edge: Edge, body: dict[str, Any], path: str = CHAT, **settings: Any) -
 def writes(edge: Edge, rules: Grammar | None, text: str) -> bool:
     """Whether a reply that says `text`, whole, is within the grammar."""
     assert rules is not None
-    matcher = edge.service.jobs.grammars._vocabulary.result(20).matcher(rules.text)
+    matcher = edge.vocabulary.matcher(rules.text)
     return accepts(matcher, edge.text.encode(text, add_bos=False))
 
 
@@ -169,7 +170,8 @@ def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -
     """Of schemas that take too long to compile only names are kept; of strict tools, and of forms, it is a 400."""
     other = {"type": "object", "properties": {"late": {"type": "integer"}}, "additionalProperties": False}
     tools: list[Any] = [{"type": "function", "function": {"name": "run-it", "parameters": other}}]
-    monkeypatch.setattr(Vocabulary, "complaint", lambda self, rules: "too slow" if "late" in rules else None)
+    slow = GrammarCheck(lambda rules: "too slow" if "late" in rules else None)
+    monkeypatch.setattr(edge.service.jobs, "grammars", slow)
     behind = call("run-it", "{b:2}").removeprefix("<|tool_call>")
     assert writes(edge, asked(edge, chat_body(tools=tools)), behind)
     assert writes(edge, asked(edge, chat_body(tools=tools, tool_choice="required")), call("run-it", "{b:2}"))

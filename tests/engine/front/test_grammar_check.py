@@ -3,14 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from engine.errors import InvalidRequest, Overloaded
 from engine.front import grammar_check
 from engine.front.grammar_check import GrammarCheck
-from engine.matcher import Vocabulary
 
 pytestmark = pytest.mark.pure
 
@@ -19,7 +18,8 @@ SLOW_S = 0.2
 
 
 class Compiler:
-    """In place of a vocabulary. A grammar that begins with "wait" takes until `go`, "slow" a while; "wrong" cannot be kept."""
+    """Compiles as a side process does. What begins with "wait" takes until `go`, "slow" a while; "wrong" cannot be kept, for "gone"
+    there is no process."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -32,18 +32,19 @@ class Compiler:
             assert self.go.wait(20)
         if rules.startswith("slow"):
             self.go.wait(SLOW_S)
+        if rules.startswith("gone"):
+            raise Overloaded("no process")
         return "no such rule" if rules.startswith("wrong") else None
 
 
 def checked(run: Callable[[GrammarCheck, Compiler], Coroutine[Any, Any, None]]) -> Compiler:
     """Runs a case; what was compiled."""
     compiler = Compiler()
-    check = GrammarCheck(lambda: cast("Vocabulary", compiler))
+    check = GrammarCheck(compiler.complaint)
     try:
         asyncio.run(run(check, compiler))
     finally:
         compiler.go.set()
-        check._pool.shutdown()
     return compiler
 
 
@@ -52,42 +53,48 @@ def outcomes(found: list[Any]) -> list[str]:
 
 
 def test_who_waits_behind_others_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many at once, which together take longer to compile than one may: all of them are let in."""
-    monkeypatch.setattr(grammar_check, "COMPILE_S", 5 * SLOW_S)
+    """Many at once, which together take longer than one may wait for its turn, a few at a time: all of them are let in. Planted:
+    one at a time, they are not."""
+    monkeypatch.setattr(grammar_check, "QUEUE_S", 3.5 * SLOW_S)
 
     async def run(check: GrammarCheck, _: Compiler) -> None:
-        found = await asyncio.gather(*(check.check(f"slow {at}", "regex") for at in range(6)), return_exceptions=True)
-        assert outcomes(found) == ["NoneType"] * 6
+        found.extend(await asyncio.gather(*(check.check(f"slow {at}", "regex") for at in range(6)), return_exceptions=True))
 
+    found: list[Any] = []
     checked(run)
+    assert outcomes(found) == ["NoneType"] * 6
+    monkeypatch.setattr(grammar_check, "_AT_ONCE", 1)
+    found.clear()
+    checked(run)
+    assert "Overloaded" in outcomes(found)
 
 
-def test_one_that_takes_too_long_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a 400 of its own, and others are compiled beside it; once such grammars have all threads, others may come later."""
-    monkeypatch.setattr(grammar_check, "COMPILE_S", 1.0)
+def test_those_that_take_long_hold_up_no_others() -> None:
+    """Others are compiled beside three that do not end."""
 
     async def run(check: GrammarCheck, compiler: Compiler) -> None:
-        rules = ["wait 1", "fine 1", "wait 2", "wait 3", "fine 2", "wait 4", "fine 3"]
-        found = await asyncio.gather(*(check.check(each, "regex") for each in rules), return_exceptions=True)
-        assert outcomes(found) == [{"w": "InvalidRequest", "f": "NoneType"}[each[0]] for each in rules[:-1]] + ["Overloaded"]
-        assert "takes longer than" in str(found[0])
+        waiting = [asyncio.create_task(check.check(f"wait {at}", "regex")) for at in range(3)]
+        await check.check("fine", "regex")
+        assert not any(each.done() for each in waiting)
         compiler.go.set()
-        monkeypatch.setattr(grammar_check, "COMPILE_S", 20)
-        await check.check("fine 3", "regex")
+        await asyncio.gather(*waiting)
 
     checked(run)
 
 
 def test_verdicts_are_remembered() -> None:
-    """Of several that ask for the same at once one compiles it, also where it cannot be kept."""
+    """Of several that ask for the same at once one compiles it, also where it cannot be kept; not that nobody could compile it."""
 
     async def run(check: GrammarCheck, _: Compiler) -> None:
         found = await asyncio.gather(*(check.check(rules, "regex") for rules in ["wrong", "fine"] * 3), return_exceptions=True)
         assert outcomes(found) == ["InvalidRequest", "NoneType"] * 3
         with pytest.raises(InvalidRequest, match="regex: no such rule"):
             await check.check("wrong", "regex")
+        for _ in range(2):
+            with pytest.raises(Overloaded, match="no process"):
+                await check.check("gone", "regex")
 
-    assert sorted(checked(run).compiled) == ["fine", "wrong"]
+    assert sorted(checked(run).compiled) == ["fine", "gone", "gone", "wrong"]
 
 
 def test_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +113,7 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than may wait, and who waits for too long, are refused as overload, and nothing of them stays."""
     monkeypatch.setattr(grammar_check, "_WAITING", 2)
     monkeypatch.setattr(grammar_check, "QUEUE_S", 0.1)
+    monkeypatch.setattr(grammar_check, "_AT_ONCE", 1)
 
     async def run(check: GrammarCheck, compiler: Compiler) -> None:
         first = asyncio.create_task(check.check("wait", "regex"))

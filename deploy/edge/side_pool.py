@@ -8,48 +8,42 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deploy.edge.media.tasks import BEGUN, CPU_S, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, decode_answer, encode
-from engine.errors import InvalidRequest, Overloaded
+from deploy.edge.side_process import BEGUN
+from engine.errors import Overloaded
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 WORKERS = min(8, os.cpu_count() or 1)  # tasks at once; the others wait
 FETCHERS = 16  # that wait for other servers, most of the time
 _CHUNK = 1 << 20
 
 
 class SidePool:
-    """Its side process starts with the first task, or by `start`, and is started again where it has ended."""
+    """Its side process, a module and its arguments, starts with the first task, or by `start`, and again where it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, *command: str) -> None:
+        self._command = command
         self.decoders = ThreadPoolExecutor(WORKERS, thread_name_prefix="media")
         self.fetchers = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
         self._lock = threading.RLock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, task: DecodeTask, source: bytes) -> Prepared:
-        """What a process makes of it. Blocks. InvalidRequest: it cannot, or takes too much; Overloaded: there is no process."""
+    def run(self, *task: bytes) -> bytes | None:
+        """What a process answers to it; None: it was ended at its limits. Blocks. Overloaded: there is no process."""
         parent_end, child_end = socket.socketpair()
         with parent_end:
             with child_end:
                 self._hand_over(child_end)
             try:
-                message = encode(task)
-                parent_end.sendall(LENGTH.pack(len(message)) + message)
-                parent_end.sendall(source)
+                for part in task:
+                    parent_end.sendall(part)
                 parent_end.shutdown(socket.SHUT_WR)
                 answer = b"".join(iter(lambda: parent_end.recv(_CHUNK), b""))
             except ConnectionError:
                 answer = b""
         if not answer.startswith(BEGUN):
-            raise Overloaded("The process that decodes has ended; please try again shortly.")
-        if answer == BEGUN:
-            limits = f"{CPU_S[task.kind]} s of CPU and {MEMORY_BYTES >> 20} MiB at most"
-            raise InvalidRequest(f"it takes too much time or memory to fetch or decode: {limits}")
-        decoded = decode_answer(memoryview(answer)[len(BEGUN) :])
-        if isinstance(decoded, str):
-            raise InvalidRequest(decoded)
-        return decoded
+            raise Overloaded("The side process has ended; please try again shortly.")
+        return answer.removeprefix(BEGUN) or None
 
     def start(self) -> socket.socket:
         """Start the process, which takes seconds, unless it runs; return the socket that controls it."""
@@ -59,7 +53,7 @@ class SidePool:
                 with child_end:
                     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
                     environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # else half of a process' time is page faults
-                    command = [sys.executable, "-m", "deploy.edge.media.side_process", str(child_end.fileno())]
+                    command = [sys.executable, "-m", self._command[0], str(child_end.fileno()), *self._command[1:]]
                     self._process = subprocess.Popen(  # by its folder it finds our packages
                         command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=environment
                     )
@@ -81,7 +75,7 @@ class SidePool:
                     self._end()
                 else:
                     return
-        raise Overloaded("The process that decodes cannot be started.")
+        raise Overloaded("The side process cannot be started.")
 
     def _end(self) -> None:
         if self._control is None or self._process is None:

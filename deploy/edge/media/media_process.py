@@ -1,21 +1,8 @@
-"""`python -m deploy.edge.media.side_process FD`: forks a process for each task that comes, which is bounded and can do no harm.
+"""`python -m deploy.edge.media.media_process FD`: the side process that fetches and decodes."""
 
-    edge --a socket for each task--> this --fork--> a process: reads its task, answers, and is gone
-
-What decodes was written by others, and reads what anybody sends. A process of its own has one task, CPU_S of its kind and
-MEMORY_BYTES, and whatever it did ends with it. Libraries are loaded once, before any fork. It ends when the edge closes its end.
-"""
-
-import gc
 import importlib
-import os
-import re
-import resource
-import signal
 import socket
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -24,8 +11,9 @@ from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.fetching import fetched
 from deploy.edge.media.rasters import CELL, prepare_image, resized
-from deploy.edge.media.tasks import BEGUN, CPU_S, FRAMES_TYPE, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, decode_task, encode
+from deploy.edge.media.tasks import CPU_S, FRAMES_TYPE, LENGTH, MEMORY_BYTES, DecodeTask, Prepared, decode_task, encode
 from deploy.edge.media.videos import prepare_video
+from deploy.edge.side_process import begin, fork_for_each
 from engine.errors import InvalidRequest
 from engine.front.audio_features import RATE, log_mels
 from engine.protocol import MediaKind
@@ -39,40 +27,23 @@ _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
 
 def main() -> None:
     """Serve until the edge closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the edge's to handle
-    _warm_up()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    control = socket.socket(fileno=int(sys.argv[1]))
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        with socket.socket(fileno=descriptors[0]) as connection:
-            if os.fork() == 0:
-                control.close()
-                _serve(connection)
-                os._exit(0)
+    fork_for_each(_warm_up)
 
 
-def _warm_up() -> None:
-    """What would else be loaded in every process."""
+def _warm_up() -> Callable[[socket.socket], None]:
+    """Load what would else be loaded in every process."""
     importlib.import_module("torch").set_num_threads(1)
     Image.init()
     resized(Image.new("RGBA", (9, 9)), (CELL, CELL))
     log_mels(np.zeros(RATE, np.float32))
-    gc.freeze()  # a collection in a child would write to every page that it shares
+    return _serve
 
 
 def _serve(connection: socket.socket) -> None:
     with connection.makefile("rb") as stream:
         (length,) = LENGTH.unpack(stream.read(LENGTH.size))
         task = decode_task(stream.read(length))
-        line = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert line is not None, "the kernel says what a process has"
-        cpu_s, most = CPU_S[task.kind], (int(line[1]) << 10) + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        connection.sendall(BEGUN)
+        begin(connection, CPU_S[task.kind], MEMORY_BYTES)
         answer = _answer(task, stream.read())
     connection.sendall(encode(answer))
 

@@ -1,0 +1,45 @@
+"""`python -m deploy.edge.grammar_process FD FOLDER`: the side process that compiles grammars, with a checkpoint's vocabulary."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.edge.side_pool import SidePool
+from deploy.edge.side_process import begin, fork_for_each
+from engine.matcher import Vocabulary
+
+CPU_S = 2  # for a grammar; those that people write take a tenth of it
+MEMORY_BYTES = 64 << 20
+
+
+def complaint(pool: SidePool, rules: str) -> str | None:
+    """What of a grammar cannot be kept; None: nothing. Blocks. Overloaded: there is no process."""
+    answer = pool.run(rules.encode())
+    if answer is None:
+        return f"compiling it takes more than {CPU_S} s of CPU or {MEMORY_BYTES >> 20} MiB"
+    return answer[1:].decode() or None
+
+
+def main() -> None:
+    """Serve until the edge closes its end."""
+    fork_for_each(_load)
+
+
+def _load() -> Callable[[socket.socket], None]:
+    vocabulary = Vocabulary.read(Path(sys.argv[2]))
+    vocabulary.complaint("start: /a/")  # what llguidance makes once
+
+    def serve(connection: socket.socket) -> None:
+        with connection.makefile("rb") as stream:
+            rules = stream.read().decode()
+        os.dup2(0, 2)  # where it takes too much memory, llguidance says so at length
+        begin(connection, CPU_S, MEMORY_BYTES)
+        connection.sendall(b"=" + (vocabulary.complaint(rules) or "").encode())
+
+    return serve
+
+
+if __name__ == "__main__":
+    main()
