@@ -303,7 +303,7 @@ class Masks:
                 return False
             tokens = state.consume(tokens)
         except GenerationFailed as error:
-            self._requests.fail(sequence, str(error))
+            self._fail(state, error)
             return False
         if state.matcher.frees and state.matcher.complete:
             state.matcher = None
@@ -357,6 +357,11 @@ class Masks:
             self._grammars.popitem(last=False)
         return compiled
 
+    def _fail(self, state: MaskState, error: GenerationFailed) -> None:
+        """Ends its request. Matchers of a grammar share what they have made of it: requests to come have it compiled anew."""
+        self._grammars = OrderedDict(item for item in self._grammars.items() if item[1] is not state.compiled)
+        self._requests.fail(state.sequence, str(error))
+
     def _compile(self, grammar: str) -> tuple[Matcher, np.ndarray]:
         """Compile a grammar, in a thread: a matcher at its beginning, and its mask there. GenerationFailed where there is none."""
         matcher = present(self._vocabulary).matcher(grammar)
@@ -370,7 +375,7 @@ class Masks:
             try:
                 matcher.check(masks[0])
             except GenerationFailed as error:
-                self._requests.fail(state.sequence, str(error))
+                self._fail(state, error)
             else:
                 self._take_masks(state, masks)
 

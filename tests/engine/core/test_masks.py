@@ -12,6 +12,7 @@ import jsonschema
 import msgspec
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
@@ -417,6 +418,32 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
     assert [served.end(at).finish for at in range(4)] == ["error", "stop", "error", "length"]
     assert all((served.end(at).error or "") != "" for at in (0, 2))
     assert said(model, served.tokens(1), cut=False).content == "yes"
+
+
+def test_a_grammar_that_failed_is_compiled_anew(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers of a grammar share its lexer, which stays broken where a reply had it grow too large: the next request gets one of
+    its own, and as many tokens. Planted fault: it shares the broken one, and gets none."""
+    rules = Grammar(grammar(model.markers, regex_answer("(a|b)*a(a|b){300}"), Thought.none))
+    made: list[Masks] = []
+    begin = Masks.__init__
+
+    def go_on(masks: Masks, *args: Any) -> None:
+        begin(masks, *args)
+        masks._grammars = made[-1]._grammars if made else masks._grammars
+        made.append(masks)
+
+    def ends() -> list[tuple[str | None, bool]]:
+        """Of two requests, one after the other: how each ends, and whether with tokens."""
+        made.clear()
+        served = [(serve(model, [request(model, number, rules)]), number) for number in range(2)]
+        return [(run.end(number).error, len(run.tokens(number)) > 3) for run, number in served]
+
+    monkeypatch.setattr(Masks, "__init__", go_on)
+    monkeypatch.setattr("engine.matcher._LIMITS", LLParserLimits(max_lexer_states=150))
+    large = "the grammar: lexer error: too many states: 150 >= 150"
+    assert ends() == [(large, True)] * 2
+    monkeypatch.setattr(Masks, "_fail", lambda masks, state, error: masks._requests.fail(state.sequence, str(error)))
+    assert ends() == [(large, True), (large, False)]
 
 
 def test_an_aborted_request_leaves_nothing(model: Model) -> None:
