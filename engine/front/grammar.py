@@ -10,6 +10,7 @@ the whole batch waits for (6 ms of 10 kB).
 
 import enum
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import FORMATS, lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
-from engine.front.value_schema import Schema, listed, says_nothing
+from engine.front.value_schema import Schema, listed, referred, says_nothing
 from engine.protocol import JsonObject
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -32,9 +33,12 @@ _COMBINED = ("allOf", "not", "if", "dependentSchemas")
 _BRANCHES = ("anyOf", "oneOf", "$ref")
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _MAX_CHOICES = 1024
+_MOST_CHOICES = 200_000  # a tenth of a second
 _MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _SPACING = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|(?:#|//).*')
+_NESTED_JSON = re.compile(r"%json\s*")
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))", re.MULTILINE)
 
 
@@ -85,7 +89,48 @@ def _changed(schema: Any, change: Callable[[JsonObject], None]) -> Any:
     return kept
 
 
+def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa: C901 - a case for each keyword
+    """A bound of what llguidance tries for a character of one string: each part of a pattern with each of all others that hold.
+    `known`: of what references point at."""
+    if isinstance(schema, list):
+        return max((_choices(each, root, known) for each in schema), default=1)
+    if not isinstance(schema, Mapping):
+        return 1
+    apart, together = [1.0], 1.0
+    for item in schema.items():
+        match item:
+            case "$defs" | "definitions", _ if schema is root:
+                pass
+            case "$id", str() if schema is not root:  # references in it point elsewhere
+                return math.inf
+            case "pattern", str(text):
+                apart.append(4 + len(text) / 6)
+            case "$ref", str(name):
+                if name not in known:
+                    known[name] = 1
+                    known[name] = _choices(referred(root, name), root, known) if name[1:2] in ("", "/") else _MOST_CHOICES
+                together *= known[name]
+            case "allOf", [*schemas]:
+                together *= math.prod(_choices(each, root, known) for each in schemas)
+            case "anyOf" | "oneOf" | "patternProperties", inner:
+                together *= _choices(inner, root, known)
+            case _, inner:
+                apart.append(_choices(inner, root, known))
+    return max(apart) * together
+
+
+def _check_patterns(schema: Any) -> None:
+    """InvalidRequest: one string has so many patterns that a character could take a core minutes, and gigabytes."""
+    try:
+        choices = _choices(schema, schema, {})
+    except RecursionError:
+        raise InvalidRequest("the schema is nested too deeply") from None
+    if choices > _MOST_CHOICES:
+        raise InvalidRequest("by the schema's allOf, $ref and branches one string has to match too many or too long patterns")
+
+
 def _json(schema: Schema | None) -> str:
+    _check_patterns(schema)
     kept = {"type": "object"} if schema is None else _changed(schema, _drop_what_says_nothing)
     with suppress(_Combination):  # then it stays as it is
         kept = _changed(kept, _close)
@@ -130,6 +175,11 @@ def choice_answer(choices: Sequence[str]) -> str:
 def lark_answer(grammar: str) -> str:
     """A grammar of the client's own, in Lark with a rule `start`, or in GBNF with a rule `root`."""
     rules = (grammar if _LARK.search(grammar) else _from_gbnf(grammar)).replace("%llguidance {}", "", 1)
+    if "&" in _QUOTED.sub("", rules):
+        raise InvalidRequest("& between terminals may take for ever: write ~(~A | ~B) for A & B")
+    for found in _NESTED_JSON.finditer(rules):
+        with suppress(ValueError, RecursionError):  # llguidance says why
+            _check_patterns(json.JSONDecoder(parse_int=float).raw_decode(rules, found.end())[0])
     return f"answer: %lark {{\n{rules}\n}}"
 
 

@@ -1,6 +1,7 @@
 """Grammars of answers and of tool calls: whatever is sampled within their masks is what was asked for, by judges of others."""
 
 import json
+import math
 import random
 import time
 from typing import Any
@@ -266,12 +267,17 @@ def deep(levels: int) -> dict[str, Any]:
     return made
 
 
+def referring(count: int) -> dict[str, Any]:
+    return {"$defs": {f"d{at}": {"$ref": f"#/$defs/d{at + 1}"} for at in range(count)}, "$ref": "#/$defs/d0"}
+
+
+MANY: dict[str, Any] = {"type": "string", "allOf": [{"pattern": f"^(z|x{{50}}.*(a|b)*a(a|b){{{at}}}.*)$"} for at in range(10, 30)]}
 BOMBS: dict[str, str] = {
     "repeats of repeats": regex_answer("((a{1,1000}){1,1000}){1,1000}"),
     "catastrophe": regex_answer("(a*)*(a*)*(a*)*b(.|x)*(.|y)*"),
     "many words": choice_answer([f"word {place}" for place in range(1000)]),
     "deep": json_answer(deep(150)),
-    "intersection": lark_answer("start: A\nA: /.*a.{10}/ & /.*b.{11}/ & ~/.*c.{9}/"),
+    "intersection": lark_answer("start: A\nA: ~(" + " | ".join(f"~/.*a(a|b){{{count}}}/" for count in range(10, 30)) + ")"),
     "wide": json_answer({"anyOf": [{"type": "object", "properties": {f"k{place}": {}}} for place in range(500)]}),
 }
 
@@ -307,6 +313,13 @@ def test_bombs_cost_little(walker: Walker, bomb: str) -> None:
         (lambda: lark_answer("root ::= " + "(" * 5000), "nested"),
         (lambda: lark_answer("\n" * 60_000), "GBNF of more than"),
         (lambda: lark_answer('root ::= "x"\n' * 600), "GBNF of more than"),
+        (lambda: lark_answer('start: A // "\nA: /a&/ & /b/ // "'), "for A & B"),
+        (lambda: lark_answer('start: a\na: %json {"x": ' + "9" * 5000 + "," + json.dumps(MANY)[1:]), "too many"),
+        (lambda: json_answer(MANY), "too many"),
+        (lambda: json_answer({"$defs": {"a": {"pattern": "b", "$ref": "#/$defs/a"}, "c": MANY}, "$ref": "#/$defs/c"}), "too many"),
+        (lambda: json_answer({"properties": {"default": MANY}}), "too many"),
+        (lambda: json_answer({"$defs": {"a": {"$id": "b:c"}}, "$ref": "#/$defs/a"}), "too many"),
+        (lambda: json_answer(referring(1000)), "nested"),
         (lambda: choice_answer([]), "texts"),
         (lambda: json_answer({"description": "x" * 70_000}), "larger"),
     ],
@@ -319,6 +332,19 @@ def test_bad_grammars_are_refused(walker: Walker, rules: Any, says: str) -> None
         complaint = str(error)
     assert complaint is not None
     assert says in complaint
+
+
+def test_what_would_cost_a_core_too_much_is_refused_unbuilt(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be built, at once, which is the planted fault: its fiftieth character takes minutes. Patterns apart, or few of one
+    string, are let in."""
+    few = {"allOf": MANY["allOf"][:4], "$ref": "#/$defs/a", "$defs": {"a": {"pattern": "x"}}}
+    members = {f"p{at}": each for at, each in enumerate(MANY["allOf"])} | {"$id": {"type": "string"}}
+    apart = {"type": "object", "properties": members}
+    for schema in (few, apart, {"pattern": "a" * 4096}, {"anyOf": [*MANY["allOf"]]}):
+        json_answer(schema)
+    assert lark_answer('start: "a&b" /c&d/ // &\n')
+    monkeypatch.setattr("engine.front.grammar._MOST_CHOICES", math.inf)
+    assert walker.vocabulary.complaint(grammar(walker.markers, json_answer(MANY), Thought.none)) is None
 
 
 def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
