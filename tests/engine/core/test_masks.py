@@ -28,6 +28,7 @@ from engine.plan import ROW_MASKED
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, ThoughtBudget
 from engine.step_masks import StepMasks, allows, decode_masks
 from tests.conftest import Nano
+from tests.support.engine.executors import AtOnce, Later
 from tests.support.engine.masked_machine import GROUPS
 from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
 from tests.support.engine.masked_serving import MAX_LEN, PAGES, MaskedRun, Model, request, serve
@@ -328,33 +329,6 @@ def test_a_budget_beside_grammars(model: Model) -> None:
     assert [served.end(at).finish for at in range(0, 12, 2)] == ["stop"] * 6
     assert all(thoughts(model, served.tokens(at))[0] <= label + budget for at in range(0, 12, 2))
     assert any(thoughts(model, free.tokens(at))[0] > label + budget for at in range(0, 12, 2))
-
-
-class AtOnce(Executor):
-    """In place of a pool of threads: what is submitted is done."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        future.set_result(work(*args, **options))
-        return future
-
-
-class Later(Executor):
-    """In place of a pool whose threads are busy."""
-
-    def __init__(self) -> None:
-        self._futures: list[Future[Any]] = []
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
-        self._futures.append(Future())
-        return self._futures[-1]
-
-    def begin(self) -> int:
-        """How much of what was submitted a thread would do now."""
-        return sum(future.set_running_or_notify_cancel() for future in self._futures)
 
 
 def gaps(steps: list[int]) -> list[int]:
