@@ -28,7 +28,7 @@ from engine.geometry import kv_groups, read_geometry
 from engine.memory import buckets
 from engine.plan import StepPlan, single_rows
 from engine.rank.attention import trtllm
-from engine.rank.attention.base import AttentionPart
+from engine.rank.attention.base import AttentionPart, LayerRows
 from engine.rank.attention.paged import PagedDecode
 from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.builder import build, load_rank
@@ -79,7 +79,7 @@ def decode(it: Scene, part: AttentionPart) -> Tensor:
     """What the scene's rows, all of them decode rows, give."""
     out = it.qkv.new_full((it.batch.rows, it.settings.heads * it.layer.head_dim), torch.nan)
     (block,) = it.batch.blocks
-    part.attend(it.qkv, it.layer, it.norms, block, part.prepare(block), out)
+    part.attend(LayerRows(it.qkv, it.layer, it.norms, block, out), part.prepare(block))
     return out
 
 
@@ -119,7 +119,7 @@ def test_a_graph_follows_tables_and_positions(flashinfer: FlashInfer) -> None:
 
     def step() -> None:
         (block,) = replace(it.batch).blocks
-        part.attend(it.qkv, it.layer, it.norms, block, part.prepare(block), out)
+        part.attend(LayerRows(it.qkv, it.layer, it.norms, block, out), part.prepare(block))
 
     step()
     torch.cuda.synchronize()

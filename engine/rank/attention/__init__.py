@@ -7,12 +7,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.attention import BACKENDS, OWN, REFERENCE
 from engine.attention.backend_entry import BackendEntry, RowKind
-from engine.geometry import Geometry, KVGroup, Layer
-from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, Norms, PartSettings
+from engine.geometry import Geometry, KVGroup
+from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, LayerRows, PartSettings
 from engine.rank.batch import RowBlock
 from engine.rank.kv import GroupCache, KVCache
 
@@ -42,12 +41,10 @@ class SpanExtend:
         part = self.own if block.has_spans else self.usual
         return part, part.prepare(block)
 
-    def attend(
-        self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: tuple[AttentionPart, Any], out: Tensor
-    ) -> None:
+    def attend(self, rows: LayerRows, plan: tuple[AttentionPart, Any]) -> None:
         """As `AttentionPart.attend`."""
         part, prepared = plan
-        part.attend(qkv, layer, norms, block, prepared, out)
+        part.attend(rows, prepared)
 
 
 def attention_backend(

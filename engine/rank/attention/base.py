@@ -9,7 +9,7 @@ Parts are made for one group each, so that the groups, and decode rows and chunk
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,16 @@ class PartSettings:
 AttentionPlan = tuple[tuple[Any, ...], ...]  # what the parts prepared of each of a step's blocks, by KV group
 
 
+class LayerRows(NamedTuple):
+    """A block's rows in a layer: qkv [rows, ...], of which attention makes out [rows, heads * head_dim]."""
+
+    qkv: Tensor
+    layer: Layer
+    norms: Norms
+    block: RowBlock
+    out: Tensor
+
+
 class AttentionPart(Protocol):
     """One kind of rows of one KV group."""
 
@@ -51,9 +61,8 @@ class AttentionPart(Protocol):
         hold it."""
         ...
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: Any, out: Tensor) -> None:
-        """Compute the attention of the block's rows. qkv [rows, ...] and out [rows, heads * head_dim] of the block's rows; their K
-        and V go into their pages."""
+    def attend(self, rows: LayerRows, plan: Any) -> None:
+        """Compute the attention of a block's rows; their K and V go into their pages."""
         ...
 
 
@@ -70,10 +79,11 @@ class AttentionParts:
 
 
 def normed_queries(
-    cache: GroupCache, settings: PartSettings, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, q: Tensor | None = None
+    cache: GroupCache, settings: PartSettings, rows: LayerRows, q: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Write K and V of the block's rows into their pages; returns the rows' normed and roped queries [rows, heads, d], in `q` where
-    it is given, and the pool that they read."""
+    """Write the rows' K and V into their pages; returns their normed and roped queries [rows, heads, d], in `q` where it is given,
+    and the pool that they read."""
+    qkv, layer, norms, block, _ = rows
     q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim) if q is None else q
     pool, rope = cache.layer(layer.kv_source), block.rope[layer.rope, layer.head_dim]
     qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
@@ -102,5 +112,5 @@ class AttentionBackend:
         """
         index = cache.group.index
         for block, prepared in zip(batch.blocks, plan, strict=True):
-            part = self.parts[block.kind][index]
-            part.attend(qkv[block.rows], layer, norms, block, prepared[index], out[block.rows])
+            rows = LayerRows(qkv[block.rows], layer, norms, block, out[block.rows])
+            self.parts[block.kind][index].attend(rows, prepared[index])

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.geometry import Layer
-from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
+from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings, normed_queries
 from engine.rank.batch import Chunk, RowBlock
 from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
@@ -39,8 +38,9 @@ class PagedDecode:
     def prepare(self, block: RowBlock) -> None:
         """Prepares nothing: the block holds what a sequence reads."""
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, _plan: None, out: Tensor) -> None:
+    def attend(self, rows: LayerRows, _plan: None) -> None:
         """As `AttentionPart.attend`."""
+        qkv, layer, norms, block, out = rows
         cache, group, settings = self._cache, self._cache.group, self._settings
         pages = block.pages[group.index]
         index = bisect.bisect_left(settings.buckets, len(pages))
@@ -49,7 +49,7 @@ class PagedDecode:
             reads = qkv, cache.layer(layer.kv_source), pages, block.positions, block.rope[layer.rope, layer.head_dim]
             decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, splits, tile)
             return
-        q, pool = normed_queries(cache, settings, qkv, layer, norms, block)
+        q, pool = normed_queries(cache, settings, rows)
         scratch, bucket = self._scratch, settings.buckets[index]
         verify_attention(q, pool, pages, block.positions, group.window, scratch, out.view(q.shape), bucket=bucket)
 
@@ -72,12 +72,12 @@ class PagedExtend:
         last_seen = torch.cat([_last_seen(chunk) for chunk in block.chunks])
         return tiles, uploaded(last_seen, self._settings.device)
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: ExtendPlan, out: Tensor) -> None:
+    def attend(self, rows: LayerRows, plan: ExtendPlan) -> None:
         """As `AttentionPart.attend`."""
         cache = self._cache
-        q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
+        q, pool = normed_queries(cache, self._settings, rows)
         tiles, last_seen = plan
-        extend_attention(q, pool, cache.table, tiles, cache.group.window, out.view(q.shape), last_seen=last_seen)
+        extend_attention(q, pool, cache.table, tiles, cache.group.window, rows.out.view(q.shape), last_seen=last_seen)
 
 
 def _last_seen(chunk: Chunk) -> Tensor:

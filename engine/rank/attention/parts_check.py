@@ -12,7 +12,7 @@ import torch
 from engine.attention.backend_entry import RowKind
 from engine.geometry import Geometry, KVGroup, Layer
 from engine.rank.attention import paged
-from engine.rank.attention.base import AttentionPart, AttentionParts, PartSettings
+from engine.rank.attention.base import AttentionPart, AttentionParts, LayerRows, PartSettings
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch, frequencies_of
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
 from kernels.selfcheck import TOLERANCE, row_error
@@ -43,7 +43,7 @@ def mismatches(
         for maker in (paged.parts(settings), parts):
             part: AttentionPart = getattr(maker, kind)(cache)
             outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
-            part.attend(qkv, layer, norms, block, part.prepare(block), outputs[-1])
+            part.attend(LayerRows(qkv, layer, norms, block, outputs[-1]), part.prepare(block))
         expected, actual = outputs
         errors[index] = row_error(actual, expected)
     return {index: error for index, error in errors.items() if not error <= TOLERANCE[_DTYPE]}

@@ -30,8 +30,8 @@ from torch.nn import functional
 
 from engine.attention.trtllm_mha import TRTLLM_MHA
 from engine.errors import ConfigError
-from engine.geometry import KVGroup, Layer
-from engine.rank.attention.base import AttentionParts, Norms, PartSettings, normed_queries
+from engine.geometry import KVGroup
+from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings, normed_queries
 from engine.rank.batch import RowBlock
 from engine.rank.kv import ROW_TOKENS, GroupCache
 from kernels.launch import processors
@@ -125,7 +125,6 @@ def _arguments(
     for x in (query, out, pool, tables, lengths):
         assert x.is_contiguous(), (x.shape, x.stride())
     assert tables.dtype == lengths.dtype == torch.int32, (tables.dtype, lengths.dtype)
-    assert tables.dim() == 2, tables.shape
     assert lengths.shape == (count,), (lengths.shape, tables.shape)
     assert tables.shape[1] * group.page % ROW_TOKENS == 0, (tables.shape, group.page)
     assert 1 <= rows.max_len <= tables.shape[1] * group.page, (rows.max_len, tables.shape, group.page)
@@ -165,7 +164,6 @@ class TrtllmDecode:
     def prepare(self, block: RowBlock) -> TableRows:
         """Make the rows' tables and lengths."""
         cache, count = self._cache, len(block.slots)
-        assert count <= len(self._tables), (count, len(self._tables))
         rows = TableRows(self._tables[:count], self._lengths[:count], cache.read_width * cache.group.page)
         page, window = cache.group.page, cache.group.window
         gather_pages(cache.table, block.slots, block.positions, page, window, rows.tables, rows.lengths)
@@ -173,10 +171,10 @@ class TrtllmDecode:
             self._settings.check(cache.group, rows.tables, block.slots, block.positions, window)
         return rows
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: TableRows, out: Tensor) -> None:
+    def attend(self, rows: LayerRows, plan: TableRows) -> None:
         """As `AttentionPart.attend`."""
-        q, pool = normed_queries(self._cache, self._settings, qkv, layer, norms, block, self._q[: len(qkv)])
-        call_decode(self._scratch, self._cache.group, q, pool, plan, out.view(q.shape))
+        q, pool = normed_queries(self._cache, self._settings, rows, self._q[: len(rows.qkv)])
+        call_decode(self._scratch, self._cache.group, q, pool, plan, rows.out.view(q.shape))
 
 
 @dataclass(frozen=True)
@@ -212,15 +210,15 @@ class TrtllmExtend:
             self._settings.check(self._cache.group, held, slots, lengths - 1, None)
         return ChunkRows(rows, query_sums, key_sums, max(chunk.size for chunk in block.chunks))
 
-    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, block: RowBlock, plan: ChunkRows, out: Tensor) -> None:
+    def attend(self, rows: LayerRows, plan: ChunkRows) -> None:
         """As `AttentionPart.attend`."""
-        cache, rows, scratch = self._cache, plan.rows, self._scratch
-        q, pool = normed_queries(cache, self._settings, qkv, layer, norms, block)
+        cache, tables, scratch = self._cache, plan.rows, self._scratch
+        q, pool = normed_queries(cache, self._settings, rows)
         scratch.flashinfer.context(
-            **_arguments(scratch, q, pool, rows, cache.group, out.view(q.shape)),
+            **_arguments(scratch, q, pool, tables, cache.group, rows.out.view(q.shape)),
             max_q_len=plan.longest,
-            max_kv_len=rows.max_len,
-            batch_size=len(rows.tables),
+            max_kv_len=tables.max_len,
+            batch_size=len(tables.tables),
             cum_seq_lens_q=plan.queries,
             cum_seq_lens_kv=plan.keys,
             causal=True,

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import read_geometry
 from engine.rank.attention import AttentionConfig, attention_backend
-from engine.rank.attention.base import AttentionParts, PartSettings
+from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings
 from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
 from engine.rank.batch import RowBlock
 from engine.rank.kv import KVCache
@@ -42,11 +42,11 @@ class FakeDecode(PagedDecode):
     rows = 0
     error = 0.0
 
-    def attend(self, qkv: Tensor, *rest: Any) -> None:
+    def attend(self, rows: LayerRows, _plan: None) -> None:
         """As `AttentionPart.attend`."""
-        super().attend(qkv, *rest)
-        FakeDecode.rows += len(qkv)
-        rest[-1].add_(self.error)
+        super().attend(rows, None)
+        FakeDecode.rows += len(rows.qkv)
+        rows.out.add_(self.error)
 
 
 class CausalExtend(PagedExtend):
