@@ -110,14 +110,16 @@ class ForwardBatch:
     def blocks(self) -> tuple[RowBlock, ...]:
         """The rows by kind, in order; sliced once a step, not in every layer."""
         blocks, first = [], self.prompts
+        extend, decode = slice(0, first), slice(first, self.rows)
         if first:
-            blocks.append(RowBlock("extend", *self._rows(slice(0, first)), chunks=self.chunks, chunk_list=self.chunk_list))
+            blocks.append(RowBlock("extend", extend, *self.places(extend), chunks=self.chunks, chunk_list=self.chunk_list))
         if first < self.rows:
-            blocks.append(RowBlock("decode", *self._rows(slice(first, self.rows)), self.width, self.pages))
+            blocks.append(RowBlock("decode", decode, *self.places(decode), self.width, self.pages))
         return tuple(blocks)
 
-    def _rows(self, rows: slice) -> tuple[slice, Tensor, Tensor, dict[RopeKey, Tensor]]:
-        return rows, self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()}
+    def places(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, dict[RopeKey, Tensor]]:
+        """Returns slots, positions and rotary embeddings of some rows."""
+        return self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()}
 
 
 def frequencies_of(layers: Iterable[Layer], device: torch.device) -> dict[RopeKey, Tensor]:

@@ -24,7 +24,7 @@ from engine.rank.batch import ForwardBatch, SoftTokens, frequencies_of
 from engine.rank.kv import KVCache
 from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.models.architecture import Architecture, Model
-from engine.rank.models.gemma4_weights import TENSORS
+from engine.rank.models.gemma4_weights import BLOCK_NORMS, TENSORS
 from engine.rank.models.layers import Experts, Mlp, NormWeights, Router, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
@@ -47,9 +47,8 @@ class LayerStep:
         """The same step with only the rows whose logits are wanted, as decode rows."""
         rows = self.batch.logit_rows
         assert rows is not None
-        slots, positions = self.batch.slots[rows], self.batch.positions[rows]
+        slots, positions, rope = self.batch.places(rows)
         pages = self.cache.gather(slots, positions, self.cache.page_rows(len(rows) // self.batch.width))
-        rope = {key: table[rows] for key, table in self.batch.rope.items()}
         batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
         return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
@@ -84,7 +83,7 @@ class Block(Module):
         self._index, geometry = layer.index, shard.geometry
         self.attention = Attention(shard, layer)
         self.mlp = Mlp(shard, layer.intermediate)
-        norms = ["pre_attention", "post_attention", "pre_mlp", "post_mlp"]
+        norms = list(BLOCK_NORMS.values())
         self._moe, self._ple = geometry.moe is not None, geometry.ple > 0
         if geometry.moe is not None:
             self.router = Router(shard, geometry.moe)

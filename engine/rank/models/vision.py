@@ -27,6 +27,7 @@ from engine.rank.models.allreduce_norm import AllReduceNorm
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.models.captured_layers import SIZES, CapturedLayers, Rows
 from engine.rank.models.clipped import ClippedProduct
+from engine.rank.models.gemma4_weights import BLOCK_NORMS
 from engine.rank.models.layers import NormWeights, Shard
 from engine.rank.models.module import Module
 from engine.rank.upload import uploaded
@@ -73,7 +74,7 @@ class VisionBlock(Module):
         self.gate, self.up = (ClippedProduct(shard, layer.intermediate, hidden) for _ in range(2))
         self.down = ClippedProduct(shard, hidden, layer.intermediate)
         self.q_norm, self.k_norm = shard.parameter(layer.head_dim), shard.parameter(layer.head_dim)
-        self.norms = NormWeights(shard, ("pre_attention", "post_attention", "pre_mlp", "post_mlp"))
+        self.norms = NormWeights(shard, BLOCK_NORMS.values())
         self._add = AllReduceNorm(shard.parallel, None, self._eps)
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -118,10 +119,8 @@ class Tower(VisionEncoder):
         self._captured = CapturedLayers(self._layers, len(self.blocks), states, angles, graphs)
 
     def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
-        sizes = [(height // PATCH, width // PATCH) for height, width, _ in (picture.shape for picture in pictures)]
-        x, y, rows = self._rows(sizes)
-        pixels = torch.cat([_cells(picture, CELL).view(-1, 3 * PATCH**2) for picture in pictures])
-        patches = (2 * (pixels * (1 / 255) - 0.5)).to(self.dtype)
+        x, y, rows = self._rows(pictures)
+        patches = (2 * (_patches(pictures, CELL) - 0.5)).to(self.dtype)
         h = functional.linear(patches, self.patches.weight) + (self.positions[0][x] + self.positions[1][y])
         normed = rms_norm(h, self._pre_norms[0], self.geometry.eps)
         if self._captured is not None and self._captured.fit(rows):
@@ -141,10 +140,10 @@ class Tower(VisionEncoder):
             h, x = self.blocks[layer](h, x, self._pre_norms[layer + 1], rows)
         return h, x
 
-    def _rows(self, sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Rows]:
-        """int64 [T] of each patch, x and y, and what layers need. sizes: rows and columns of patches of each picture."""
-        counts = [rows * columns for rows, columns in sizes]
-        host = np.concatenate([patch_positions(rows // CELL, columns // CELL, CELL) for rows, columns in sizes], axis=1)
+    def _rows(self, pictures: Sequence[Tensor]) -> tuple[Tensor, Tensor, Rows]:
+        """int64 [T] of each patch, x and y, and what layers need."""
+        counts = [picture.numel() // (3 * PATCH**2) for picture in pictures]
+        host = _positions(pictures, CELL)
         starts = np.cumsum([0, *counts])
         packed = uploaded(torch.from_numpy(np.concatenate([host.ravel(), starts])), self.device)
         x, y = packed[: host.size].view(2, -1)
@@ -178,25 +177,28 @@ class VisionEmbedder(VisionEncoder):
 
     def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
         yield
-        sizes = [(height // SIDE, width // SIDE) for height, width, _ in (picture.shape for picture in pictures)]
-        host = np.concatenate([patch_positions(rows, columns, 1) for rows, columns in sizes], axis=1)
-        x, y = uploaded(torch.from_numpy(host), self.device)
-        pixels = torch.cat([_cells(picture, 1).view(-1, 3 * SIDE**2) for picture in pictures])
-        h = self.dense_norm.norm(self.dense(self.patch_norm.norm((pixels * (1 / 255)).to(self.dtype))))
+        x, y = uploaded(torch.from_numpy(_positions(pictures, 1)), self.device)
+        h = self.dense_norm.norm(self.dense(self.patch_norm.norm(_patches(pictures, 1).to(self.dtype))))
         return self.position_norm.norm(h + (self.positions[x, 0] + self.positions[y, 1]))
 
 
-def _cells(picture: Tensor, cell: int) -> Tensor:
-    """uint8 [height, width, 3] -> [cells, cell * cell, pixels] of patches of 48 / cell pixels a side; those of a cell lie together,
+def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
+    """uint8 [height, width, 3] each -> fp32 [patches, pixels], 0 to 1, of 48 / cell pixels a side; those of a cell lie together,
     rows of cells, of patches and of pixels in raster order."""
-    height, width, channels = picture.shape
     side = SIDE // cell
-    cut = picture.view(height // SIDE, cell, side, width // SIDE, cell, side, channels)
-    return cut.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, cell * cell, side * side * channels)
+    cut = [picture.view(len(picture) // SIDE, cell, side, -1, cell, side, 3) for picture in pictures]
+    return torch.cat([one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]) * (1 / 255)
+
+
+def _positions(pictures: Sequence[Tensor], cell: int) -> np.ndarray:
+    """int64 [2, patches]: x and y of each patch, in the order of `_patches`."""
+    return np.concatenate(
+        [patch_positions(len(picture) // SIDE, picture.shape[1] // SIDE, cell) for picture in pictures], axis=1
+    )
 
 
 @lru_cache(maxsize=1024)
 def patch_positions(rows: int, columns: int, cell: int) -> np.ndarray:
-    """int64 [2, patches]: x and y of each patch of rows x columns cells of cell x cell patches, in the order of `_cells`."""
+    """int64 [2, patches]: x and y of each patch of rows x columns cells of cell x cell patches, in the order of `_patches`."""
     cell_y, cell_x, y, x = np.indices((rows, columns, cell, cell)).reshape(4, -1)
     return np.stack([cell * cell_x + x, cell * cell_y + y])
