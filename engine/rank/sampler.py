@@ -73,7 +73,8 @@ class Sampler:
         Overwrites logits. Capturable, if no row is filtered or reported.
         """
         reported = _index(special.reported, logits.device)
-        raw = logits[reported] if len(reported) else None
+        raw = logits[reported] if special.reported else None
+        size = max(1, PIECE_LOGITS // logits.shape[1])  # rows of PIECE_LOGITS logits
         first, parts = self._parallel.rank * logits.shape[1], parts_of(logits.shape[1], len(logits), self._processors)
         if batch.adjustments is not None:
             batch = adjust(logits, batch, first, parts)
@@ -85,13 +86,12 @@ class Sampler:
         if special.small_top_k:
             few = candidates(logits, block_peaks(logits, batch), batch, first)
             choose_candidates(self._parallel.all_gather(few.flatten(1)).view(len(logits), -1, 2), batch, chosen)
-        for rows in self._pieces(_index(special.filtered, logits.device), logits):
+        for rows in _index(special.filtered, logits.device).split(size) if special.filtered else ():
             self._filter(logits, batch, chosen, rows)
         if raw is None:
             return chosen, None
-        tokens = chosen[reported, 0].long()
-        pieces = self._pieces(torch.arange(len(raw), device=logits.device), logits)
-        return chosen, torch.cat([self.token_logprobs(raw[rows], tokens[rows], special.alternatives) for rows in pieces])
+        pieces = zip(raw.split(size), chosen[reported, 0].long().split(size), strict=True)
+        return chosen, torch.cat([self.token_logprobs(rows, ids, special.alternatives) for rows, ids in pieces])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor, alternatives: int) -> Tensor:
         """Compute the logprobs of `ids`. logits fp32 [R, vocab share], -inf behind the vocabulary's end, ids int64 [R] -> int32 [R,
@@ -124,10 +124,6 @@ class Sampler:
         drawn = self._parallel.all_gather(tokens[:, None].float())  # an id is exact below 2^24
         write_tokens(drawn.flatten().int(), batch, taken)
         chosen[rows] = taken
-
-    def _pieces(self, rows: Tensor, logits: Tensor) -> Sequence[Tensor]:
-        """Cut rows int64 [n] into pieces of PIECE_LOGITS logits each."""
-        return rows.split(max(1, PIECE_LOGITS // logits.shape[1])) if len(rows) else ()
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:

@@ -59,7 +59,7 @@ class StepBuffers:
         device, self._most = slots.device, sizes[-1]
         self._slots, self._frequencies, self.sizes = slots, frequencies, sizes
         rows = prefill + self._most * widest
-        self.ids, self.positions, self.slots = torch.zeros((3, rows), dtype=torch.int32, device=device).unbind()
+        self._rows = torch.zeros((3, rows), dtype=torch.int32, device=device)  # ids, positions and slots
         self._pages = slots.cache.page_rows(self._most)
         self._rope = {
             key: frequency.new_zeros((rows, 2 * len(frequency)), dtype=torch.float32)
@@ -93,7 +93,7 @@ class StepBuffers:
     def decodes(self, plan: Tensor, sequences: int, width: int = 1) -> ForwardBatch:
         """Make the plan's decode rows, padded to `sequences` of `width` tokens each; lengths advance by one. Capturable."""
         pages, rows = self._decoding(plan, sequences, 0, width), sequences * width
-        ids, positions, slots = (x[:rows] for x in (self.ids, self.positions, self.slots))
+        ids, positions, slots = self._rows[:, :rows]
         return ForwardBatch(ids, positions, slots, self._rotary(positions), pages, width=width)
 
     def drafting(self, slots: Tensor, positions: Tensor, rope_positions: Tensor) -> ForwardBatch:
@@ -109,7 +109,7 @@ class StepBuffers:
         pages = tuple(page_ids[:0] for page_ids in self._pages)
         if sizes.decodes:
             pages = self._decoding(plan, sizes.decodes, first, width)
-        rows = StepRows(*(x[:total] for x in (self.ids, self.positions, self.slots)))
+        rows = StepRows(*self._rows[:, :total])
         chunks, results = self._chunks[: sizes.chunks + 1], ResultInputs(*(x[: sizes.results * width] for x in self._results))
         chunk_inputs(plan, LAYOUT, self._slots.tokens, self._slots.padding, rows, first, chunks, results, width)
         batch = ForwardBatch(
@@ -120,7 +120,7 @@ class StepBuffers:
 
     def _decoding(self, plan: Tensor, sequences: int, first: int, width: int) -> tuple[Tensor, ...]:
         """Make decode rows from row `first` on; returns the page ids that they read, of each KV group. Lengths advance."""
-        ids, positions, slots = (x[first : first + sequences * width] for x in (self.ids, self.positions, self.slots))
+        ids, positions, slots = self._rows[:, first : first + sequences * width]
         tokens, lengths = self._slots.tokens, self._slots.lengths
         decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
         return self._gathered(slots, positions, sequences)
@@ -154,7 +154,6 @@ def _unique_appends(plan: PlanView) -> np.ndarray:
     fixed = plan.fixed.copy()
     first = HEADER + plan.rows.size + plan.chunks.size
     appends = fixed[first : first + plan.appends.size].reshape(plan.appends.shape)
-    assert fixed[COUNTS + 2] == len(appends), (fixed[:HEADER], len(appends))
     last = {tuple(entry): index for index, entry in enumerate(appends[:, :3].tolist())}
     appends[np.setdiff1d(np.arange(len(appends)), list(last.values())), 0] = -1
     return fixed

@@ -101,7 +101,7 @@ class ForwardStage:
         """
         if not len(plan.chunks):
             self.inputs.apply(uploaded)
-            return FinalRows(self.inputs.ids[:0])
+            return FinalRows(uploaded[:0])
         chunks = chunks_of(plan)
         batch, ends = self._inputs_of(MixedSizes.of(plan), uploaded, width)
         batch = replace(batch, chunks=chunks, soft=None if media is None else media.soft_tokens(chunks))
