@@ -80,14 +80,11 @@ class PageCheck:
         first = batch.prompts
         slots, positions = (rows[first :: batch.width].contiguous() for rows in (batch.slots, batch.positions))
         for cache, ends, gathered in zip(self._slots.cache, self._ends, batch.pages, strict=True):
-            self._check(TABLE_ENTRY, cache.group, cache.table, self._all_slots, ends, None)
-            self._check(ROW_ENTRY, cache.group, gathered, slots, positions, cache.group.window)
+            self.compare(TABLE_ENTRY, cache.group, cache.table, self._all_slots, ends, None)
+            self.compare(ROW_ENTRY, cache.group, gathered, slots, positions, cache.group.window)
 
-    def check_copies(self, group: KVGroup, copies: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
-        """Check rows that attention copied, as `CopyCheck`. Capturable."""
-        self._check(COPIED_ENTRY, group, copies, slots, positions, window)
-
-    def _check(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
+    def compare(self, kind: int, group: KVGroup, actual: Tensor, slots: Tensor, positions: Tensor, window: int | None) -> None:
+        """Compare rows of page ids with the expected tables, on the device; of the kind COPIED_ENTRY as `CopyCheck`. Capturable."""
         expected, pages = self._tables[group.index], self._pages[group.index]
         check_rows(kind, group.index, actual, expected, pages, slots, positions, group.page, window, self.violations)
 

@@ -54,6 +54,7 @@ from engine.rank.step import (
 from engine.rank.step_clock import record_event
 from engine.step_masks import decode_masks
 from engine.step_media import MediaReader
+from kernels.table_check import COPIED_ENTRY
 
 
 def warm_rows(most: int) -> tuple[int, ...]:
@@ -106,7 +107,7 @@ class Runner:
         self._inputs = StepBuffers(self.slots, model.frequencies, prefill, self._buckets, widest)
         self._inboxes = inboxes
         self.pages = PageCheck(self.slots) if config.debug_pages else None
-        check = self.pages.check_copies if self.pages is not None else None
+        check = partial(self.pages.compare, COPIED_ENTRY) if self.pages is not None else None
         asked = config.attention_of("decode"), config.attention_of("extend")
         chosen = AttentionConfig(*asked, failed_checks, config.flashinfer_download)
         attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)
@@ -330,10 +331,11 @@ class Runner:
                 if width == 1:
                     self.draft_stage.accept(final.batch, sampled.chosen, final.hidden, adjusted=False)
                 sequences = len(plan.result_slots)
+                bucket = self._inputs.bucket(sequences)
                 if self.graphs is not None:
-                    self.graphs.replay("draft", self._inputs.bucket(sequences), 1 + plan.drafts)
+                    self.graphs.replay("draft", bucket, 1 + plan.drafts)
                 else:
-                    self.draft_stage.draft(self._inputs.bucket(sequences), plan.drafts)
+                    self.draft_stage.draft(bucket, plan.drafts)
                 if plan.masked:
                     sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
         if final.prompts is not None:

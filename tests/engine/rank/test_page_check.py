@@ -19,6 +19,7 @@ from engine.rank.builder import Rank, build
 from engine.rank.kv import KVCache
 from engine.rank.page_check import PageCheck
 from engine.rank.runner import Runner
+from kernels.table_check import COPIED_ENTRY
 from tests.conftest import Nano
 from tests.golden.record import load
 from tests.support.engine.plans import PageAppend, PageRelease, PrefillChunk
@@ -202,14 +203,14 @@ COPIED = {
 def with_plant(monkeypatch: pytest.MonkeyPatch, rank: Rank, steps: int, name: str, plant: CopyPlant) -> Runner:
     """A runner behind so many plans. From then on a group's copied rows, which FlashInfer reads next, are wrong: behind the gather,
     as the check is asked."""
-    check, armed = PageCheck.check_copies, list[Runner]()
+    compare, armed = PageCheck.compare, list[Runner]()
 
-    def wrong(self: PageCheck, group: KVGroup, copies: Tensor, *places: Any) -> None:
-        if armed and group.name == name:
+    def wrong(self: PageCheck, kind: int, group: KVGroup, copies: Tensor, *places: Any) -> None:
+        if armed and kind == COPIED_ENTRY and group.name == name:
             plant(armed[0], group, copies)
-        check(self, group, copies, *places)
+        compare(self, kind, group, copies, *places)
 
-    monkeypatch.setattr(PageCheck, "check_copies", wrong)
+    monkeypatch.setattr(PageCheck, "compare", wrong)
     armed.append(runner := started(rank, steps))
     return runner
 
