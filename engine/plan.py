@@ -7,7 +7,7 @@ device as it is (`engine.plan_layout`).
                 | admissions, msgpack
     StepResult  header | table [n,4 + W + D] | logprobs of tokens by row, and of prompts, msgpack
 
-    plan header, int32: version, flags, step (two words), the number of rows of each section, bytes of admissions; drafts; the rest
+    plan header, int32: 0, flags, step (two words), the number of rows of each section, bytes of admissions; drafts; the rest
               0
     drafts    that ranks make behind each sequence of the step that gets a token
     rows      slot, width, flags       decode rows: the next token and width - 1 drafts; ROW_MASKED: not every token may come
@@ -35,7 +35,7 @@ from typing import NamedTuple, cast
 import msgspec
 import numpy as np
 
-from engine.plan_layout import COUNTS, HEADER, PLAN_VERSION, RESULT_HEAD, SECTIONS
+from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_SPAN,
@@ -54,7 +54,7 @@ MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, o
 MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes beside its tokens and pages: 5 bytes an id, 14 a bias
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
-_PLAN = struct.Struct(f"<IIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
+_PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int]]).decode
@@ -131,7 +131,6 @@ class PlanView:
     """
 
     step: int
-    stop: bool
     masked: bool
     drafts: int
     fixed: np.ndarray
@@ -223,7 +222,7 @@ def encode_plan(plan: StepPlan) -> bytes:
         (each.slot, each.number, pack_tokens(each.tokens), each.prompt, _sent(each.params), each.cached) for each in plan.admissions
     ]
     admissions = _encode(admitted) if admitted else b""
-    header = _PLAN.pack(PLAN_VERSION, flags, plan.step, *counts, len(admissions), plan.drafts)
+    header = _PLAN.pack(flags, plan.step, *counts, len(admissions), plan.drafts)
     return b"".join([header, *sections, admissions])
 
 
@@ -262,18 +261,15 @@ def admission_size(tokens: int, params: SamplingParams, pages: int) -> int:
     return 16 + tokens + len(_encode(_sent(params))) // 4 + 4 * pages
 
 
-def read_header(data: bytes) -> tuple[int, bool, bool]:
-    """Returns step, `stop` and `masked` of the plan in `data`; ValueError when it is of another version."""
-    version, flags, step, *_ = _PLAN.unpack_from(data)
-    if version != PLAN_VERSION:
-        raise ValueError(f"plan version {version}, expected {PLAN_VERSION}")
-    return step, bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED)
+def read_header(data: bytes) -> tuple[bool, bool]:
+    """Returns `stop` and `masked` of the plan in `data`."""
+    flags, *_ = _PLAN.unpack_from(data)
+    return bool(flags & FLAG_STOP), bool(flags & FLAG_MASKED)
 
 
 def read_plan(data: bytes) -> PlanView:
-    """Read the plan in `data`, in place; raises ValueError when it is not one (wrong version or length)."""
-    step, stop, masked = read_header(data)
-    _, _, _, *counts, size, drafts = _PLAN.unpack_from(data)
+    """Read the plan in `data`, in place; raises ValueError when its length is wrong."""
+    flags, step, *counts, size, drafts = _PLAN.unpack_from(data)
     sections, end = {}, HEADER
     for (name, width), count in zip(SECTIONS.items(), counts, strict=True):
         sections[name] = np.frombuffer(data, np.int32, count * width, 4 * end).reshape(count, width)
@@ -284,7 +280,8 @@ def read_plan(data: bytes) -> PlanView:
         Admission(slot, number, cast("Sequence[int]", np.frombuffer(tokens, np.int32)), prompt, params, cached)
         for slot, number, tokens, prompt, params, cached in (_decode_admissions(memoryview(data)[4 * end :]) if size else ())
     )
-    return PlanView(step, stop, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions)
+    masked = bool(flags & FLAG_MASKED)
+    return PlanView(step, masked, drafts, np.frombuffer(data, np.int32, end), **sections, admissions=admissions)
 
 
 def _sent(params: SamplingParams) -> SamplingParams:

@@ -1,6 +1,5 @@
 """The layout of a plan's int32 and of a result's rows as plain numbers: kernels get those that they need as constexprs."""
 
-PLAN_VERSION = 7
 HEADER = 16  # int32 of a plan's header
 STEP = 2  # index in the header of the step's low word
 COUNTS = 4  # index in the header of the number of rows of the first section; then come the others', and the bytes of admissions

@@ -51,8 +51,7 @@ def masks_capacity(count: int, vocabulary: int) -> int:
 
 def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> bytes:
     """Bytes of the masks int32 [n, words] of a step's slots; `decode_masks` reads them."""
-    assert all(bits.shape[1:] == (words,) and bits.dtype == np.int32 for bits in masks.values()), (step, words)
-    slots = np.repeat(np.fromiter(masks, np.int32, len(masks)), [len(bits) for bits in masks.values()])
+    slots = np.array([slot for slot, bits in masks.items() for _ in bits], np.int32)
     return b"".join([_HEADER.pack(step, len(slots), words), slots.tobytes(), *(bits.tobytes() for bits in masks.values())])
 
 

@@ -84,8 +84,8 @@ class Adjustments:
     def _counts(self, admission: Admission) -> np.ndarray:
         """Count the admission's tokens: int16 [n] as in the table, IN_PROMPT set for those of the prompt."""
         mine = np.asarray(admission.tokens, np.int64) - self.ids.start
-        here = (mine >= 0) & (mine < len(self.ids))
-        prompt, generated = mine[: admission.prompt][here[: admission.prompt]], mine[admission.prompt :][here[admission.prompt :]]
+        parts = np.split(mine, [admission.prompt])
+        prompt, generated = (part[(part >= 0) & (part < len(self.ids))] for part in parts)
         counts = np.minimum(np.bincount(generated, minlength=len(self.ids)), MOST_COUNTED)
         counts[prompt] |= IN_PROMPT
         return counts.astype(np.uint16).view(np.int16)
@@ -105,10 +105,8 @@ class Adjustments:
         work waits for them. None: the copies wait for all work before them.
         """
         owners, first = np.unique(slots, return_index=True)
-        assert len(slots) == len(bits), (slots, bits.shape)
         if not len(slots):
             return
-        assert len(owners) == 1 + np.count_nonzero(np.diff(slots)), slots
         rows, mask_rows = next(self._staging)
         rows, mine = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
         rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow

@@ -106,11 +106,12 @@ class Worker:
         args = lifeline.args
         self._runner = runner
         self._lifeline = lifeline
-        self._plans = RingReader(map_shared(args.plan), args.tp, args.index)
-        self._masks = RingReader(map_shared(args.masks), args.tp, args.index)
+        self._plans, self._masks, media = (
+            RingReader(map_shared(ring), args.tp, args.index) for ring in (args.plan, args.masks, args.media)
+        )
         self._results = RingWriter(map_shared(args.result), 1) if args.index == 0 else None
         self._waiter = Waiter(args.spin, idle_s=IDLE_S)
-        self._media = MediaReader(RingReader(map_shared(args.media), args.tp, args.index), self._waiter)
+        self._media = MediaReader(media, self._waiter)
         self._launched: deque[Launched] = deque()
         self._forwarded: Forwarded | None = None  # a step that waits for its masks
         self._last_step = 0  # launched, or at least its forward
@@ -138,8 +139,7 @@ class Worker:
 
     def _launch(self, step: int, data: bytes) -> bool:
         """Start a step, or only its forward if it needs masks; False for a stop plan."""
-        held, stop, masked = read_header(data)
-        assert held == step, f"record {step} holds plan {held}"
+        stop, masked = read_header(data)
         if stop:
             return False
         self._last_step = step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig, engine_config
 from engine.logit_adjustments import LogitAdjustments
-from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_header, single_rows
+from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_plan, single_rows
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
 from engine.rank import runner as rank_runner
 from engine.rank.batch import ForwardBatch
@@ -293,7 +293,7 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
         launch = made.launch
 
         def launched(data: bytes, masks: bytes = b"", media: MediaReader | None = None) -> Launched:
-            if read_header(data)[0] == 2:
+            if read_plan(data).step == 2:
                 next(iter(made.slots.cache)).pool[0, 11, 0, 0, 0, 0] += 1e-4
             return launch(data, masks, media)
 

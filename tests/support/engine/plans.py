@@ -16,6 +16,7 @@ from engine.plan import (
     StepResult,
     encode_plan,
     encode_rows,
+    read_header,
     read_plan,
 )
 from engine.plan_layout import RESULT_HEAD, SECTIONS
@@ -83,7 +84,7 @@ def decode_plan(data: bytes) -> StepPlan:
     view = read_plan(data)
     sections: dict[str, Any] = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
     admissions = [replace(admission, tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions]
-    return StepPlan(view.step, view.stop, view.masked, view.drafts, **sections, admissions=admissions)
+    return StepPlan(view.step, *read_header(data), view.drafts, **sections, admissions=admissions)
 
 
 def decode_slots(plan: StepPlan) -> list[int]:
