@@ -1,7 +1,7 @@
 """Builds what a rank holds, alike for workers, benchmarks and plans: model, inboxes, KV cache, runner."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -52,11 +52,11 @@ class Rank:
     device: torch.device
     parallel: Parallel
     model: Model
-    inboxes: Inboxes | None = None
-    failed_checks: FailedChecks = ()
-    fallbacks: tuple[str, ...] = ()
-    drafter: Assistant | None = None
-    encoders: Mapping[MediaKind, MediaEncoder] = field(default_factory=dict)
+    inboxes: Inboxes | None
+    failed_checks: FailedChecks
+    fallbacks: tuple[str, ...]
+    drafter: Assistant | None
+    encoders: Mapping[MediaKind, MediaEncoder]
 
     @property
     def weight_bytes(self) -> int:

@@ -10,6 +10,7 @@ from engine.geometry import Geometry, Layer
 HEAD = "lm_head.weight"
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a clipped product, beside its weight
 
+AxisSizes = Callable[[Geometry, Layer], dict[str, int]]
 Part = Literal["whole", "vocab", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
 Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_norm", "scalar", "one"]
 
@@ -41,14 +42,12 @@ class TensorTable:
     """
 
     rules: tuple[Rule, ...]
-    sizes: Callable[[Geometry, Layer], dict[str, int]]
+    sizes: AxisSizes
     published_name: Callable[[str, Geometry], str]
     is_unused: Callable[[str, Geometry], bool]
 
     @classmethod
-    def of_encoder(
-        cls, rules: tuple[Rule, ...], sizes: Callable[[Geometry, Layer], dict[str, int]], *prefixes: str
-    ) -> "TensorTable":
+    def of_encoder(cls, rules: tuple[Rule, ...], sizes: AxisSizes, *prefixes: str) -> "TensorTable":
         """Makes the table of an encoder, which stands beside the text model under these prefixes; without bounds, which
         `load_encoder` reads itself."""
         begins = tuple(f"model.{prefix}" for prefix in prefixes)

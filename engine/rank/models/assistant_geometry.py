@@ -21,9 +21,9 @@ class AssistantGeometry(Geometry):
     """A drafter's. backbone: the target's hidden size; centroids: clusters of its head's vocabulary, of which the best
     `centroid_top_k` are looked at; 0: the head looks at all ids."""
 
-    backbone: int = 0
-    centroids: int = 0
-    centroid_top_k: int = 0
+    backbone: int
+    centroids: int
+    centroid_top_k: int
 
 
 def read_assistant(folder: Path, target: Geometry) -> AssistantGeometry:

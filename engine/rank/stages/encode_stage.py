@@ -116,8 +116,10 @@ class EncodeStage:
         self._gather()
         self._media, items = media, media.items()
         asked = {_key(item): item for item in items}
-        pinned, dtypes = self._stream is not None, {"audio": torch.float32}
-        data = {_key(item): torch.empty(item.shape, dtype=dtypes.get(item.kind, torch.uint8), pin_memory=pinned) for item in items}
+        data = {}
+        for key, item in asked.items():
+            dtype = torch.float32 if item.kind == "audio" else torch.uint8
+            data[key] = torch.empty(item.shape, dtype=dtype, pin_memory=self._stream is not None)
         media.read_into(data[_key(item)].flatten().view(torch.uint8).numpy().data for item in items)
         self._outputs = {key: output for key in asked if (output := self._cache.take(key)) is not None}
         new = [item for key, item in asked.items() if key not in self._outputs]

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,6 @@ from engine.geometry import read_geometry
 from engine.memory import adjustment_bytes, pages_of, sampling_bytes
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank import worker
-from engine.rank.parallel import Single
 from tests.conftest import Nano
 from tests.nano.model_shapes import PUBLIC, PUBLISHED_DRAFTERS, ModelShape, config
 from tests.nano.nano_shapes import SHAPES
@@ -174,7 +174,7 @@ def test_the_budget_on_a_gpu_is_the_workers(engine_of: Make, monkeypatch: pytest
     used = 12_345_678_901
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200 - used, H200))
     geometry = read_geometry(Path(engine.model))
-    rank = worker.Rank(engine, geometry, torch.device("cuda", 0), Single(), meta_rank(engine, 1).model)
+    rank = replace(meta_rank(engine, 1), device=torch.device("cuda", 0))
     assert kv_budget(engine, H200, used) == worker.kv_bytes(rank)
     assert int(H200 * 0.83) - used - kv_budget(engine, H200, used) == sampling_bytes(engine.max_seqs, geometry.vocab, 1)
     with_pictures = msgspec.structs.replace(engine, language_model_only=False)

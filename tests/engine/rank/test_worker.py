@@ -228,7 +228,8 @@ def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypa
     peers = AllReduceInbox(memory, pointers, 0, 1, 2, torch.float32, 1)
     geometry = read_geometry(recording.folder)
     device, model = torch.device("cpu"), cast(Gemma4, type("Bare", (), {"parameters": list, "dtype": torch.float32}))
-    rank = worker.Rank(config, geometry, device, Single(), model, Inboxes(peers, cast(ArgmaxInbox, None)))
+    inboxes = Inboxes(peers, cast(ArgmaxInbox, None))
+    rank = worker.Rank(config, geometry, device, Single(), model, inboxes, (), (), None, {})
     seen = []
     runner = Namespace(capturable=True, capture=lambda: seen.append(int(peers.errors[1])))
     messages = {Configure: Configure(config), Allocate: Allocate(PAGES)}
