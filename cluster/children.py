@@ -119,12 +119,7 @@ def child_name(index: int, tp: int) -> str:
 
 def child_command(args: BootArgs) -> list[str]:
     """Returns the command line of a real process."""
-    return [sys.executable, "-m", _MODULES[args.index == args.tp], boot_json(args)]
-
-
-def boot_json(args: BootArgs) -> str:
-    """Encodes argv[1] of a child."""
-    return msgspec.json.encode(args).decode()
+    return [sys.executable, "-m", _MODULES[args.index == args.tp], msgspec.json.encode(args).decode()]
 
 
 def spawn(args: BootArgs, lifeline: socket.socket, descriptors: Iterable[int], device: str, command: Command) -> Child:

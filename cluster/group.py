@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -161,12 +161,6 @@ class Group:
             self._memory.release()
         if still_running:
             logger.error("still running %g s after SIGKILL: %s", children.KILL_WAIT_S, ", ".join(still_running))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.kill()
 
 
 def spin_polls(tp: int, cores: int) -> int:

@@ -174,14 +174,7 @@ class DiscoveryServer(ThreadingHTTPServer):
         except OSError as error:
             raise ConfigError(f"metrics.discovery: cannot listen on {host}:{port}: {error.strerror}") from error
         self.url = page_url(host, self.server_port, "targets")
-        self._thread = threading.Thread(target=self.serve_forever, args=(TICK_S,), name="discovery", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Give the port back."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
+        threading.Thread(target=self.serve_forever, args=(TICK_S,), name="discovery", daemon=True).start()
 
     def service_actions(self) -> None:
         """Tick; serve_forever calls it at every turn."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.children import boot_json, child_command
+from cluster.children import child_command
 from engine.lifeline import BootArgs
 from engine.rank import worker
 from engine.rank.stages import draft_stage
@@ -27,7 +27,7 @@ class Synthetic:
         """The child's command line."""
         if args.index == args.tp:
             return child_command(args)
-        return [sys.executable, "-m", "tests.bench.synthetic_rank", str(self.mean), str(self.drafts), boot_json(args)]
+        return [sys.executable, "-m", "tests.bench.synthetic_rank", str(self.mean), str(self.drafts), child_command(args)[-1]]
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from engine.errors import CheckpointError, ConfigError, EngineDead, InvalidReque
 from engine.geometry import read_geometry
 from engine.protocol import AbortReason, SamplingParams
 from engine.step_masks import masks_capacity
+from tests.support.engine.drive import booted
 from tests.support.engine.fake_child import FIRST_TOKEN, Behaviour, commands
 from tests.support.engine.fakes import fake_config
 from tests.support.engine.groups import Held, Running, alive, ends_after, read, running, send, settled
@@ -131,11 +132,11 @@ def test_close_without_a_client_says_stop_itself(config: EngineConfig) -> None:
 def test_what_ranks_leave_out_is_said(config: EngineConfig) -> None:
     """What a rank's checks found wrong stands in the group's choice of attention, its name and its sentence; else nothing does."""
     sentence = "kernels.linear is wrong: plain torch in its place"
-    with Group.boot(config, commands(ranks=Behaviour(fallbacks=(sentence,)))) as group:
+    with booted(config, commands(ranks=Behaviour(fallbacks=(sentence,)))) as group:
         assert group.attention.fallbacks == (sentence,)
         assert group.attention.name == "reference, with fallbacks"
         assert str(group.attention) == f"attention reference, with fallbacks: no GPU; {sentence}"
-    with Group.boot(config, commands()) as group:
+    with booted(config, commands()) as group:
         assert str(group.attention) == "attention reference: no GPU"
         assert (group.config.attention_decode, group.config.attention_extend) == ("reference", "reference")
 
@@ -143,7 +144,7 @@ def test_what_ranks_leave_out_is_said(config: EngineConfig) -> None:
 @pytest.mark.parametrize("max_len", [257, 258])
 def test_a_max_len_beyond_the_pools_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, max_len: int) -> None:
     """Where a request of max_len tokens can never run, a line of the log says how long one may be; else none does."""
-    with Group.boot(fake_config(tmp_path / "small", max_len=max_len, pages=(99, 9)), commands()):
+    with booted(fake_config(tmp_path / "small", max_len=max_len, pages=(99, 9)), commands()):
         pass
     said = [record.message for record in caplog.records if record.name == "cluster.group" and record.levelname == "WARNING"]
     assert said == (["the KV pools hold 257 tokens of one request, not max_len's 258"] if max_len > 257 else [])
@@ -151,7 +152,7 @@ def test_a_max_len_beyond_the_pools_is_said(tmp_path: Path, caplog: pytest.LogCa
 
 def test_shared_memory_has_no_name(config: EngineConfig) -> None:
     """Every writable shared mapping of every child is an anonymous memfd: there is no file that a kill could leave behind."""
-    with Group.boot(config, commands()) as group:
+    with booted(config, commands()) as group:
         for child in group.children:
             lines = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
             shared = [line for line in lines if line.split()[1] == "rw-s"]

@@ -27,7 +27,7 @@ from dashboards.discovery import (
 from dashboards.metrics import CAUSES, DISCOVERY_METRICS, RETIRED
 from dashboards.series import Counts
 from engine.errors import ConfigError
-from tests.support.loopback import LOOPBACKS
+from tests.support.loopback import LOOPBACKS, stop
 
 pytestmark = pytest.mark.pure
 
@@ -254,7 +254,7 @@ def test_the_endpoint_over_loopback(host: str) -> None:
     port = int(base.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"metrics.discovery: cannot listen on {host}:{port}"):
         DiscoveryServer(registry, host, port)
-    server.close()
+    stop(server)
     with socket.create_server((host, port), family=server.address_family):
         pass
 
@@ -269,7 +269,7 @@ def test_a_name_has_the_family_of_its_address(address: str, monkeypatch: pytest.
     server = DiscoveryServer(ReplicaRegistry(), "box.lan", 0)
     with socket.create_connection((address, server.server_port)):
         pass
-    server.close()
+    stop(server)
     with pytest.raises(ConfigError, match=r"metrics\.discovery: cannot listen on a b:0: "):
         DiscoveryServer(ReplicaRegistry(), "a b", 0)
 
@@ -291,7 +291,7 @@ def test_a_scraper_that_leaves_is_no_traceback(capfd: pytest.CaptureFixture[str]
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     left.set()
     assert fetch(server.url)[0] == 200
-    server.close()
+    stop(server)
     assert capfd.readouterr().err == ""
 
 
@@ -307,4 +307,4 @@ def test_the_endpoint_ticks_by_itself() -> None:
             time.sleep(0.05)
         assert registry._ticked > before
     finally:
-        server.close()
+        stop(server)

@@ -11,6 +11,7 @@ from dashboards.series import Counts
 from deploy import registry
 from deploy.registry import Discovery, HeartbeatSender, address_of, listed_nodes
 from tests.support.edge.http_edge import until
+from tests.support.loopback import stop
 
 pytestmark = pytest.mark.pure
 
@@ -125,8 +126,8 @@ def test_where_discovery_cannot_listen_another_address_is_taken(host: str, caplo
         assert second.url().startswith("http://127.0.0.1:")
         assert f"cannot listen on {host}:{port}: " in caplog.messages[0]
     finally:
-        first._server.close()
-        second._server.close()
+        stop(first._server)
+        stop(second._server)
 
 
 def test_rays_exporters_are_listed() -> None:

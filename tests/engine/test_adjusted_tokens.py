@@ -17,7 +17,7 @@ from engine.logit_adjustments import LogitAdjustments
 from engine.protocol import SamplingParams
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
-from tests.support.engine.drive import Answer, Request, ask_all, attached, still
+from tests.support.engine.drive import Answer, Request, ask_all, attached, booted, still
 from tests.support.judge.oracle import judge, load_oracle
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow]  # three groups
@@ -68,7 +68,7 @@ def answers(settings: EngineConfig, asked: list[Request]) -> tuple[list[Answer],
             given = await ask_all(client, asked, len(asked))
             return given, (await still(client)).preemptions
 
-    with Group.boot(settings) as group:
+    with booted(settings) as group:
         return asyncio.run(main(group))
 
 

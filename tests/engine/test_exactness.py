@@ -26,7 +26,7 @@ from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.protocol import SamplingParams
 from tests.conftest import Nano
 from tests.nano.nano_shapes import SHAPES
-from tests.support.engine.drive import Answer, Figures, Request, ask_all, attached, still
+from tests.support.engine.drive import Answer, Figures, Request, ask_all, attached, booted, still
 from tests.support.engine.faulty_rank import faulty
 from tests.support.judge.near_tie import Match, compare
 from tests.support.judge.oracle import Verdict, judge, load_oracle
@@ -130,8 +130,8 @@ def hashes(group: Group) -> set[int]:
 def check(case: Case, tp: int, *, tight: bool, name: str) -> Figures:
     """Boot, drive, compare; print what was found and assert it."""
     began = time.monotonic()
-    with Group.boot(case.config(tp, tight=tight)) as group:
-        booted = time.monotonic()
+    with booted(case.config(tp, tight=tight)) as group:
+        ready = time.monotonic()
         answers, figures = drive(group, case.prompts)
         agreed = hashes(group)
     served = time.monotonic()
@@ -141,7 +141,7 @@ def check(case: Case, tp: int, *, tight: bool, name: str) -> Figures:
     print(f"{name} TP={tp} seed {SEED}: {match}")
     print(
         f"    {load.step} steps, {figures.mixed} seen mixed, {load.preemptions} preemptions, peak pages {figures.peaks}; "
-        f"boot {booted - began:.1f} s, served {served - booted:.1f} s, judged {time.monotonic() - served:.1f} s"
+        f"boot {ready - began:.1f} s, served {served - ready:.1f} s, judged {time.monotonic() - served:.1f} s"
     )
     assert all(answer.end == "length" and len(answer.tokens) == GREEDY.max_tokens for answer in answers)
     assert len(agreed) == 1
@@ -185,7 +185,7 @@ def test_a_fault_in_one_rank_is_seen(case: Callable[..., Case], fault: str) -> N
     """
     it = case("31b")
     prompts = it.prompts[6:14]
-    with Group.boot(it.config(2, tight=False), faulty(fault)) as group:
+    with booted(it.config(2, tight=False), faulty(fault)) as group:
         answers, _ = drive(group, prompts)
         agreed = hashes(group)
     match = it.compare(prompts, answers)

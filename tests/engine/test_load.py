@@ -22,7 +22,7 @@ from engine.config import EngineConfig, engine_config
 from engine.front.client import EngineClient
 from engine.protocol import Load, SamplingParams
 from tests.conftest import Nano
-from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, still
+from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, booted, still
 from tests.support.engine.outcomes import Outcomes
 from tests.support.judge.near_tie import Twins, twins
 
@@ -181,7 +181,7 @@ def equal_alone(served: Served) -> None:
 def loaded(request: pytest.FixtureRequest, nano: Nano) -> Served:
     rng = random.Random(SEED)
     requests = [random_request(rng) for _ in range(REQUESTS)]
-    with Group.boot(load_config(nano("31b"), TP)) as group:
+    with booted(load_config(nano("31b"), TP)) as group:
         return asyncio.run(serve(group, requests, STREAMS, request.param, rng))
 
 
@@ -218,7 +218,7 @@ def test_preemption_changes_no_token(nano: Nano) -> None:
     rng = random.Random(SEED + 1)
     requests = [random_request(rng, 60, (40, 100)) for _ in range(60)]  # short prompts: most pages are taken in the decode
     config = load_config(nano("31b"), 2, max_seqs=16, page=16, pages=(110, 48), prefill_budget=96)
-    with Group.boot(config) as group:
+    with booted(config) as group:
         served = asyncio.run(serve(group, requests, 32, SAMPLE // 4, rng))
     accounted(served)
     assert served.load.preemptions > 0

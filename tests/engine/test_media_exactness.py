@@ -19,7 +19,6 @@ import pytest
 import torch
 import transformers
 
-from cluster.group import Group
 from engine.audio_geometry import read_audio
 from engine.config import EngineConfig
 from engine.core import prefix, scheduler
@@ -36,7 +35,7 @@ from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.forward_stage import ForwardStage
 from tests.conftest import Nano
 from tests.nano.nano_shapes import SHAPES
-from tests.support.engine.drive import Answer, Request, ask_all, attached, still
+from tests.support.engine.drive import Answer, Request, ask_all, attached, booted, still
 from tests.support.engine.plan_stream import different_tokens, logprob_error
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
@@ -249,7 +248,7 @@ def test_a_group_of_processes(case: Callable[[str], Case]) -> None:
             assert min(ours.us, other.us, ours.hits - 10) > 0
             return served
 
-    with Group.boot(config) as group:
+    with booted(config) as group:
         match = it.match(asked, asyncio.run(main()))
     print(f"31b TP=2, {match}")
     assert match.wrong == 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.children import boot_json, child_command
+from cluster.children import child_command
 from engine.config import EngineConfig
 from engine.geometry import Geometry, KVGroup, Layer
 from engine.lifeline import BootArgs
@@ -43,7 +43,7 @@ class Everywhere:
         """The child's command line."""
         if args.index == args.tp or (self.fault == "lost sum" and args.index != 1):
             return child_command(args)
-        return [sys.executable, "-m", "tests.quality.faults", self.fault, boot_json(args)]
+        return [sys.executable, "-m", "tests.quality.faults", self.fault, child_command(args)[-1]]
 
 
 def _plant_decode(change: Callable[[Tensor, Tensor, int, int | None], Tensor]) -> None:

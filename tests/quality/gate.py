@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from cluster.children import Command
+from cluster.children import Command, child_command
 from cluster.group import Group
 from deploy.models.resolve import resolve
 from engine.config import EngineConfig, engine_config
@@ -25,7 +25,7 @@ from engine.geometry import kv_groups, read_geometry
 from engine.protocol import SamplingParams
 from tests.nano.exercise_form import LONGEST_REPLY, Exercise
 from tests.nano.exercises import SKILLS, drawing, exam, right, skills
-from tests.support.engine.drive import Request, ask_all, attached, still
+from tests.support.engine.drive import Request, ask_all, attached, booted, still
 from tests.support.judge.oracle import judge
 
 AT_ONCE = 48
@@ -116,11 +116,11 @@ class Run:
     seconds: float
 
 
-def answer(question_set: QuestionSet, setup: Setup, command: Command | None = None) -> Run:
+def answer(question_set: QuestionSet, setup: Setup, command: Command = child_command) -> Run:
     """All questions through a real group: core, ring and ranks; `command` starts its processes (faults are planted there)."""
     config = setup.config(question_set.folder, question_set.longest)
     began = time.monotonic()
-    with Group.boot(config, command) if command else Group.boot(config) as group:
+    with booted(config, command) as group:
         answers, preemptions = asyncio.run(_ask(group, question_set))
     return Run(answers, preemptions, time.monotonic() - began)
 

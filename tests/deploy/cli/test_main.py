@@ -29,6 +29,7 @@ from deploy.cli import serve_command
 from deploy.cli.main import main
 from deploy.settings import Settings
 from engine.errors import ConfigError, EngineDead
+from tests.support.loopback import stop
 from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import free_port
 
@@ -299,7 +300,7 @@ def test_the_ingress_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(urllib.error.URLError, match="Connection refused"):
             urllib.request.build_opener().open(server.url, timeout=5)
     finally:
-        server.close()
+        stop(server)
 
 
 def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

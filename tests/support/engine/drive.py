@@ -1,11 +1,13 @@
 """Requests driven through a running group: what each one gave, and what the core's figures showed meanwhile."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from cluster.children import Command, child_command
 from cluster.group import Group
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.events import EngineLoad, Event, to_each
 from engine.front.client import EngineClient
@@ -54,6 +56,16 @@ class Figures:
         if last is not None and load.step == last.step + 1:
             both = load.prefill_tokens > last.prefill_tokens and load.decode_tokens > last.decode_tokens
             self.mixed += both
+
+
+@contextmanager
+def booted(config: EngineConfig, command: Command = child_command) -> Iterator[Group]:
+    """A group that is ready; killed at the end."""
+    group = Group.boot(config, command)
+    try:
+        yield group
+    finally:
+        group.kill()
 
 
 @asynccontextmanager

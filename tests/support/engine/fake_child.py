@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.children import boot_json, child_command, child_name
+from cluster.children import child_command, child_name
 from engine.channel import RingReader, RingWriter, Waiter, map_shared
 from engine.errors import CheckpointError
 from engine.lifeline import Allocate, BootArgs, Configure, Lifeline, Loaded, Ready, run
@@ -53,7 +53,8 @@ def commands(**odd: Behaviour) -> Callable[[BootArgs], list[str]]:
         if args.name == "core":
             return child_command(args)
         behaviour = odd.get(child_name(args.index, args.tp).replace(" ", "_"), usual)
-        return [sys.executable, "-m", "tests.support.engine.fake_child", boot_json(args), msgspec.json.encode(behaviour).decode()]
+        behaves = msgspec.json.encode(behaviour).decode()
+        return [sys.executable, "-m", "tests.support.engine.fake_child", child_command(args)[-1], behaves]
 
     return command
 

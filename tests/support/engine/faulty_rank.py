@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 from torch import Tensor
 
-from cluster.children import boot_json, child_command
+from cluster.children import child_command
 from engine.lifeline import BootArgs
 from engine.plan import PlanView, StepPlan, encode_plan, read_plan
 from engine.rank import runner, worker
@@ -46,7 +46,7 @@ class Plant:
         """The child's command line."""
         if args.index != self.rank:
             return child_command(args)
-        return [sys.executable, "-m", "tests.support.engine.faulty_rank", self.fault, boot_json(args)]
+        return [sys.executable, "-m", "tests.support.engine.faulty_rank", self.fault, child_command(args)[-1]]
 
 
 @dataclass
