@@ -44,8 +44,7 @@ class Allocator:
         for run in sequence.runs:
             pool = run.pool
             count = max(0, -(-end // self.page) - run.end)
-            if count > pool.free:
-                self.cache.make_free(pool, count)
+            self.cache.make_free(pool, count)
             pages = pool.take(count)
             run.pages += pages
             self._append(sequence, run, pages, plan)

@@ -69,7 +69,7 @@ def check_attention(
     errors: dict[tuple[RowKind, int], float] = {}
     for kind, entry in used.items():
         parts = make_parts(entry, settings, download=config.flashinfer_download)
-        errors |= {(kind, index): error for index, error in parts_check.mismatches(kind, geometry, groups, settings, parts).items()}
+        errors |= parts_check.mismatches(kind, geometry, groups, settings, parts)
     failed, sentences = failed_on_any_rank(parallel, names, errors, device), []
     for kind, index in sorted(failed):
         how = f"by {errors[kind, index]:.2g}" if (kind, index) in errors else "on another rank"
@@ -91,8 +91,8 @@ def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
     CheckpointError below 1e-3, or if it is not a number: such a model answers, but says nothing.
     """
     geometry, size, device = model.geometry, 16, model.device
-    ids = (torch.arange(size, device=device) * 7 + 2) % geometry.vocab
     positions = torch.arange(size, device=device)
+    ids = (positions * 7 + 2) % geometry.vocab
     cache = KVCache([GroupCache(group, 2, 1, size, device) for group in groups])
     for group in cache:
         group.table[0, 0] = 1

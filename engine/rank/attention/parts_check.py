@@ -24,11 +24,12 @@ _DTYPE = torch.bfloat16  # in which a page that is wrong among fifty changes a r
 
 def mismatches(
     kind: RowKind, geometry: Geometry, groups: Sequence[KVGroup], settings: PartSettings, parts: AttentionParts
-) -> dict[int, float]:
-    """Runs both parts of each group. Of groups, by index, where they differ by more than TOLERANCE: the largest error of a row, as
-    a part of its norm. settings: a bucket of ROWS at least."""
+) -> dict[tuple[RowKind, int], float]:
+    """Runs both parts of each group. Of kind and groups, by index, where they differ by more than TOLERANCE: the largest error of a
+    row, as a part of its norm. settings: a bucket of ROWS at least."""
     errors = {}
-    for index, group in ((each.index, replace(each, index=0, layers=each.layers[:1])) for each in groups):
+    for each in groups:
+        group = replace(each, index=0, layers=each.layers[:1])
         layer, visible, page = geometry.layers[group.layers[0]], group.window or 500, group.page
         if kind == "decode":  # at the edges of window and page, one of a single key, and padding
             spans = [(end - 1, end) for end in (visible + 2 * page + 6, page, page + 1, 1, 0)]
@@ -45,8 +46,8 @@ def mismatches(
             outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
             part.attend(LayerRows(qkv, layer, norms, block, outputs[-1]), part.prepare(block))
         expected, actual = outputs
-        errors[index] = row_error(actual, expected)
-    return {index: error for index, error in errors.items() if not error <= TOLERANCE[_DTYPE]}
+        errors[kind, each.index] = row_error(actual, expected)
+    return {place: error for place, error in errors.items() if not error <= TOLERANCE[_DTYPE]}
 
 
 def _poisoned_sequences(

@@ -36,7 +36,7 @@ class Rule:
 class TensorTable:
     """The tensors of an architecture's checkpoints.
 
-    sizes           of the axes that rules name, in a layer
+    sizes           of the axes that rules name, in a layer, but for `one`
     published_name  how published checkpoints call a tensor, given its name in any checkpoint or in a rule
     is_unused       whether the model does without the tensor of this published name
     """

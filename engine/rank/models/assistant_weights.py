@@ -21,7 +21,6 @@ _RULES = (
 def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
     assert isinstance(geometry, AssistantGeometry), geometry
     return {
-        "one": 1,
         "hidden": geometry.hidden,
         "backbone": geometry.backbone,
         "pair": 2 * geometry.backbone,

@@ -51,7 +51,6 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
     first, second = geometry.channels
     tower = 0 if geometry.unified else geometry.hidden
     return {
-        "one": 1,
         "three": 3,
         "first": first,
         "second": second,

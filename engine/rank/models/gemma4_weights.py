@@ -66,7 +66,6 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
     expert = geometry.moe.intermediate if geometry.moe else 0
     kv = layer.kv_heads * layer.head_dim if layer.owns_kv else 0
     return {
-        "one": 1,
         "hidden": geometry.hidden,
         "vocab": geometry.vocab,
         "head": 0 if geometry.tied else geometry.vocab,

@@ -36,7 +36,6 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
     assert isinstance(geometry, VisionGeometry), geometry
     tower, embedder = (0, geometry.hidden) if geometry.unified else (geometry.hidden, 0)
     return {
-        "one": 1,
         "axes": 2,
         "hidden": geometry.hidden,
         "tower": tower,

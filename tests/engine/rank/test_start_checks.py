@@ -60,8 +60,8 @@ def found(geometry: Geometry, kernel: KernelStandIn) -> dict[tuple[str, str], fl
     scratch = TrtllmScratch(pinned("0.7.2.post1", kernel), settings, 1 << 10)
     parts = AttentionParts(*(partial(part, settings=settings, scratch=scratch) for part in (TrtllmDecode, TrtllmExtend)))
     groups = kv_groups(geometry, TP)
-    wrong = {kind: mismatches(kind, geometry, groups, settings, parts) for kind in ROW_KINDS}
-    return {(kind, groups[index].name): error for kind, errors in wrong.items() for index, error in errors.items()}
+    wrong = [mismatches(kind, geometry, groups, settings, parts) for kind in ROW_KINDS]
+    return {(kind, groups[index].name): error for errors in wrong for (kind, index), error in errors.items()}
 
 
 def narrower(given: dict[str, Any]) -> None:
