@@ -1,5 +1,6 @@
 """What a checkpoint has for media: by their kind, the shape of the encoder that takes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.audio_geometry import AudioGeometry, read_audio
@@ -7,9 +8,10 @@ from engine.protocol import MediaKind
 from engine.vision_geometry import VisionGeometry, read_vision
 
 MediaGeometry = VisionGeometry | AudioGeometry
+MediaGeometries = Mapping[MediaKind, MediaGeometry]  # of encoders, by the kind that they take
 
 
-def read_media(folder: Path, *, language_model_only: bool = False) -> dict[MediaKind, MediaGeometry]:
+def read_media(folder: Path, *, language_model_only: bool = False) -> MediaGeometries:
     """Reads the encoders of the checkpoint in `folder`, by kind; none for the text model alone. CheckpointError names the key that
     is wrong."""
     encoders: dict[MediaKind, MediaGeometry | None] = {}

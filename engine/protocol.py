@@ -22,6 +22,7 @@ _LENGTH = struct.Struct("<I")
 
 JsonObject = dict[str, Any]  # as it is decoded, or as it will be encoded
 MediaKind = Literal["image", "video", "audio"]
+Spans = tuple[tuple[int, int], ...]  # [begin, end) of each
 
 
 @dataclass_transform(frozen_default=True)
@@ -111,7 +112,7 @@ class MediaItem(FrozenStruct):
     first: int
     length: int
     digest: bytes
-    spans: tuple[tuple[int, int], ...]
+    spans: Spans
     kind: MediaKind
     shape: tuple[int, ...]
     data: bytes
@@ -122,7 +123,7 @@ class MediaItem(FrozenStruct):
         return self.first + self.length
 
     @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
+    def runs(self) -> Spans:
         """Positions [begin, end) that the encoder's rows take, in order: of its spans, or all; between a video's frames is text."""
         return self.spans or ((self.first, self.end),)
 

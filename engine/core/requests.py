@@ -4,13 +4,12 @@ received = finished + refused + aborted + failed + (waiting + running), always.
 """
 
 import bisect
-from collections.abc import Mapping
 
 from engine.core.allocator import Allocator
 from engine.core.prefix import root_key
 from engine.core.sequence import Sequence
 from engine.errors import InvalidRequest
-from engine.media_geometry import MediaGeometry
+from engine.media_geometry import MediaGeometries
 from engine.protocol import (
     MAX_SPAN,
     MAX_STOP_IDS,
@@ -19,7 +18,6 @@ from engine.protocol import (
     FinishReason,
     GenerateRequest,
     MediaItem,
-    MediaKind,
     Output,
 )
 
@@ -35,7 +33,7 @@ class Requests:
         slots: int,
         max_len: int,
         longest: int,
-        encoders: Mapping[MediaKind, MediaGeometry] | None,
+        encoders: MediaGeometries | None,
     ) -> None:
         self.encoders = encoders
         self.allocator = allocator

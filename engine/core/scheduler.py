@@ -13,7 +13,6 @@ A sequence short of pages shrinks its chunk or row, then preempts the last one; 
 always advances: its worst case fits the empty pools (or it was refused), and all others can be preempted.
 """
 
-from collections.abc import Mapping
 from itertools import takewhile
 
 import msgspec
@@ -28,10 +27,10 @@ from engine.core.sequence import Sequence
 from engine.core.step_budget import POLICIES, DecodeRows, Prompt, StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.media_geometry import MediaGeometry
+from engine.media_geometry import MediaGeometries
 from engine.memory import ENCODER_ROWS, buckets, longest_sequence
 from engine.plan import MAX_SCORED, ROW_MASKED, StepPlan, StepResult
-from engine.protocol import DraftSwitches, Load, MediaKind, PoolLoad
+from engine.protocol import DraftSwitches, Load, PoolLoad
 
 
 class PlanDraft(InFlightStep, kw_only=True):
@@ -61,7 +60,7 @@ class Scheduler:
         groups: tuple[KVGroup, ...],
         pages: tuple[int, ...],
         times: StepTimes | None,
-        encoders: Mapping[MediaKind, MediaGeometry] | None,
+        encoders: MediaGeometries | None,
         encoder_rows: int = ENCODER_ROWS,
     ) -> None:
         self.config, self._encoder_rows = config, encoder_rows

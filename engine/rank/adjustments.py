@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.logit_adjustments import MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
 from engine.plan import Admission
+from engine.rank.step_clock import DeviceEvent
 from engine.rank.upload import staging, uploaded
 from kernels.adjust import IN_PROMPT, MOST_COUNTED
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SlotAdjustments
@@ -97,7 +98,7 @@ class Adjustments:
         bits[mine[(mine >= 0) & (mine < len(bits))]] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
-    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: torch.cuda.Event | None = None) -> None:
+    def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: DeviceEvent | None = None) -> None:
         """Upload the masks of `step`: which ids the rows of `slots` int32 [n] may give, a slot's one behind the other.
 
         bits int32 [n, ceil(vocabulary / 32)]: bit id % 32 of word id // 32. At most DEPTH steps may be out, as for plans.

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from engine.attention.backend_entry import RowKind
 from engine.geometry import Layer, Rope
-from engine.rank.kv import KVCache
+from engine.protocol import Spans
+from engine.rank.kv import KVCache, PageIds
 from engine.rank.upload import uploaded
 from kernels.qkv import inverse_frequencies
 from kernels.slots import rotary_table
 
-RopeKey = tuple[Rope, int]  # a rotary embedding and its head size
+RopeTensors = Mapping[tuple[Rope, int], Tensor]  # of each rotary embedding and head size
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Chunk:
     start: int
     end: int
     offset: int
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: Spans = ()
 
     @property
     def size(self) -> int:
@@ -53,9 +54,9 @@ class RowBlock:
     rows: slice
     slots: Tensor
     positions: Tensor
-    rope: Mapping[RopeKey, Tensor]
+    rope: RopeTensors
     width: int = 1
-    pages: tuple[Tensor, ...] = ()
+    pages: PageIds = ()
     chunks: tuple[Chunk, ...] = ()
     chunk_list: Tensor | None = None
 
@@ -92,8 +93,8 @@ class ForwardBatch:
     ids: Tensor
     positions: Tensor
     slots: Tensor
-    rope: Mapping[RopeKey, Tensor]
-    pages: tuple[Tensor, ...]
+    rope: RopeTensors
+    pages: PageIds
     logit_rows: Tensor | None = None
     chunks: tuple[Chunk, ...] = ()
     width: int = 1
@@ -117,12 +118,12 @@ class ForwardBatch:
             blocks.append(RowBlock("decode", decode, *self.places(decode), self.width, self.pages))
         return tuple(blocks)
 
-    def places(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, dict[RopeKey, Tensor]]:
+    def places(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, RopeTensors]:
         """Returns slots, positions and rotary embeddings of some rows."""
         return self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()}
 
 
-def frequencies_of(layers: Iterable[Layer], device: torch.device) -> dict[RopeKey, Tensor]:
+def frequencies_of(layers: Iterable[Layer], device: torch.device) -> RopeTensors:
     """Returns fp32 [pairs] of each rotary embedding of the layers."""
     keys = dict.fromkeys((layer.rope, layer.head_dim) for layer in layers)
     return {(rope, d): inverse_frequencies(rope.theta, rope.pairs, d, rope.factor).to(device) for rope, d in keys}
@@ -130,7 +131,7 @@ def frequencies_of(layers: Iterable[Layer], device: torch.device) -> dict[RopeKe
 
 def eager_batch(
     cache: KVCache,
-    frequencies: Mapping[RopeKey, Tensor],
+    frequencies: RopeTensors,
     ids: Tensor,
     slots: Tensor,
     positions: Tensor,

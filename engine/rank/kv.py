@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.geometry import KVGroup, Layer
 from kernels.slots import gather_pages
 
+PageIds = tuple[Tensor, ...]  # of each KV group
 ROW_TOKENS = 256  # a table row covers a multiple of so many positions: the step of the widest kernel, and whole cache lines
 
 
@@ -62,11 +63,11 @@ class KVCache:
         """Returns the group that holds what `layer` reads: its own K and V, or its producer's."""
         return self._of[layer.kv_source]
 
-    def page_rows(self, sequences: int) -> tuple[Tensor, ...]:
+    def page_rows(self, sequences: int) -> PageIds:
         """Allocate int32 [sequences, read_width] of each group."""
         return tuple(cache.table.new_zeros(sequences, cache.read_width, dtype=torch.int32) for cache in self)
 
-    def gather(self, slots: Tensor, positions: Tensor, pages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def gather(self, slots: Tensor, positions: Tensor, pages: PageIds) -> PageIds:
         """Gather the page ids that rows (slot, position), int32 each, read -> `pages`, `page_rows` of their sequences
         (`gather_pages`), which it returns."""
         for cache, page_ids in zip(self, pages, strict=True):

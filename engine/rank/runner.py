@@ -51,7 +51,7 @@ from engine.rank.step import (
     StepBuffers,
     chunks_of,
 )
-from engine.rank.step_clock import record_event
+from engine.rank.step_clock import DeviceEvent, record_event
 from engine.step_masks import decode_masks
 from engine.step_media import MediaReader
 from kernels.table_check import COPIED_ENTRY
@@ -71,7 +71,7 @@ class Forwarded:
     data: bytes
     uploaded: Tensor
     final: FinalRows
-    start: torch.cuda.Event
+    start: DeviceEvent
     media: MediaReader | None
 
 

@@ -8,7 +8,6 @@ Chunk rows lie before the decode rows in the same buffers.
 """
 
 import bisect
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from engine.plan import PlanView
 from engine.plan_layout import COUNTS, HEADER, SECTIONS, STEP
-from engine.rank.batch import Chunk, ForwardBatch, RopeKey, chunk_rows
+from engine.rank.batch import Chunk, ForwardBatch, RopeTensors, chunk_rows
+from engine.rank.kv import PageIds
 from engine.rank.slots import SlotState
 from engine.rank.upload import staging
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
@@ -54,7 +54,7 @@ class StepBuffers:
     """
 
     def __init__(
-        self, slots: SlotState, frequencies: Mapping[RopeKey, Tensor], prefill: int, sizes: tuple[int, ...], widest: int = 1
+        self, slots: SlotState, frequencies: RopeTensors, prefill: int, sizes: tuple[int, ...], widest: int = 1
     ) -> None:
         device, self._most = slots.device, sizes[-1]
         self._slots, self._frequencies, self.sizes = slots, frequencies, sizes
@@ -118,18 +118,18 @@ class StepBuffers:
         ends = replace(batch, slots=results.slots, positions=results.positions)
         return batch, replace(ends, ids=rows.ids[results.rows]) if width > 1 else ends
 
-    def _decoding(self, plan: Tensor, sequences: int, first: int, width: int) -> tuple[Tensor, ...]:
+    def _decoding(self, plan: Tensor, sequences: int, first: int, width: int) -> PageIds:
         """Make decode rows from row `first` on; returns the page ids that they read, of each KV group. Lengths advance."""
         ids, positions, slots = self._rows[:, first : first + sequences * width]
         tokens, lengths = self._slots.tokens, self._slots.lengths
         decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
         return self._gathered(slots, positions, sequences)
 
-    def _gathered(self, slots: Tensor, positions: Tensor, sequences: int) -> tuple[Tensor, ...]:
+    def _gathered(self, slots: Tensor, positions: Tensor, sequences: int) -> PageIds:
         """Gather the page ids that each of the rows' sequences reads, of each KV group."""
         return self._slots.cache.gather(slots, positions, tuple(page_ids[:sequences] for page_ids in self._pages))
 
-    def _rotary(self, positions: Tensor) -> dict[RopeKey, Tensor]:
+    def _rotary(self, positions: Tensor) -> RopeTensors:
         """Make cos and sin of the positions of a batch's rows, int32 [T], for each rotary embedding."""
         rope = {key: table[: len(positions)] for key, table in self._rope.items()}
         for key, table in rope.items():

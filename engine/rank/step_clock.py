@@ -15,14 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
+DeviceEvent = torch.cuda.Event  # on a CPU a HostEvent
+
 
 @dataclass(frozen=True)
 class StepClock:
     """A step's events. `before`: the end of the step before it, None where it says nothing of idleness."""
 
-    before: torch.cuda.Event | None
-    start: torch.cuda.Event
-    end: torch.cuda.Event
+    before: DeviceEvent | None
+    start: DeviceEvent
+    end: DeviceEvent
 
     @property
     def busy_us(self) -> int:
@@ -75,7 +77,7 @@ class HostEvent:
         return 1e-6 * (end._ns - self._ns)
 
 
-def record_event(device: torch.device) -> torch.cuda.Event:
+def record_event(device: torch.device) -> DeviceEvent:
     """Record an event on the device's current stream; on a CPU a HostEvent."""
     if device.type != "cuda":
         return HostEvent()  # type: ignore[return-value]
@@ -84,5 +86,5 @@ def record_event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _elapsed_us(first: torch.cuda.Event, last: torch.cuda.Event) -> int:
+def _elapsed_us(first: DeviceEvent, last: DeviceEvent) -> int:
     return max(0, round(1e3 * first.elapsed_time(last)))

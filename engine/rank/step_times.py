@@ -18,6 +18,7 @@ from engine.rank.synthetic_plans import admission_plan
 SERIES, REPEATS = 2, 3  # of timed steps at each point, after an untimed one; the quicker series counts
 CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
 CHUNK_CONTEXT = 16_384  # context before a chunk, likewise
+Measured = tuple[tuple[int, float], ...]  # rows of a step, and its milliseconds
 TILE = 128  # rows of a tile in a GPU's large matrix products
 
 
@@ -57,7 +58,7 @@ def _points(most: int, usual: tuple[int, ...]) -> list[int]:
     return [*(rows for rows in usual if rows < most), most]
 
 
-def _ascending(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def _ascending(points: list[tuple[int, float]]) -> Measured:
     """Returns the points with strictly ascending times, whatever the noise."""
     least, ascending = 0.0, []
     for rows, milliseconds in points:
@@ -88,7 +89,7 @@ class _Probe:
         """Time a step of `rows` tokens of one prompt, behind `context` others of it."""
         return self._timed(*self._chunked(0, rows, context))
 
-    def mixed_ms(self, rows: int, context: int, prefills: tuple[tuple[int, float], ...]) -> float:
+    def mixed_ms(self, rows: int, context: int, prefills: Measured) -> float:
         """Time how much longer a step takes than one of equally many prompt tokens (from `prefills`) if `rows` are decode rows."""
         whole, alone = next((point for point in prefills if point[0] >= 2 * rows), prefills[-1])
         decoding, (newcomer, chunk) = self._decoding(rows, context), self._chunked(rows, whole - rows, 0)

@@ -25,7 +25,7 @@ from engine.lifeline import BootArgs
 from engine.plan import PlanView
 from engine.rank import runner, worker
 from engine.rank.attention import base, paged
-from engine.rank.batch import RopeKey
+from engine.rank.batch import RopeTensors
 from engine.rank.models import gemma4
 from kernels.allreduce import MappedCollectives
 
@@ -140,7 +140,7 @@ def _key_as_value() -> None:
 def _rope_dims() -> None:
     whole = gemma4.frequencies_of  # type: ignore[attr-defined]
 
-    def frequencies(layers: Iterable[Layer], device: torch.device) -> dict[RopeKey, Tensor]:
+    def frequencies(layers: Iterable[Layer], device: torch.device) -> RopeTensors:
         made = {}
         for layer in layers:
             pairs = (2 if layer.head_dim == 512 else 1) * layer.rope.pairs

@@ -35,7 +35,10 @@ class TensorHeader:
     dtype: str
 
 
-def checked_headers(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry) -> dict[str, TensorHeader]:
+Headers = dict[str, TensorHeader]  # by published name
+
+
+def checked_headers(folder: Path, needed: dict[str, Piece], tensors: TensorTable, geometry: Geometry) -> Headers:
     """Returns every needed tensor's header, by its published name. CheckpointError names those of the folder's tensors that are
     missing, unexpected, mis-shaped or of a wrong dtype."""
     by_name, complaints = headers(folder, tensors, geometry)
@@ -57,10 +60,10 @@ def _mismatch(piece: Piece, header: TensorHeader) -> str | None:
     return None
 
 
-def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[dict[str, TensorHeader], list[str]]:
+def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Headers, list[str]]:
     """Reads the headers of the folder's shards, by published name; and complaints, where index and shards disagree."""
     index = _index(folder)
-    by_name: dict[str, TensorHeader] = {}
+    by_name: Headers = {}
     complaints, names = [], set()
     for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
         with opened(path, "np") as file:  # nothing is read, and torch is not needed
@@ -104,7 +107,7 @@ def _only_shard(folder: Path) -> Path:
     raise CheckpointError(f"{folder} holds no *.safetensors")
 
 
-def by_file(by_name: dict[str, TensorHeader]) -> Iterator[tuple[str, TensorHeader, Any]]:
+def by_file(by_name: Headers) -> Iterator[tuple[str, TensorHeader, Any]]:
     """Yields name, header and the mapped file of each tensor, one file after the other."""
     for path in sorted({header.path for header in by_name.values()}):
         with opened(path) as file:

@@ -11,18 +11,20 @@ from torch import Tensor
 from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry
 from engine.rank.attention.base import AttentionBackend
-from engine.rank.batch import ForwardBatch, RopeKey
+from engine.rank.batch import ForwardBatch, RopeTensors
 from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.allreduce_norm import AllReduceNorm, Peers
 from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.parallel import Parallel, Single
 
+Launches = Generator[None, None, Tensor]  # what is launched a piece at a time: yields between them, returns what they give
+
 
 class Model(Shard, ABC):
     """A text model's: what a `Runner` runs. `frequencies`: of the rotary embeddings of its layers."""
 
-    frequencies: dict[RopeKey, Tensor]
+    frequencies: RopeTensors
 
     @property
     @abstractmethod
@@ -69,7 +71,7 @@ class MediaEncoder(Shard, ABC):
         self(self.largest())
 
     @abstractmethod
-    def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def pieces(self, batch: Sequence[Tensor]) -> Launches:
         """`forward`, launched a layer at a time."""
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
-from engine.rank.batch import RopeKey, frequencies_of
+from engine.rank.batch import RopeTensors, frequencies_of
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.assistant_geometry import AssistantGeometry
@@ -84,7 +84,7 @@ class Assistant(Shard):
         self.norm = self.parameter(geometry.hidden)
         self.post = self.matrix(geometry.backbone, geometry.hidden)
         self.head: DenseHead | OrderedHead = OrderedHead(self, geometry) if geometry.centroids else DenseHead(self)
-        self.frequencies: dict[RopeKey, Tensor] = frequencies_of(geometry.layers, device)
+        self.frequencies: RopeTensors = frequencies_of(geometry.layers, device)
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: LayerStep) -> Tensor:
         """embedded and hidden [R, backbone] of decode rows -> final rows [R, hidden]; `post` of them is the next pass's `hidden`.

@@ -9,7 +9,7 @@ their numbers. A clip's soft tokens depend on that clip alone.
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from engine.audio_geometry import AudioGeometry
 from engine.memory import ENCODER_ROWS
-from engine.rank.models.architecture import MediaEncoder
+from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import Shard
 from engine.rank.models.module import Module
@@ -151,12 +151,12 @@ class AudioEncoder(MediaEncoder):
         clip = torch.zeros((3000, self.geometry.features), device=self.device)
         return [clip] * (ENCODER_ROWS // self.rows(clip))
 
-    def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def pieces(self, batch: Sequence[Tensor]) -> Launches:
         """batch: clips fp32 [rows, features] -> soft tokens [T, model]."""
         encoded = yield from self.encoded([clip.to(self.dtype) for clip in batch])
         return functional.linear(rms_norm(encoded, None, _EPS), self.out.weight)
 
-    def encoded(self, clips: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def encoded(self, clips: Sequence[Tensor]) -> Launches:
         """[T, output]; without a tower the rows themselves."""
         yield
         return torch.cat(list(clips))
@@ -175,7 +175,7 @@ class AudioTower(AudioEncoder):
         angles = torch.arange(geometry.reach)[:, None] * rates  # of a row's distance to one before it
         self._distances = torch.cat([angles.sin(), angles.cos()], 1).to(device, dtype)
 
-    def encoded(self, clips: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def encoded(self, clips: Sequence[Tensor]) -> Launches:
         before = Before.of([self.geometry.tokens(len(clip)) for clip in clips], self.geometry.reach, self.device)
         x = self.subsample(clips)
         for block in self.blocks:

@@ -6,7 +6,7 @@ run it.
 Rows behind the last picture belong to none: no picture's rows read them.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.memory import CAPTURED_PATCHES
 from engine.rank.graphs import StageGraphs
+from engine.rank.models.architecture import Launches
 
 PICTURES, LAYERS = 4, 4  # of a batch, at most; of a graph
 SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 2520 patches: a picture of the default budget, or less
@@ -55,7 +56,7 @@ class CapturedLayers:
         """Whether there are graphs for a batch."""
         return len(rows.cos) <= SIZES[-1] and len(rows.starts) <= PICTURES + 1
 
-    def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Generator[None, None, Tensor]:
+    def pieces(self, h: Tensor, x: Tensor, rows: Rows) -> Launches:
         """h [T, hidden] and its normed form x -> h behind all layers."""
         count, pictures, own = len(h), len(rows.starts), self._rows
         size = next(size for size in SIZES if size >= count)

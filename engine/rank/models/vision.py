@@ -12,7 +12,7 @@ embedding and gate are fp32 with one cast, as in the text model. Every rank has 
 """
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -24,7 +24,7 @@ from engine.geometry import Layer
 from engine.memory import ENCODER_ROWS
 from engine.rank.graphs import StageGraphs
 from engine.rank.models.allreduce_norm import AllReduceNorm
-from engine.rank.models.architecture import MediaEncoder
+from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.captured_layers import SIZES, CapturedLayers, Rows
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.gemma4_weights import BLOCK_NORMS
@@ -50,7 +50,7 @@ class VisionEncoder(MediaEncoder):
     def rows(self, one: Tensor) -> int:
         return one.shape[0] * one.shape[1] // SIDE**2
 
-    def pieces(self, batch: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def pieces(self, batch: Sequence[Tensor]) -> Launches:
         """batch: pictures uint8 [height, width, 3], sides multiples of 48 -> [cells, model]."""
         return functional.linear(rms_norm((yield from self.cells(batch)), None, self.geometry.eps), self.out.weight)
 
@@ -58,7 +58,7 @@ class VisionEncoder(MediaEncoder):
         return [torch.zeros((32 * SIDE, 32 * SIDE, 3), dtype=torch.uint8, device=self.device)] * (ENCODER_ROWS // 32**2)
 
     @abstractmethod
-    def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def cells(self, pictures: Sequence[Tensor]) -> Launches:
         """Encodes pictures, launched a layer at a time -> [cells, hidden]."""
 
 
@@ -118,7 +118,7 @@ class Tower(VisionEncoder):
         angles = torch.zeros((*shape, self.geometry.layers[0].head_dim // 2), dtype=torch.float32, device=self.device)
         self._captured = CapturedLayers(self._layers, len(self.blocks), states, angles, graphs)
 
-    def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def cells(self, pictures: Sequence[Tensor]) -> Launches:
         x, y, rows = self._rows(pictures)
         patches = (2 * (_patches(pictures, CELL) - 0.5)).to(self.dtype)
         h = functional.linear(patches, self.patches.weight) + (self.positions[0][x] + self.positions[1][y])
@@ -175,7 +175,7 @@ class VisionEmbedder(VisionEncoder):
         self.patch_norm, self.dense, self.dense_norm = Affine(self, cell), Affine(self, hidden, cell), Affine(self, hidden)
         self.positions, self.position_norm = self.parameter(geometry.positions, 2, hidden), Affine(self, hidden)
 
-    def cells(self, pictures: Sequence[Tensor]) -> Generator[None, None, Tensor]:
+    def cells(self, pictures: Sequence[Tensor]) -> Launches:
         yield
         x, y = uploaded(torch.from_numpy(_positions(pictures, 1)), self.device)
         h = self.dense_norm.norm(self.dense(self.patch_norm.norm(_patches(pictures, 1).to(self.dtype))))

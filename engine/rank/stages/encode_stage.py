@@ -29,7 +29,7 @@ from engine.rank.batch import Chunk, SoftTokens
 from engine.rank.models.architecture import MediaEncoder
 from engine.rank.output_cache import EncodedRows, Key, OutputCache
 from engine.rank.parallel import Parallel
-from engine.rank.step_clock import Stopwatch, record_event
+from engine.rank.step_clock import DeviceEvent, Stopwatch, record_event
 from engine.rank.upload import uploaded
 from engine.rank_status import EncoderFigures
 from engine.step_media import MediaReader
@@ -78,7 +78,7 @@ class EncodeStage:
         self._shares: list[EncodeShare] = []
         self._media: MediaReader | None = None
         self._pieces: Iterator[None] | None = None  # not launched yet
-        self._end: torch.cuda.Event | None = None  # of the last piece that was launched
+        self._end: DeviceEvent | None = None  # of the last piece that was launched
 
     def warm(self, *, graphs: bool) -> None:
         """Call `MediaEncoder.warm` of each encoder, on the encoders' stream."""

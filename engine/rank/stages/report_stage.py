@@ -18,7 +18,7 @@ from engine.rank.prompt_logprobs import ScoredRows, prompt_rows
 from engine.rank.slots import ResultRows
 from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.stages.sample_stage import StepTokens
-from engine.rank.step_clock import StepClock, record_event
+from engine.rank.step_clock import DeviceEvent, StepClock, record_event
 from engine.rank.upload import downloaded, staging
 from kernels.choose import ROW_ERROR, ROW_HAS_NAN, ROW_NO_TOKEN
 
@@ -119,7 +119,7 @@ class ReportStage:
         self.launched: deque[int] = deque()  # steps that are not folded yet
         self.state_hash = 0
         self._host = staging(device, rows, 2)
-        self.last_end: torch.cuda.Event | None = None  # of the step started last
+        self.last_end: DeviceEvent | None = None  # of the step started last
 
     def start(
         self,
@@ -127,7 +127,7 @@ class ReportStage:
         rows: ResultRows,
         sampled: StepTokens | None,
         hidden: Tensor,
-        start: torch.cuda.Event,
+        start: DeviceEvent,
         hashed: tuple[bytes, bytes],
     ) -> Launched:
         """Start the copy of a step's outputs. rows: those that sample; hidden: their final hidden rows; start: the step's start
