@@ -56,6 +56,7 @@ class Results:
     def commit(self, result: StepResult) -> InFlightStep:
         """Commit one result; returns its step."""
         step = self.in_flight.popleft()
+        assert result.step == step.plan.step, (result.step, step.plan.step)
         self.done = result.step
         self._requests.counters.prefill_tokens += step.plan.prompt_tokens
         self._commit_prompts(step.chunks, result)
