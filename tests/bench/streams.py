@@ -122,7 +122,7 @@ def main() -> None:
     if args.first and not args.step_ms:
         parser.error("--first needs --step-ms")
     with tempfile.TemporaryDirectory() as folder:
-        engine = {"model": "nano:e2b", "tp": 1, "max_seqs": args.streams}
+        engine = {"model": "nano:e2b", "tp": 1, "max_seqs": args.streams, "mtp": {}}
         engine |= {"max_len": 4096, "prefill_budget": 4096} if args.first else {}
         paced = {"cli": "tests.support.stack.paced_cli", "environ": {"QUARTET_TEST_STEP_S": str((args.step_ms or 0) / 1e3)}}
         stack = Stack(Path(folder), args=engine | {"served_model_name": MODEL}, **(paced if args.step_ms else {}))
