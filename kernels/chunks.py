@@ -189,10 +189,10 @@ def _tiles(chunks, count, tiles, tiles_count, tokens, TILES: constexpr, BLOCK: c
         entry = chunks + 4 * (offset + lane)
         cut = (tl.load(entry + 3, offset + lane < count, 0) + tokens - 1) // tokens
         last = before + tl.cumsum(cut, 0)
-        longest = position[:, None] - (last[None, :] <= tile[:, None])
-        shorter = (longest - tl.load(entry + 2, offset + lane < count, 0)[None, :] + tokens) // tokens
-        longer += tl.sum(cut[None, :] - tl.minimum(tl.maximum(shorter, 0), cut[None, :]), 1)
+        bound = position[:, None] - (last[None, :] <= tile[:, None])
+        not_longer = (bound - tl.load(entry + 2, offset + lane < count, 0)[None, :] + tokens) // tokens
+        longer += tl.sum(cut[None, :] - tl.minimum(tl.maximum(not_longer, 0), cut[None, :]), 1)
         before += tl.sum(cut, 0)
     fourths = (total - longer) // 4
-    place = tl.where((total - longer) % 4 == 0, fourths - 1, longer + fourths)
-    _store_entries(tiles, tl.where(tile < total, place, tile), slot, row, position, size, tile < tiles_count)
+    index = tl.where((total - longer) % 4 == 0, fourths - 1, longer + fourths)
+    _store_entries(tiles, tl.where(tile < total, index, tile), slot, row, position, size, tile < tiles_count)

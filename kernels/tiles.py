@@ -84,10 +84,10 @@ TABLE: dict[GemmShape, dict[int, Tile]] = {
 def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False) -> Tile | None:
     """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS.
 
-    Up to `_GEMV_ROWS` rows take the tile for one row, and of few outputs more rows, a CTA each. Where a product has more CTAs
-    than there are processors, two share one: the second's loads do not wait for the first's end. Where its outputs leave many
-    processors idle, its inner dimension is shared out if it may be in `parts`; else a tile that was measured for another shape
-    takes fewer outputs, unless they are the MMA's rows (`swap`).
+    Up to `_GEMV_ROWS` rows take the tile for one row, and of few outputs more rows, a CTA each. Where a product's
+    second wave of CTAs would leave half of the processors idle or more, two CTAs share one, and there is no second wave. Where its
+    outputs leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile that was measured
+    for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
     """
     if rows > MOST_ROWS:
         return None

@@ -93,7 +93,7 @@ def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa:
     """A bound of what llguidance tries for a character of one string: each part of a pattern with each of all others that hold.
     `known`: of what references point at."""
     if isinstance(schema, list):
-        return max((_choices(each, root, known) for each in schema), default=1)
+        return max((_choices(branch, root, known) for branch in schema), default=1)
     if not isinstance(schema, Mapping):
         return 1
     apart, together = [1.0], 1.0
@@ -111,7 +111,7 @@ def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa:
                     known[name] = _choices(referred(root, name), root, known) if name[1:2] in ("", "/") else _MOST_CHOICES
                 together *= known[name]
             case "allOf", [*schemas]:
-                together *= math.prod(_choices(each, root, known) for each in schemas)
+                together *= math.prod(_choices(branch, root, known) for branch in schemas)
             case "anyOf" | "oneOf" | "patternProperties", inner:
                 together *= _choices(inner, root, known)
             case _, inner:
@@ -177,9 +177,9 @@ def lark_answer(grammar: str) -> str:
     rules = (grammar if _LARK.search(grammar) else _from_gbnf(grammar)).replace("%llguidance {}", "", 1)
     if "&" in _QUOTED.sub("", rules):
         raise InvalidRequest("& between terminals may take for ever: write ~(~A | ~B) for A & B")
-    for found in _NESTED_JSON.finditer(rules):
+    for nested in _NESTED_JSON.finditer(rules):
         with suppress(ValueError, RecursionError):  # llguidance says why
-            _check_patterns(json.JSONDecoder(parse_int=float).raw_decode(rules, found.end())[0])
+            _check_patterns(json.JSONDecoder(parse_int=float).raw_decode(rules, nested.end())[0])
     return f"answer: %lark {{\n{rules}\n}}"
 
 

@@ -113,12 +113,12 @@ class ForwardBatch:
         blocks, first = [], self.prompts
         extend, decode = slice(0, first), slice(first, self.rows)
         if first:
-            blocks.append(RowBlock("extend", extend, *self.places(extend), chunks=self.chunks, chunk_list=self.chunk_list))
+            blocks.append(RowBlock("extend", extend, *self.row_inputs(extend), chunks=self.chunks, chunk_list=self.chunk_list))
         if first < self.rows:
-            blocks.append(RowBlock("decode", decode, *self.places(decode), self.width, self.pages))
+            blocks.append(RowBlock("decode", decode, *self.row_inputs(decode), self.width, self.pages))
         return tuple(blocks)
 
-    def places(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, RopeTensors]:
+    def row_inputs(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, RopeTensors]:
         """Returns slots, positions and rotary embeddings of some rows."""
         return self.slots[rows], self.positions[rows], {key: table[rows] for key, table in self.rope.items()}
 

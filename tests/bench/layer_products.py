@@ -89,14 +89,14 @@ def tiles_of(tried: Tiles) -> Iterator[None]:
 def parse(text: str, chain: Chain) -> Tiles:
     """A `--try`."""
     name, _, form = text.partition(":")
-    shapes = {shape for each, shape, _ in chain.products if each == name}
+    shapes = {shape for known, shape, _ in chain.products if known == name}
     if not shapes:
-        raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(each for each, *_ in chain.products))}")
+        raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(known for known, *_ in chain.products))}")
     if form == "cublas":
         return dict.fromkeys(shapes)
     bn, bk, stages, *more = form.split(",")
     tile = Tile("gemm", 16, int(bn), int(bk), stages=int(stages), swap="swap" in more)
-    splits = [int(each.removeprefix("splits=")) for each in more if each.startswith("splits=")]
+    splits = [int(option.removeprefix("splits=")) for option in more if option.startswith("splits=")]
     return dict.fromkeys(shapes, replace(tile, splits=splits[0]) if splits else tile)
 
 
@@ -125,9 +125,9 @@ def measure(chain: Chain, rows: int, tried: dict[str, Tiles], layers: int) -> st
     inputs, graphs, want = chain.prepare(rows), {}, None
     for name, tiles in tried.items():
         with tiles_of(tiles):
-            found = chain.run(inputs).float()
-            want = found if want is None else want
-            assert float((found - want).norm() / want.norm()) < 0.1, name
+            residual = chain.run(inputs).float()
+            want = residual if want is None else want
+            assert float((residual - want).norm() / want.norm()) < 0.1, name
             if chain.device.type == "cuda":
                 graphs[name] = graph_of(partial(chain.run, inputs))
     times: dict[str, list[float]] = {name: [] for name in graphs}

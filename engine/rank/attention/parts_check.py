@@ -47,7 +47,7 @@ def mismatches(
             part.attend(LayerRows(qkv, layer, norms, block, outputs[-1]), part.prepare(block))
         expected, actual = outputs
         errors[kind, each.index] = row_error(actual, expected)
-    return {place: error for place, error in errors.items() if not error <= TOLERANCE[_DTYPE]}
+    return {key: error for key, error in errors.items() if not error <= TOLERANCE[_DTYPE]}
 
 
 def _poisoned_sequences(

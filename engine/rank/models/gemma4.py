@@ -47,7 +47,7 @@ class LayerStep:
         """The same step with only the rows whose logits are wanted, as decode rows."""
         rows = self.batch.logit_rows
         assert rows is not None
-        slots, positions, rope = self.batch.places(rows)
+        slots, positions, rope = self.batch.row_inputs(rows)
         pages = self.cache.gather(slots, positions, self.cache.page_rows(len(rows) // self.batch.width))
         batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
