@@ -18,7 +18,6 @@ One token's assignments are in order as they are, each a tile of its own: there 
 
 import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -30,9 +29,9 @@ from triton.language import constexpr
 from kernels.activation import geglu, gelu
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
+from kernels.tiles import Tile, fit
 
 _GROUP_BLOCK = 4096
-_TURN = 64  # of the inner dimension, in `_grouped`
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
         return torch.cat([dense, total.to(x.dtype)], -1)
     check_contiguous(x, weights, chosen, gate_up, down, dense)
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
-    up_tile, down_tile = _tiles(rows * top_k, count, x.element_size(), shared_memory(x))
+    up_tile, down_tile = choose(rows * top_k, count, shared_memory(x) * 2 // x.element_size())
     single = rows == 1
     tiles, order, position = (chosen, None, None) if single else _sorted(chosen, count, up_tile.rows)
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
@@ -58,36 +57,25 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     return out
 
 
-class _Tile(NamedTuple):
-    """A CTA's part of a grouped product: `rows` assignments times `columns` outputs. swap: the weight is the MMA's left operand."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    swap: bool
+def _tile(rows: int, bn: int, bk: int, stages: int, *, swap: bool = True, warps: int = 4) -> Tile:
+    return Tile("gemm", rows, bn, bk, warps=warps, stages=stages, swap=swap)
 
 
-# Tiles of the gated product and of down, by the assignments that an expert has at most on average; from H200,
-# `python -m tests.bench.experts`. Where a pair does not fit into shared memory, the one before it is taken.
-_TILES = (
-    (0, _Tile(16, 64, 4, 2, swap=True), _Tile(16, 64, 4, 2, swap=True)),
-    (8, _Tile(16, 64, 4, 4, swap=True), _Tile(16, 64, 4, 4, swap=True)),
-    (16, _Tile(32, 64, 4, 3, swap=True), _Tile(32, 64, 4, 4, swap=True)),
-    (64, _Tile(64, 64, 4, 3, swap=False), _Tile(64, 128, 4, 3, swap=False)),
-    (math.inf, _Tile(128, 64, 4, 3, swap=True), _Tile(128, 256, 8, 4, swap=False)),
+# Tiles of the gated product and of down, by the assignments that an expert has at most on average; from `python -m
+# tests.bench.layer_products --model 26b-a4b`.
+TABLE = (
+    (8, _tile(16, 64, 128, 4), _tile(16, 64, 128, 4)),
+    (16, _tile(32, 64, 128, 3), _tile(32, 64, 128, 3)),
+    (64, _tile(64, 64, 128, 3), _tile(64, 128, 64, 3, swap=False)),
+    (math.inf, _tile(128, 64, 64, 3), _tile(128, 256, 64, 4, swap=False, warps=8)),
 )
 
 
 @cache
-def _tiles(assignments: int, count: int, itemsize: int, shared: int) -> tuple[_Tile, _Tile]:
-    """Those of the gated product and of down, of equal rows; `shared`: bytes of shared memory that a block may have."""
-    largest = next(i for i, (mean, *_) in enumerate(_TILES) if assignments <= mean * count)
-    for _, up, down in reversed(_TILES[1 : largest + 1]):
-        held = max(up.stages * (up.rows + 2 * up.columns), down.stages * (down.rows + down.columns)) * _TURN * itemsize
-        if held <= shared - 1024:
-            return up, down
-    return _TILES[0][1:]
+def choose(assignments: int, count: int, shared: int) -> tuple[Tile, Tile]:
+    """Those of the gated product and of down, of equal rows; `shared`: what a block may have of shared memory, in bytes of bf16."""
+    up, down = next(tiles for mean, *tiles in TABLE if assignments <= mean * count)
+    return fit(up, True, shared), fit(down, False, shared)
 
 
 def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,15 +96,15 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _launch_grouped(
-    tile: _Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *,
+    tile: Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *,
     gated: bool, single: bool,
 ) -> None:  # fmt: skip
     """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
     a `single` token, its experts."""
     m = out.shape[1]
     launch(
-        _grouped, (cdiv(m, tile.columns), len(out) if single else len(tiles)), x, weight, order, tiles, out,
-        M=m, K=x.shape[1], TOP=top_k, GATED=gated, SINGLE=single, SWAP=tile.swap, BM=tile.rows, BN=tile.columns, BK=_TURN,
+        _grouped, (cdiv(m, tile.bn), len(out) if single else len(tiles)), x, weight, order, tiles, out,
+        M=m, K=x.shape[1], TOP=top_k, GATED=gated, SINGLE=single, SWAP=tile.swap, BM=tile.rows, BN=tile.bn, BK=tile.bk,
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -178,8 +166,6 @@ def _grouped(
     BK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """BN outputs of a row tile."""
-    if GATED:
-        trigger(PDL)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     at_tile = tl.program_id(1)
     lane = tl.arange(0, BK)[None, :]

@@ -1,4 +1,4 @@
-"""A step's products of few rows and its fused norms, all layers in one CUDA graph: `python -m tests.bench.layer_products --help`.
+"""A step's products, experts and fused norms, all layers in one CUDA graph: `python -m tests.bench.layer_products --help`.
 
 Prints microseconds a layer, by the tiles in force and by others in their place (--try). A product alone misleads: what is asked
 for before a kernel's wait, and whose place the next kernel's CTAs take, shows beside its neighbours. Graphs are replayed by turns,
@@ -6,8 +6,11 @@ so that a GPU that lowers its clock does so for all; of eight turns the fastest 
 
     --try gate_up:64,64,4            64 outputs a CTA, 64 columns a turn, 4 stages; `,swap`: the weight is the MMA's left operand
     --try down:64,128,3,splits=8     the inner dimension in eight parts;  down:cublas: the library
+    --try experts_up:64,128,4,swap   of the experts' gate and up, of as many rows as in force;  experts_down: of their down
+    --try experts_down:256,64,4,warps=8
 
-Norms read no other rank's part: what --tp cuts is cut, and its sums take no time. --dry: small, under Triton's interpreter.
+Tokens choose experts at random. Norms read no other rank's part: what --tp cuts is cut, and its sums take no time. --dry: small,
+under Triton's interpreter.
 """
 
 import argparse
@@ -24,9 +27,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kernels import linear
+from kernels import experts, linear
+from kernels.experts import choose as experts_in_force
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from kernels.launch import INTERPRET
+from kernels.route import route, router_logits, router_parts
 from kernels.tiles import GemmShape, Tile, choose
 from tests.bench.timing import precompile_all
 from tests.nano.model_shapes import PUBLIC, ModelShape
@@ -35,7 +40,29 @@ from tests.support.launches import record
 
 TURNS, REPLAYS, EPS = 8, 4, 1e-6
 PARTS = ("o_sliding", "o_full", "down")  # may be left in parts for the fused norm, where there is one rank
-Tiles = dict[GemmShape, Tile | None]
+EXPERTS = ("experts_up", "experts_down")
+Tiles = dict[GemmShape | str, Tile | None]
+
+
+class MoeLayer:
+    """A layer's router and experts with random weights, one rank's share of `tp`."""
+
+    def __init__(self, model: ModelShape, tp: int, draw: Callable[..., Tensor]) -> None:
+        n, m, self.top_k = model.hidden, model.moe_mlp // tp, model.top_k
+        self.norm = torch.ones_like(draw(n))
+        self.scale = torch.ones_like(draw(model.experts)).float()
+        self.parts = router_parts(draw(model.experts, n).float(), torch.ones_like(self.norm).float())
+        self.gate_up, self.down = draw(model.experts, 2 * m, n) * n**-0.5, draw(model.experts, n, m) * m**-0.5
+
+    def choose(self, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, experts and their input."""
+        logits, x = router_logits(residual, self.parts, self.norm, EPS)
+        return *route(logits, self.scale, self.top_k), x
+
+    def run(self, chosen: tuple[Tensor, Tensor, Tensor], dense: Tensor) -> Tensor:
+        """Both branches side by side."""
+        weights, experts_of_rows, x = chosen
+        return experts.experts(x, weights, experts_of_rows, self.gate_up, self.down, dense)
 
 
 class Chain:
@@ -49,6 +76,7 @@ class Chain:
         self.norms = Norms(torch.ones_like(draw(model.hidden)), torch.ones_like(draw(model.hidden)))
         self.inputs: Callable[[int, int], Tensor] = draw
         self.hidden = model.hidden
+        self.experts = [MoeLayer(model, tp, draw) for _ in range(layers if model.experts else 0)]
 
     def prepare(self, rows: int) -> dict[int, Tensor]:
         """Inputs of so many rows, by width."""
@@ -57,17 +85,23 @@ class Chain:
     def run(self, inputs: dict[int, Tensor]) -> Tensor:
         """One step's residual."""
         residual = x = inputs[self.hidden]
-        out = x
+        out, left = x, iter(self.experts)
         for name, shape, weight in self.products:
             source = x if shape.n == self.hidden else out if out.shape[1:] == (shape.n,) else inputs[shape.n]
             if shape.gated:
+                layer = next(left, None)
+                chosen = layer and layer.choose(residual)
                 out = linear.linear_geglu(source, weight)
             elif name == "ple_gate":
                 out = linear.linear_gelu_mul(source, weight, inputs[shape.m])
             else:
-                out = (linear.linear_parts if self.tp == 1 and name in PARTS else linear.linear)(source, weight)
+                in_parts = self.tp == 1 and name in PARTS and not (self.experts and name == "down")
+                out = (linear.linear_parts if in_parts else linear.linear)(source, weight)
             if shape.m == self.hidden:
-                residual, normed = fused_allreduce_norm(out, residual, self.norms, EPS)
+                norms = self.norms
+                if name == "down" and layer and chosen:
+                    out, norms = layer.run(chosen, out), norms._replace(halves=(norms.post, norms.post))
+                residual, normed = fused_allreduce_norm(out, residual, norms, EPS)
                 x = residual if normed is None else normed
         return residual
 
@@ -82,22 +116,26 @@ def tiles_of(tried: Tiles) -> Iterator[None]:
         tile = tried[shape]
         return tile and replace(tile, rows=max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
-    with mock.patch.object(linear, "choose", chosen):
+    def of_experts(assignments: int, count: int, shared: int) -> tuple[Tile, ...]:
+        pair = zip(EXPERTS, experts_in_force(assignments, count, shared), strict=True)
+        return tuple(replace(tried.get(name) or tile, rows=tile.rows) for name, tile in pair)
+
+    with mock.patch.object(linear, "choose", chosen), mock.patch.object(experts, "choose", of_experts):
         yield
 
 
 def parse(text: str, chain: Chain) -> Tiles:
     """A `--try`."""
     name, _, form = text.partition(":")
-    shapes = {shape for known, shape, _ in chain.products if known == name}
-    if not shapes:
+    keys = {shape for known, shape, _ in chain.products if known == name} or {name}.intersection(EXPERTS if chain.experts else ())
+    if not keys:
         raise SystemExit(f"--try {text}: the products are {', '.join(dict.fromkeys(known for known, *_ in chain.products))}")
     if form == "cublas":
-        return dict.fromkeys(shapes)
+        return dict.fromkeys(keys)
     bn, bk, stages, *more = form.split(",")
     tile = Tile("gemm", 16, int(bn), int(bk), stages=int(stages), swap="swap" in more)
-    splits = [int(option.removeprefix("splits=")) for option in more if option.startswith("splits=")]
-    return dict.fromkeys(shapes, replace(tile, splits=splits[0]) if splits else tile)
+    numbers = {field: int(number) for field, _, number in (option.partition("=") for option in more) if number}
+    return dict.fromkeys(keys, replace(tile, **numbers))
 
 
 def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
@@ -153,8 +191,8 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "tests.bench.layer_products", *sys.argv[1:]])
     if args.dry:
-        small = {"hidden": 96, "mlp": 64 * args.tp, "heads": args.tp, "kv_heads": args.tp}
-        model = replace(model, groups=1, sliding=1, kv_shared=0, ple=0, **small)
+        small = {"hidden": 96, "mlp": 64 * args.tp, "heads": args.tp, "kv_heads": args.tp, "moe_mlp": 32 * args.tp}
+        model = replace(model, groups=1, sliding=1, kv_shared=0, ple=0, experts=min(model.experts, 8), **small)
     layers = min(args.layers, model.layers)
     made = partial(Chain, model, args.tp, layers)
     listed = made(torch.device("meta"))

@@ -149,7 +149,7 @@ def interpreted_experts(tokens: int, dtype: torch.dtype) -> None:
     it = case(tokens, dtype, n=72, m=44)
     with record() as nodes:
         found = it.run()
-    rows = {40: 32, 60: 64, 200: 128 if dtype == torch.bfloat16 else 64}.get(tokens, 16)
+    rows = {40: 32, 60: 64, 200: 128}.get(tokens, 16)
     assert [node.constexprs["BM"] for node in nodes[-3:-1]] == [rows, rows]
     assert [node.kernel for node in nodes] == ["_group"] * (tokens > 1) + ["_grouped", "_grouped", "_combine"]
     assert it.error(found) < tolerance
