@@ -17,6 +17,7 @@ One token's assignments are in order as they are, each a tile of its own: there 
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -32,19 +33,20 @@ from kernels.numerics import add_product, cast
 from kernels.tiles import Tile, fit
 
 _GROUP_BLOCK = 4096
+Dense = Callable[[], Tensor]
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: Tensor) -> Tensor:
-    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense [T, n] ->
-    [T, 2 n]: dense, y."""
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: Dense) -> Tensor:
+    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense gives [T, n] and is
+    called when that is needed (`kernels.launch.beside`) -> [T, 2 n]: dense's, y."""
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             tokens, ranks = torch.where(chosen == expert)
             part = functional.linear(geglu(functional.linear(x[tokens], gate_up[expert])), down[expert])
             total.index_add_(0, tokens, part.float() * weights[tokens, ranks, None])
-        return torch.cat([dense, total.to(x.dtype)], -1)
-    check_contiguous(x, weights, chosen, gate_up, down, dense)
+        return torch.cat([dense(), total.to(x.dtype)], -1)
+    check_contiguous(x, weights, chosen, gate_up, down)
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
     up_tile, down_tile = choose(rows * top_k, count, shared_memory(x) * 2 // x.element_size())
     single = rows == 1
@@ -52,8 +54,9 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
     _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, single=single)
     _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, single=single)
-    block = min(1024, next_power_of_2(n))
-    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, dense, out, N=n, TOP=top_k, BLOCK=block, warps=4)
+    block, other = min(1024, next_power_of_2(n)), dense()
+    check_contiguous(other)
+    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block, warps=4)
     return out
 
 

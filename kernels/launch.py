@@ -84,6 +84,7 @@ class _Launcher:
 
 
 _launcher = _Launcher()
+_second_stream = cache(torch.cuda.Stream)  # of a device
 
 
 def enabled(x: Tensor) -> bool:
@@ -169,6 +170,24 @@ def compiler_options(warps: int, stages: int, pdl: bool) -> dict[str, Any]:
     """A launch's options in Triton's words. Multiplications and additions are fused whatever Triton's default is: from 3.9 on it
     warns that its own will change."""
     return {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl, "enable_fp_fusion": True}
+
+
+def beside(run: Callable[[], Tensor], x: Tensor) -> Callable[[], Tensor]:
+    """Runs `run`, which reads `x`, on a second stream of x's GPU, behind all that the current one has launched; on a CPU here and
+    now. Returns what makes the current stream wait for it, and gives its tensor; to be called before `x` is freed."""
+    if not x.is_cuda:
+        result = run()
+        return lambda: result
+    stream = _second_stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = run()
+
+    def join() -> Tensor:
+        torch.cuda.current_stream().wait_stream(stream)
+        return result
+
+    return join
 
 
 def processors(device: torch.device) -> int:

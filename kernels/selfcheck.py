@@ -366,7 +366,7 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
     chosen = draw.rising(rows, 1) % 4 + draw.rising(top_k)
     weights = draw.floats(rows, top_k, dtype=torch.float32)
     gate_up, down = draw.floats(count, 2 * m, n, scale=n**-0.5), draw.floats(count, n, m, scale=m**-0.5)
-    return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, draw.floats(rows, n)),)
+    return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, partial(draw.floats, rows, n)),)
 
 
 CHECKS = (

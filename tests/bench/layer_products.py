@@ -30,7 +30,7 @@ from torch import Tensor
 from kernels import experts, linear
 from kernels.experts import choose as experts_in_force
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
-from kernels.launch import INTERPRET
+from kernels.launch import INTERPRET, beside
 from kernels.route import route, router_logits, router_parts
 from kernels.tiles import GemmShape, Tile, choose
 from tests.bench.timing import precompile_all
@@ -54,15 +54,12 @@ class MoeLayer:
         self.parts = router_parts(draw(model.experts, n).float(), torch.ones_like(self.norm).float())
         self.gate_up, self.down = draw(model.experts, 2 * m, n) * n**-0.5, draw(model.experts, n, m) * m**-0.5
 
-    def choose(self, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, experts and their input."""
-        logits, x = router_logits(residual, self.parts, self.norm, EPS)
-        return *route(logits, self.scale, self.top_k), x
-
-    def run(self, chosen: tuple[Tensor, Tensor, Tensor], dense: Tensor) -> Tensor:
-        """Both branches side by side."""
-        weights, experts_of_rows, x = chosen
-        return experts.experts(x, weights, experts_of_rows, self.gate_up, self.down, dense)
+    def run(self, residual: Tensor, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """The dense MLP of x, and beside it the experts."""
+        dense = beside(lambda: linear.linear(linear.linear_geglu(x, gate_up), down), x)
+        logits, inner = router_logits(residual, self.parts, self.norm, EPS)
+        weights, chosen = route(logits, self.scale, self.top_k)
+        return experts.experts(inner, weights, chosen, self.gate_up, self.down, dense)
 
 
 class Chain:
@@ -85,22 +82,20 @@ class Chain:
     def run(self, inputs: dict[int, Tensor]) -> Tensor:
         """One step's residual."""
         residual = x = inputs[self.hidden]
-        out, left = x, iter(self.experts)
-        for name, shape, weight in self.products:
+        out, products, layers = x, iter(self.products), iter(self.experts)
+        for name, shape, weight in products:
             source = x if shape.n == self.hidden else out if out.shape[1:] == (shape.n,) else inputs[shape.n]
-            if shape.gated:
-                layer = next(left, None)
-                chosen = layer and layer.choose(residual)
+            norms = self.norms
+            if shape.gated and self.experts:
+                _, shape, down = next(products)
+                out, norms = next(layers).run(residual, source, weight, down), norms._replace(halves=(norms.post, norms.post))
+            elif shape.gated:
                 out = linear.linear_geglu(source, weight)
             elif name == "ple_gate":
                 out = linear.linear_gelu_mul(source, weight, inputs[shape.m])
             else:
-                in_parts = self.tp == 1 and name in PARTS and not (self.experts and name == "down")
-                out = (linear.linear_parts if in_parts else linear.linear)(source, weight)
+                out = (linear.linear_parts if self.tp == 1 and name in PARTS else linear.linear)(source, weight)
             if shape.m == self.hidden:
-                norms = self.norms
-                if name == "down" and layer and chosen:
-                    out, norms = layer.run(chosen, out), norms._replace(halves=(norms.post, norms.post))
                 residual, normed = fused_allreduce_norm(out, residual, norms, EPS)
                 x = residual if normed is None else normed
         return residual

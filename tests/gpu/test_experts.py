@@ -1,6 +1,7 @@
 """Router and experts of the 26B-A4B's shapes on a GPU: against fp32, in graphs, on one rank and in quarters."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.experts import experts
+from kernels.launch import beside
 from kernels.route import route, router_logits, router_parts
 from tests.nano.model_shapes import PUBLIC
 
@@ -31,7 +33,7 @@ class Layer:
     chosen: Tensor
 
     def run(self) -> Tensor:
-        return experts(self.x, self.weights, self.chosen, self.gate_up, self.down, self.beside)
+        return experts(self.x, self.weights, self.chosen, self.gate_up, self.down, lambda: self.beside)
 
     def want(self) -> Tensor:
         """y in fp32."""
@@ -98,7 +100,7 @@ def test_router(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 24, 256])
 def test_in_a_graph(tensors: tuple[Tensor, Tensor], rows: int) -> None:
-    """Twenty layers in one graph, launches overlapping, give the bits of an idle device at every replay; other tokens others."""
+    """Twenty layers in one graph, launches overlapping and the other branch on another stream, give the bits of an idle device at every replay; other tokens others."""
     it = layer(tensors, rows)
     torch.manual_seed(1)
     proj, ones = torch.randn(SHAPE.experts, SHAPE.hidden, device=DEVICE), torch.ones(SHAPE.hidden, device=DEVICE)
@@ -108,9 +110,10 @@ def test_in_a_graph(tensors: tuple[Tensor, Tensor], rows: int) -> None:
     def chain(idle: bool) -> None:
         h.copy_(it.x)
         for _ in range(20):
+            dense = beside(partial(torch.mul, h, 2), h)
             logits, x = router_logits(h, parts, ones.bfloat16(), 1e-6)
             weights, chosen = route(logits, ones[: SHAPE.experts], SHAPE.top_k)
-            out.copy_(experts(x, weights, chosen, it.gate_up, it.down, h))
+            out.copy_(experts(x, weights, chosen, it.gate_up, it.down, dense))
             h.copy_(functional.rms_norm((out[:, : SHAPE.hidden] + out[:, SHAPE.hidden :]), (SHAPE.hidden,)))
             if idle:
                 torch.cuda.synchronize()

@@ -214,7 +214,7 @@ def experts_nodes(target: Target) -> Iterator[Node]:
         for rows, m in ((1, 704), (ROWS, 176), (100, 704), (512, 704), (2048, 176), (2048, 704)):
             logits, x = router_logits(meta(rows, n), meta(3, count, n), meta(n), 1e-6)
             weights, chosen = route(logits, fp32(count), top_k)
-            experts(x, weights, chosen, meta(count, 2 * m, n), meta(count, n, m), meta(rows, n))
+            experts(x, weights, chosen, meta(count, 2 * m, n), meta(count, n, m), partial(meta, rows, n))
     yield from {(node.kernel, repr(node.constexprs)): node for node in nodes}.values()
 
 

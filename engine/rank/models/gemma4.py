@@ -14,6 +14,7 @@ read another layer's K and V store nothing: behind the last layer that does stor
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from engine.rank.models.gemma4_weights import BLOCK_NORMS, TENSORS
 from engine.rank.models.layers import Experts, Mlp, NormWeights, Router, Shard, VocabTable
 from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
+from kernels.launch import beside
 from kernels.ple import per_layer_inputs
 
 
@@ -104,8 +106,9 @@ class Block(Module):
         scalar = None if self._ple else self.scalar
         if self._moe:
             assert isinstance(x, Tensor)
-            weights, chosen, inner = self.router(h, norms["pre_experts"])  # first: the MLP's weights come while it runs
-            both = self.experts(inner, weights, chosen, beside=self.mlp(x))  # parts side by side: normed apart, then added
+            dense = beside(partial(self.mlp, x), x)
+            weights, chosen, inner = self.router(h, norms["pre_experts"])
+            both = self.experts(inner, weights, chosen, dense)  # parts side by side: normed apart, then added
             halves = (norms["post_dense"], norms["post_experts"])
             h, x = step.allreduce_norm(both, h, norms["post_mlp"], after, scalar, halves=halves)
         else:
