@@ -6,8 +6,8 @@
 
 x [T, n], W [m, n], contiguous. A decode step reads every weight once, so of few rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
-(kernels.launch), x after. One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64: `tl.dot` on
-tiles in shared memory (`_gemm`), rows padded. Above, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result
+(kernels.launch), x after. One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64, and
+more with few outputs: `tl.dot` on tiles in shared memory (`_gemm`), rows padded. Else, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result
 depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
 
@@ -104,8 +104,8 @@ def _run(
         peers, buffer = sent[0], sent[1].buffer
         pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
     kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
-    rows, second = ((len(x),), tile.splits) if tile.kind == "gemm" else ((), len(x) // tile.rows)
-    launch(kernel, (cdiv(m, tile.bn), second), x, weight, up, out, pointers, rank, buffer, *rows)
+    rows, others = ((len(x),), (tile.splits, cdiv(len(x), tile.rows))) if tile.kind == "gemm" else ((), (len(x) // tile.rows,))
+    launch(kernel, (cdiv(m, tile.bn), *others), x, weight, up, out, pointers, rank, buffer, *rows)
     return out
 
 
@@ -207,7 +207,7 @@ def _gemm(
     M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr, GATED: constexpr,
     UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of up to ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines. Of
+    """BN outputs of ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines. Of
     SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs would take the place of its own."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
@@ -220,7 +220,7 @@ def _gemm(
         if GATED:
             _prefetch(base + M * K, PART, BK)
     wait(PDL)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     xs, live = x + first + row[:, None] * K, row[:, None] < T
     offset = tl.arange(0, BK)[None, :]
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)

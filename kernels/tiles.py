@@ -16,6 +16,7 @@ from kernels.launch import cdiv
 Kind = Literal["gemv", "gemm"]
 MOST_ROWS = 64  # of a tile of ours
 _GEMV_ROWS = 2  # of any product: at three, its arithmetic takes as long as what the padded tiles of an MMA lose
+_FEW_OUTPUTS = 256  # those of per-layer embeddings
 _FEW = 2048  # rows x outputs of products that fill few processors: a gemv's CTAs of a row each read the weights from L2
 _PROCESSORS, _LEAST_TURNS = 132, 4  # of an H200, one for a CTA of a product that is cut finer; turns of a part's CTA
 LARGE_SHARED = 232448  # bytes a block may have on sm_90 and sm_100
@@ -84,14 +85,16 @@ TABLE: dict[GemmShape, dict[int, Tile]] = {
 def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bool = False) -> Tile | None:
     """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS.
 
-    Up to `_GEMV_ROWS` rows take the tile for one row, and of few outputs more rows, a CTA each. Where a product's
+    Up to `_GEMV_ROWS` rows take the tile for one row, and of few outputs more rows, a CTA each; of many rows 16 a CTA, where no
+    processor has more than one. Where a product's
     second wave of CTAs would leave half of the processors idle or more, two CTAs share one, and there is no second wave. Where its
     outputs leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile that was measured
     for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
     """
-    if rows > MOST_ROWS:
-        return None
     tiles = TABLE[_nearest(shape)]
+    if rows > MOST_ROWS:
+        few = shape.m <= _FEW_OUTPUTS and cdiv(rows, 16) * cdiv(shape.m, tiles[16].bn) <= _PROCESSORS
+        return fit(tiles[16], shape.gated, shared) if few else None
     if rows <= _GEMV_ROWS:
         return replace(tiles[1], rows=rows)
     if rows * shape.m <= _FEW:

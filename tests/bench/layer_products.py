@@ -109,7 +109,7 @@ def tiles_of(tried: Tiles) -> Iterator[None]:
         if rows <= 2 or shape not in tried:
             return choose(rows, shape, shared, parts=parts)
         tile = tried[shape]
-        return tile and replace(tile, rows=max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
+        return tile and replace(tile, rows=tile.rows or max(16, 1 << (rows - 1).bit_length()), splits=tile.splits if parts else 1)
 
     def of_experts(assignments: int, count: int, shared: int) -> tuple[Tile, ...]:
         pair = zip(EXPERTS, experts_in_force(assignments, count, shared), strict=True)
@@ -128,7 +128,7 @@ def parse(text: str, chain: Chain) -> Tiles:
     if form == "cublas":
         return dict.fromkeys(keys)
     bn, bk, stages, *more = form.split(",")
-    tile = Tile("gemm", 16, int(bn), int(bk), stages=int(stages), swap="swap" in more)
+    tile = Tile("gemm", 0, int(bn), int(bk), stages=int(stages), swap="swap" in more)
     numbers = {field: int(number) for field, _, number in (option.partition("=") for option in more) if number}
     return dict.fromkeys(keys, replace(tile, **numbers))
 

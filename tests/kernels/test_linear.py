@@ -103,7 +103,7 @@ def interpreted_rows_do_not_touch_each_other(tile: Tile) -> None:
     assert not torch.equal(whole[1], whole[0])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 40, 70])
 def interpreted_wrappers_take_the_tables_tile(rows: int) -> None:
     """On shapes that nobody measured the wrappers still compute the formula, in one launch, fp32 if asked."""
     x, weight = case(rows, 24, 96, torch.bfloat16, True)
@@ -134,14 +134,15 @@ def interpreted_parts(rows: int) -> None:
 
 
 def interpreted_many_rows_take_the_library() -> None:
-    """Above the largest class, and for no rows at all, the product is torch's, and only the gate a kernel of its own."""
-    x, weight = case(MOST_ROWS + 1, 8, 32, torch.float32, True)
+    """Of more outputs than a few above the largest class, and for no rows at all, the product is torch's, and only the gate a kernel
+    of its own."""
+    x, weight = case(MOST_ROWS + 1, 257, 32, torch.float32, True)
     with record() as nodes:
         plain, gated, none = linear(x, weight), linear_geglu(x, weight), linear(x[:0], weight)
     assert [node.kernel for node in nodes] == ["_gelu_mul"]
     assert torch.equal(plain, functional.linear(x, weight))
     assert torch.equal(gated, geglu(plain))
-    assert none.shape == (0, 16)
+    assert none.shape == (0, 514)
 
 
 @both_dtypes
@@ -182,6 +183,8 @@ def test_every_shape_has_tiles_for_up_to_most_rows() -> None:
     small = [choose(rows, GemmShape(256, 2560)) for rows in (2, 3, 8, 9)] + [choose(3, GemmShape(2560, 256))]
     kinds = [("gemv", 2), ("gemv", 1), ("gemv", 1), ("gemm", 16), ("gemm", 16)]
     assert [tile and (tile.kind, tile.rows) for tile in small] == kinds
+    many = [choose(rows, GemmShape(256, 1536)) for rows in (65, 528, 529)]
+    assert [tile and tile.rows for tile in many] == [16, 16, None]
 
 
 def test_a_missing_shape_takes_the_nearest_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
