@@ -37,8 +37,8 @@ Dense = Callable[[], Tensor]
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: Dense) -> Tensor:
-    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense gives [T, n] and is
-    called when that is needed (`kernels.launch.beside`) -> [T, 2 n]: dense's, y."""
+    """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense gives [T, n], and
+    is called when that is needed (`kernels.launch.beside`) -> [T, 2 n]: dense's, y."""
     if not enabled(x):
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():

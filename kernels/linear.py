@@ -6,9 +6,9 @@
 
 x [T, n], W [m, n], contiguous. A decode step reads every weight once, so of few rows these are streams of weights, and the
 kernels exist to keep memory busy: weights are constant, so they are asked for before the kernel waits for its predecessors
-(kernels.launch), x after. One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64, and
-more with few outputs: `tl.dot` on tiles in shared memory (`_gemm`), rows padded. Else, and for dtypes other than bf16: cuBLAS. All sums are fp32. A row's result
-depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
+(kernels.launch), x after. One row or two: products by lanes in fp32, weight tiles in registers (`_gemv`). Up to 64, and more
+with few outputs: `tl.dot` on tiles in shared memory (`_gemm`), rows padded. Else, and for dtypes other than bf16: cuBLAS. All sums
+are fp32. A row's result depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
 
 from functools import cache
@@ -103,19 +103,22 @@ def _run(
     if sent is not None:
         peers, buffer = sent[0], sent[1].buffer
         pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
-    kernel = _configured(tile, m, k, gated, up.stride(0) if up is not None else 0, *target)
-    rows, others = ((len(x),), (tile.splits, cdiv(len(x), tile.rows))) if tile.kind == "gemm" else ((), (len(x) // tile.rows,))
+    blocks = cdiv(len(x), tile.rows)
+    kernel = _configured(tile, m, k, blocks > 1, gated, up.stride(0) if up is not None else 0, *target)
+    rows, others = ((len(x),), (tile.splits, blocks)) if tile.kind == "gemm" else ((), (blocks,))
     launch(kernel, (cdiv(m, tile.bn), *others), x, weight, up, out, pointers, rank, buffer, *rows)
     return out
 
 
 @cache
-def _configured(tile: Tile, m: int, k: int, gated: bool, up: int, size: int, inbox_rows: int, width: int, empty: int) -> Configured:
+def _configured(
+    tile: Tile, m: int, k: int, blocks: bool, gated: bool, up: int, size: int, inbox_rows: int, width: int, empty: int
+) -> Configured:
     return configured(
         {"gemv": _gemv, "gemm": _gemm}[tile.kind],
         M=m, K=k, ROWS=tile.rows, GATED=gated, UP=up, BN=tile.bn, BK=tile.bk,
         SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty,
-        **({"SWAP": tile.swap, "SPLITS": tile.splits} if tile.kind == "gemm" else {"EARLY": tile.early}),
+        **({"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks} if tile.kind == "gemm" else {"EARLY": tile.early}),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -204,11 +207,13 @@ def _prefetch(base, K: constexpr, BK: constexpr):
 @triton.jit(do_not_specialize=["T", "rank", "buffer"])
 def _gemm(
     x, weight, up, out, pointers, rank, buffer, T,
-    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr, GATED: constexpr,
-    UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr, PDL: constexpr,
+    M: constexpr, K: constexpr, ROWS: constexpr, BN: constexpr, BK: constexpr, SWAP: constexpr, SPLITS: constexpr,
+    BLOCKS: constexpr, GATED: constexpr, UP: constexpr, SIZE: constexpr, INBOX_ROWS: constexpr, WIDTH: constexpr, EMPTY: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
-    """BN outputs of ROWS rows; rows behind T are zero: were they to repeat one, all CTAs would wait for its cache lines. Of
-    SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs would take the place of its own."""
+    """BN outputs of up to ROWS rows, with BLOCKS of one block of them; rows behind T are zero: were they to repeat one, all CTAs
+    would wait for its cache lines. Of SPLITS parts of the inner dimension a CTA has one. It has no trigger: the next kernel's CTAs
+    would take the place of its own."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     base = weight + tl.minimum(column, M - 1).to(tl.int64)[:, None] * K
     inboxes = inboxes_of(pointers, out.dtype.element_ty, SIZE)
@@ -220,7 +225,11 @@ def _gemm(
         if GATED:
             _prefetch(base + M * K, PART, BK)
     wait(PDL)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
+    if BLOCKS:
+        block = tl.program_id(2) * ROWS
+        T -= block
+        x += block.to(tl.int64) * K
     xs, live = x + first + row[:, None] * K, row[:, None] < T
     offset = tl.arange(0, BK)[None, :]
     total = tl.zeros([BN, ROWS] if SWAP else [ROWS, BN], tl.float32)
@@ -238,6 +247,9 @@ def _gemm(
     if SWAP:
         total = total.T
     live = (row[:, None] < T) & (column[None, :] < M)
+    if BLOCKS:
+        row += block
+        T += block
     if UP > 0:
         total = gelu(total) * tl.load(up + row[:, None] * UP + column[None, :], live, 0.0).to(tl.float32)
     if SPLITS > 1:

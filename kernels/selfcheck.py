@@ -11,6 +11,7 @@ What ranks write into each other's memory is `kernels.inbox_check`'s; sums and g
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch

@@ -74,7 +74,8 @@ def _tiles(gemv: tuple[int, int], *gemms: tuple[int, int]) -> dict[int, Tile]:
 # Above, cuBLAS. The fastest of those tried on an H200 for 31B at TP=4. Of 16 to 64 rows measured in a whole captured step: 84 CTAs
 # need deep pipelines, beside which the next kernel's still fit.
 TABLE: dict[GemmShape, dict[int, Tile]] = {
-    **{GemmShape(m, 5376): _tiles((4, 4), (64, 8), (64, 6), (64, 6)) for m in (4096, 4608, 5376)},
+    GemmShape(4096, 5376): _tiles((4, 4), (64, 8), (64, 6), (32, 6)),
+    **{GemmShape(m, 5376): _tiles((4, 4), (64, 8), (64, 6), (64, 6)) for m in (4608, 5376)},
     **{GemmShape(5376, n): _tiles((4, 2), (64, 8), (64, 6), (64, 6)) for n in (2048, 4096)},
     GemmShape(65536, 5376): _tiles((4, 4), (64, 4), (128, 3), (128, 3)),
     GemmShape(5376, 5376, gated=True): _tiles((2, 4), (64, 4), (64, 4), (64, 4)),

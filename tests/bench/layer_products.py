@@ -7,7 +7,7 @@ so that a GPU that lowers its clock does so for all; of eight turns the fastest 
     --try gate_up:64,64,4            64 outputs a CTA, 64 columns a turn, 4 stages; `,swap`: the weight is the MMA's left operand
     --try down:64,128,3,splits=8     the inner dimension in eight parts;  down:cublas: the library
     --try experts_up:64,128,4,swap   of the experts' gate and up, of as many rows as in force;  experts_down: of their down
-    --try experts_down:256,64,4,warps=8
+    --try experts_down:256,64,4,warps=8+o_full:64,128,8,rows=16     rows a CTA, by default all
 
 Tokens choose experts at random. Norms read no other rank's part: what --tp cuts is cut, and its sums take no time. --dry: small,
 under Triton's interpreter.
@@ -87,7 +87,7 @@ class Chain:
             source = x if shape.n == self.hidden else out if out.shape[1:] == (shape.n,) else inputs[shape.n]
             norms = self.norms
             if shape.gated and self.experts:
-                _, shape, down = next(products)
+                *_, down = next(products)
                 out, norms = next(layers).run(residual, source, weight, down), norms._replace(halves=(norms.post, norms.post))
             elif shape.gated:
                 out = linear.linear_geglu(source, weight)
@@ -95,7 +95,7 @@ class Chain:
                 out = linear.linear_gelu_mul(source, weight, inputs[shape.m])
             else:
                 out = (linear.linear_parts if self.tp == 1 and name in PARTS else linear.linear)(source, weight)
-            if shape.m == self.hidden:
+            if norms.halves or shape.m == self.hidden:
                 residual, normed = fused_allreduce_norm(out, residual, norms, EPS)
                 x = residual if normed is None else normed
         return residual
@@ -120,7 +120,9 @@ def tiles_of(tried: Tiles) -> Iterator[None]:
 
 
 def parse(text: str, chain: Chain) -> Tiles:
-    """A `--try`."""
+    """A `--try`, or several of them with `+` between."""
+    if "+" in text:
+        return {shape: tile for part in text.split("+") for shape, tile in parse(part, chain).items()}
     name, _, form = text.partition(":")
     keys = {shape for known, shape, _ in chain.products if known == name} or {name}.intersection(EXPERTS if chain.experts else ())
     if not keys:

@@ -100,7 +100,8 @@ def test_router(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 24, 256])
 def test_in_a_graph(tensors: tuple[Tensor, Tensor], rows: int) -> None:
-    """Twenty layers in one graph, launches overlapping and the other branch on another stream, give the bits of an idle device at every replay; other tokens others."""
+    """Twenty layers in one graph, launches overlapping and the other branch on another stream, give the bits of an idle device at
+    every replay; other tokens others."""
     it = layer(tensors, rows)
     torch.manual_seed(1)
     proj, ones = torch.randn(SHAPE.experts, SHAPE.hidden, device=DEVICE), torch.ones(SHAPE.hidden, device=DEVICE)

@@ -134,8 +134,8 @@ def interpreted_parts(rows: int) -> None:
 
 
 def interpreted_many_rows_take_the_library() -> None:
-    """Of more outputs than a few above the largest class, and for no rows at all, the product is torch's, and only the gate a kernel
-    of its own."""
+    """Above the largest class, of more than a few outputs, and for no rows at all, the product is torch's, and only the gate a
+    kernel of its own."""
     x, weight = case(MOST_ROWS + 1, 257, 32, torch.float32, True)
     with record() as nodes:
         plain, gated, none = linear(x, weight), linear_geglu(x, weight), linear(x[:0], weight)

@@ -75,8 +75,7 @@ def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(
     member: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the prompt tokens of a step, its decode rows and their drafts. Planted fault: where no step with prompts is
-    captured, prefills of a whole budget alone leave more to be compiled while requests wait than prefills of several sizes do.
-    Decode steps compile all that the E2B's few layers of all rows need."""
+    captured, prefills of a whole budget alone leave more to be compiled while requests wait than prefills of several sizes do."""
     runner, ready = started(member, tmp_path)
     sizes = ((1, 0), (1, 3), (3, 0), (7, 2), (13, 3), (31, 1), (50, 2), (64, 0), (97, 6), (200, 1), (509, 3), (600, 5), (1001, 7))
     some = set().union(*(met(runner, *size, width) for size in sizes for width in runner._mixed_widths))
@@ -85,8 +84,7 @@ def test_a_step_of_any_size_needs_no_variants_but_those_of_the_start(
     late = some - started(member, tmp_path)[1]
     monkeypatch.setattr(rank_runner, "warm_rows", lambda size: (size,))
     later = some - started(member, tmp_path)[1]
-    assert late <= later
-    assert (late == later) == (member == "random:e2b")
+    assert late < later
 
 
 def test_what_warms_up_has_the_variants_of_what_is_captured() -> None:
@@ -119,7 +117,7 @@ def test_a_layer_with_experts(rows: int) -> None:
     products = "_gemv" if rows == 1 else "_gemm"
     experts = ["_group"] * (rows > 1) + ["_grouped", "_grouped", "_combine"]
     norm = "_allreduce_norm"
-    layer = [products, "decode_kernel", products, norm, "_logits", "_route", products, products, *experts, norm]
+    layer = [products, "decode_kernel", products, norm, products, products, "_logits", "_route", *experts, norm]
     assert names[7:-3] == [norm] + 30 * layer
 
 
