@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import kernels.experts
-from kernels.experts import experts
+from kernels.experts import choose, experts
 from kernels.norm import rms_norm
 from kernels.route import route, router_logits, router_parts
 from tests.support import interpreter
@@ -138,6 +138,15 @@ def interpreted_route(count: int, top_k: int) -> None:
     assert chosen[3].tolist() == list(range(top_k))
     assert weights[1:3].isnan().all()
     assert bool(((chosen >= 0) & (chosen < count)).all())
+
+
+@pytest.mark.parametrize("shared", [101376, 166912, 232448])
+def test_tiles_fit(shared: int) -> None:
+    """Both products take as many rows a tile, more where an expert has more, and what a block may have of shared memory."""
+    pairs = [choose(assignments, 128, shared) for assignments in (8, 1024, 2048, 8192, 65536)]
+    assert [up.rows for up, _ in pairs] == [down.rows for _, down in pairs] == [16, 16, 32, 64, 128]
+    assert all(max(up.shared_bytes(True), down.shared_bytes(False)) < shared for up, down in pairs)
+    assert not all(down.shared_bytes(True) < shared for _, down in pairs)
 
 
 @both_dtypes
