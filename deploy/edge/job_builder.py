@@ -1,6 +1,5 @@
 """What a request is to the engine: its prompt's tokens, its sampling, the grammar of its reply, each within the limits."""
 
-import asyncio
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,10 @@ import msgspec
 
 from deploy.edge.ask import AnswerForm, Ask, ChatPrompt, RawPrompts
 from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
-from deploy.edge.media.media_reader import media_items, read_media
+from deploy.edge.media.media_reader import MediaReader, media_items
 from deploy.edge.media.tasks import Prepared
 from deploy.edge.raw_json import invalid
 from deploy.edge.service_settings import ServiceSettings
-from deploy.edge.side_pool import SidePool
 from deploy.edge.text_pool import TextPool
 from engine.errors import InvalidRequest, ModelNotFound, Overloaded
 from engine.front.constraints import Constraints, ToolChoice
@@ -32,7 +30,6 @@ from engine.protocol import Grammar, SamplingParams
 
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives counted: some 70 bytes of JSON each
-DECODED_AT_ONCE = 16  # requests whose media are on their way; each may have a message's worth of bytes
 MAX_CHOICES = 64  # of a request, all its prompts together
 CHARACTERS_A_TOKEN = 16  # on an average over a prompt, at most
 COUNTED_CONTEXTS = 2  # contexts: a longer prompt is not even counted
@@ -51,8 +48,7 @@ class JobBuilder:
     grammars: GrammarCheck
 
     def __post_init__(self) -> None:
-        self.side_pool = SidePool("deploy.edge.media.media_process")
-        self._decoding = {remote: asyncio.Semaphore(DECODED_AT_ONCE) for remote in (False, True)}  # who waits for servers, apart
+        self.media_reader = MediaReader()
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is served here, or none is named."""
@@ -90,10 +86,7 @@ class JobBuilder:
 
     async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
         with _naming(key):
-            if not chat.media:
-                return []
-            async with self._decoding[any(part.is_remote for part in chat.media)]:
-                return await read_media(chat, self.settings, self.side_pool)
+            return await self.media_reader.read(chat, self.settings)
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
         """Without its grammar; takes a while."""

@@ -5,15 +5,12 @@ import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deploy.edge.side_process import BEGUN
 from engine.errors import Overloaded
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKERS = min(8, os.cpu_count() or 1)  # tasks at once; the others wait
-FETCHERS = 16  # that wait for other servers, most of the time
 _CHUNK = 1 << 20
 
 
@@ -22,8 +19,6 @@ class SidePool:
 
     def __init__(self, *command: str) -> None:
         self._command = command
-        self.decoders = ThreadPoolExecutor(WORKERS, thread_name_prefix="media")
-        self.fetchers = ThreadPoolExecutor(FETCHERS, thread_name_prefix="fetch")
         self._lock = threading.RLock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,11 +55,9 @@ class SidePool:
             return self._control
 
     def close(self) -> None:
-        """End the process and the threads."""
+        """End the process."""
         with self._lock:
             self._end()
-        self.decoders.shutdown(wait=False, cancel_futures=True)
-        self.fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _hand_over(self, connection: socket.socket) -> None:
         with self._lock:

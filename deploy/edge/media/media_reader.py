@@ -1,7 +1,9 @@
 """From a chat's media parts to what the engine gets: checked, prepared in side processes, and found again in the prompt."""
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import islice
 
@@ -17,51 +19,64 @@ from engine.front.text import TextProcessor
 from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
 
 MEDIA_BYTES = MAX_MESSAGE_BYTES - (8 << 20)  # of a request; the rest of its message is for the prompt
+DECODERS = min(8, os.cpu_count() or 1)  # media that are decoded at once
+FETCHERS = 16  # that wait for other servers, most of the time
+READ_AT_ONCE = 16  # requests whose media are on their way; each may have a message's worth of bytes
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
 
-async def read_media(chat: ChatPrompt, settings: ServiceSettings, pool: SidePool) -> list[Prepared]:
-    """A chat's media, in the order of their parts. InvalidRequest of "messages"; Overloaded."""
-    media = chat.media
-    if len(media) > (most := settings.media.max_media):
-        raise invalid("messages", f"{len(media)} images, videos and clips; at most {most} are read")
-    for part in media:
-        if part.kind not in settings.media_kinds:
-            raise invalid("messages", f"this model reads no {_PLURALS[part.kind]}")
-    limits = DecodeTask(**msgspec.structs.asdict(settings.media), row_samples=settings.row_samples)
-    tasks = [
-        asyncio.ensure_future(_prepared(part, chat.max_soft_tokens, limits, pool, f"{part.kind} {count}"))
-        for count, part in enumerate(media, 1)
-    ]
-    try:
-        prepared = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-    if (size := sum(len(medium.data) for medium in prepared)) > MEDIA_BYTES:
-        why = f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer"
-        raise invalid("messages", why)
-    return prepared
+class MediaReader:
+    """Reads the media of chats; the side process starts with the first, or by `pool.start`."""
 
+    def __init__(self) -> None:
+        self.pool = SidePool("deploy.edge.media.media_process")
+        # by `is_remote`: who waits for other servers, apart
+        self._threads = [ThreadPoolExecutor(count, name) for count, name in ((DECODERS, "media"), (FETCHERS, "fetch"))]
+        self._reading = [asyncio.Semaphore(READ_AT_ONCE) for _ in self._threads]
 
-async def _prepared(part: Media, budget: int | None, limits: DecodeTask, pool: SidePool, name: str) -> Prepared:
-    begin = 0 if part.is_remote else part.url.find(",") + 1
-    head = part.url[:begin].lower().replace(" ", "")
-    try:
-        if not part.is_remote and not head.endswith(";base64,"):
-            raise InvalidRequest("of data: URLs only those in base64 are read")
-        task = msgspec.structs.replace(
-            limits,
-            kind=part.kind,
-            media_type=head[len("data:") :].partition(";")[0],
-            is_remote=part.is_remote,
-            budget=budget or part.budget,
-        )
-        threads = pool.fetchers if part.is_remote else pool.decoders
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, lambda: prepare(pool, task, part.url[begin:].encode(errors="replace")))
-    except InvalidRequest as error:
-        raise invalid("messages", f"{name}: {error}") from error
+    async def read(self, chat: ChatPrompt, settings: ServiceSettings) -> list[Prepared]:
+        """A chat's media, in the order of their parts. InvalidRequest of "messages"; Overloaded."""
+        if not (media := chat.media):
+            return []
+        if len(media) > (most := settings.media.max_media):
+            raise invalid("messages", f"{len(media)} images, videos and clips; at most {most} are read")
+        for part in media:
+            if part.kind not in settings.media_kinds:
+                raise invalid("messages", f"this model reads no {_PLURALS[part.kind]}")
+        limits = DecodeTask(**msgspec.structs.asdict(settings.media), row_samples=settings.row_samples)
+        async with self._reading[any(part.is_remote for part in media)]:
+            tasks = [
+                asyncio.ensure_future(self._prepared(part, chat.max_soft_tokens, limits, f"{part.kind} {count}"))
+                for count, part in enumerate(media, 1)
+            ]
+            try:
+                prepared = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        if (size := sum(len(medium.data) for medium in prepared)) > MEDIA_BYTES:
+            why = f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer"
+            raise invalid("messages", why)
+        return prepared
+
+    async def _prepared(self, part: Media, budget: int | None, limits: DecodeTask, name: str) -> Prepared:
+        begin = 0 if part.is_remote else part.url.find(",") + 1
+        head = part.url[:begin].lower().replace(" ", "")
+        try:
+            if not part.is_remote and not head.endswith(";base64,"):
+                raise InvalidRequest("of data: URLs only those in base64 are read")
+            task = msgspec.structs.replace(
+                limits,
+                kind=part.kind,
+                media_type=head[len("data:") :].partition(";")[0],
+                is_remote=part.is_remote,
+                budget=budget or part.budget,
+            )
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads[part.is_remote], lambda: prepare(self.pool, task, part.url[begin:].encode(errors="replace"))
+            )
+        except InvalidRequest as error:
+            raise invalid("messages", f"{name}: {error}") from error
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
