@@ -5,7 +5,7 @@
     EngineConfig     the same, with what the model and the node decide
 """
 
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -131,7 +131,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
         return (self.attention_decode if kind == "decode" else self.attention_extend) or self.attention
 
 
-class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dict=True):
     """One group. Built by `engine_config`, which checks it; never mutated.
 
     model       local folder with config.json (and the weights, unless load_format is dummy)
@@ -147,9 +147,9 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True):
     suppress: tuple[int, ...] = ()
     debug_hash: bool = False
 
-    @property
+    @cached_property
     def geometry(self) -> Geometry:
-        """The model's shapes, which are read anew."""
+        """The model's shapes, which are read once."""
         return read_geometry(Path(self.model))
 
     @property
@@ -180,12 +180,13 @@ def engine_config(**settings: object) -> EngineConfig:
         config = msgspec.convert(settings, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"engine settings: {error}") from error
-    _check_model(config, config.geometry)
+    _check_model(config)
     weight_format(Path(config.model), config.weights)
     return config
 
 
-def _check_model(config: EngineConfig, geometry: Geometry) -> None:
+def _check_model(config: EngineConfig) -> None:
+    geometry = config.geometry
     if config.tpot_target_ms is not None and config.max_len < 16:
         raise ConfigError(f"tpot_target_ms needs a max_len of at least 16 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
@@ -196,15 +197,14 @@ def _check_model(config: EngineConfig, geometry: Geometry) -> None:
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 
-    seqs = config.max_seqs
-    max_len = config.max_len
-    budget = config.prefill_budget
-    plan = largest_plan(seqs, max_len, budget, config.page, len(groups), width=config.widest)
-    for name, largest in (("plan", plan), ("result", largest_result(seqs, config.widest))):
+    plan = largest_plan(
+        config.max_seqs, config.max_len, config.prefill_budget, config.page, len(groups), width=config.widest
+    )
+    for name, largest in (("plan", plan), ("result", largest_result(config.max_seqs, config.widest))):
         if largest > MAX_RECORD:
             raise ConfigError(
-                f"a step's {name} may take {largest} bytes with max_seqs {seqs}, max_len {max_len} and prefill_budget {budget}; "
-                f"the ring between core and ranks carries at most {MAX_RECORD} at once"
+                f"a step's {name} may take {largest} bytes with max_seqs {config.max_seqs}, max_len {config.max_len} and "
+                f"prefill_budget {config.prefill_budget}; the ring between core and ranks carries at most {MAX_RECORD} at once"
             )
     if config.pages is None:
         return

@@ -190,10 +190,18 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
         engine_config(**asked, kv_dtype="float32")
     with pytest.raises(ConfigError, match="kv_dtype"):
         engine_config(**asked, kv_dtype="fp8")
-    geometry = read_geometry(resolve("dummy:31b"))
     half, whole = engine_config(**asked, kv_dtype="bfloat16"), engine_config(**asked, dtype="float32")
-    pairs = zip(half.kv_groups(geometry), whole.kv_groups(geometry), strict=True)
+    pairs = zip(half.kv_groups(half.geometry), whole.kv_groups(whole.geometry), strict=True)
     assert all(2 * two.page_bytes == four.page_bytes for two, four in pairs)
+
+
+def test_a_config_reads_its_models_shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is checked; another config reads its own."""
+    config = engine_config(model=str(resolve("dummy:31b")), device="cpu")
+    monkeypatch.setattr("engine.config.read_geometry", lambda folder: pytest.fail(f"{folder} is read again"))
+    assert config.geometry == read_geometry(resolve("dummy:31b"))
+    with pytest.raises(pytest.fail.Exception):
+        _ = msgspec.structs.replace(config).geometry
 
 
 def test_a_drafter_that_is_not_there_is_said_to_be_one() -> None:
