@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from cluster.capability import probe
 from deploy.models.resolve import resolve
@@ -9,6 +10,8 @@ from deploy.settings import Settings
 from engine.checkpoint import generation_config
 from engine.config import EngineConfig, Mtp, engine_config
 from engine.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def place(settings: Settings) -> EngineConfig:
@@ -32,7 +35,7 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
     )
 
 
-def drafter_folder(mtp: Mtp, find: Callable[[str], Path | None]) -> Path | None:
+def drafter_folder(mtp: Mtp, find: Callable[[str], T | None]) -> T | None:
     """Returns what `find` gives for the assistant's name; None where nothing drafts. ConfigError names the key."""
     try:
         return find(mtp.model) if mtp.model and mtp.drafts else None

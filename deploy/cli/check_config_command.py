@@ -14,7 +14,8 @@ import msgspec
 from deploy.cli.model_files import check_drafter, check_files
 from deploy.cli.output import OK, Subparsers, command, emit
 from deploy.edge.keys.key_file import parse, read
-from deploy.models.resolve import folder_here, local_folder
+from deploy.models.resolve import is_here
+from deploy.placement import drafter_folder
 from deploy.settings import ServeConfig, Settings, application, read_config, read_settings
 from engine.config import Mtp
 from engine.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
 Nothing is started or downloaded. A model whose config.json is not on this machine is checked by its published shape where
 its name is a known one, and said to be unchecked where it is not. Of a folder the headers of its weights, tokenizer, template
-and drafter are read, as a replica would; no tensor is.
+and drafter are read, as a replica would, and of a hub id where the hub's cache has them all; no tensor is.
 
   quartet check-config deploy/gemma4.yaml
   quartet check-config my.yaml --json | jq '.applications[].settings.tp'
@@ -110,11 +111,14 @@ def model_notes(settings: Settings) -> Iterator[str]:
         yield f"model: {settings.model} is not on this machine and its name is no known one: its shape was not checked"
         return
     check_drafter(settings)
-    if settings.mtp.drafts and settings.mtp.model and folder_here(settings.mtp.model) is None:
-        yield f"mtp.model: {settings.mtp.model} is not on this machine: its files were not checked"
+    absent = "is not all on this machine: its files were not checked, and serve downloads what is absent"
+    if drafter_folder(settings.mtp, is_here) is False:
+        yield f"mtp.model: {settings.mtp.model} {absent}"
         settings = msgspec.structs.replace(settings, mtp=Mtp())
     config = configured(settings, folder)
-    if local_folder(settings.model) == folder or any(folder.glob("*.safetensors")):  # a hub id's are downloaded by replicas
+    if not is_here(settings.model, settings.revision, "tokenizer.json"):
+        yield f"model: {settings.model} {absent}"
+    else:
         if (template := settings.template) is not None and not template.is_file():
             yield f"chat_template: {template} is not on this machine: it was not checked"
             template = None

@@ -9,11 +9,11 @@
 HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the hub library's own and hold.
 """
 
-import os
 import re
 from pathlib import Path
 
 from deploy.models.nano import TRAINED, trained
+from engine.checkpoint import read_optional
 from engine.errors import ConfigError
 
 PUBLIC = Path(__file__).parent / "public"
@@ -36,6 +36,20 @@ def folder_here(model: str, revision: str | None = None) -> Path | None:
 
     cached = try_to_load_from_cache(model, "config.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def is_here(model: str, revision: str | None = None, *files: str) -> bool:
+    """Whether `resolve` would download nothing: it is no hub id, or the hub's cache has the weights that their index names, and
+    `files`; or it has some of them, and HF_HUB_OFFLINE forbids more. ConfigError as `local_folder` raises."""
+    from huggingface_hub import constants
+
+    if local_folder(model):
+        return True
+    folder = folder_here(model, revision)
+    if folder is None or constants.HF_HUB_OFFLINE:
+        return folder is not None
+    shards = read_optional(folder / "model.safetensors.index.json").get("weight_map", {"": "*.safetensors"}).values()
+    return all(any(folder.glob(name)) for name in {*shards, *files})
 
 
 def local_folder(model: str) -> Path | None:
@@ -63,13 +77,13 @@ def _checked(folder: Path) -> Path:
 
 def _download(model: str, revision: str | None) -> Path:
     """The hub snapshot: from its cache when complete there, else downloaded."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return _checked(Path(snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"])))
     except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ConfigError(
             f"model: {model} is not in the local hub cache and {why}; download it where there is a network, or give a folder"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 
 from deploy.cli import machine_checks as checks
@@ -137,6 +138,36 @@ def test_a_tokenizer_that_is_missing(copy: Path, capsys: Captured) -> None:
     """A folder without its tokenizer is refused by that file's name."""
     (copy / "tokenizer.json").unlink()
     assert "tokenizer.json" in refusal(capsys, copy)
+
+
+def test_a_hub_snapshot_that_is_not_all_here(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note while `serve` would download the rest, of a drafter too; refused where it may not, and where nothing is absent."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    target, drafter = (tmp_path / f"models--a--{name}" / "snapshots" / "1" for name in ("b", "b-assistant"))
+    shutil.copytree(TRAINED / "31b", target, ignore=shutil.ignore_patterns("assistant"))
+    shutil.copytree(TRAINED / "31b" / "assistant", drafter)
+    path = nano_yaml(tmp_path / "mine.yaml", model="a/b", revision="1", mtp={"model": "a/b-assistant"})
+    for folder in (target.parents[1], drafter.parents[1]):
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("1")
+
+    def notes() -> list[str]:
+        assert main(["check-config", str(path), "--json"]) == 0
+        return [note.partition(":")[0] for note in json.loads(capsys.readouterr().out)["applications"][0]["notes"]]
+
+    assert notes() == []
+    for file in (target / "tokenizer.json", next(target.glob("*.safetensors")), next(drafter.glob("*.safetensors"))):
+        file.rename(tmp_path / "kept")
+        assert notes() == ["mtp.model" if file.parent == drafter else "model"]
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert main(["check-config", str(path)]) == 2
+        assert str(file.parent) in capsys.readouterr().err
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        (tmp_path / "kept").rename(file)
+    (target / "tokenizer.json").write_text("{}")
+    assert main(["check-config", str(path)]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
 
 
 TEMPLATES = [(CORRECTED, "ok", "2026-07-09 or later"), (OLDER, "warn", "before 2026-07-09"), ("{{ 1 }}", "ok", "not Google's")]

@@ -267,6 +267,8 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slots": 2}}}}, "autoscaling_config.policy: policy_kwargs.slots: 2"),
         ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slot": 0.5}}}}, "autoscaling_config.policy: Scaling.__init__()"),
         ({"mtp": {"drafts": 3}}, "mtp.drafts 3: mtp.model must name the assistant"),
+        ({"model": "31b", "mtp": {}}, "model: '31b' is no folder here"),
+        ({"model": "dummy:31b", "mtp": {"model": "31b-assistant"}}, "mtp.model: '31b-assistant' is no folder here"),
         ({"mtp": {"model": "nano:70b-assistant"}}, "mtp.model: nano:70b-assistant is not one of nano:26b-a4b"),
         ({"mtp": {"model": "nano:e2b-assistant"}}, "is no drafter of this model: KV heads of layer 0 1, not 4"),
         ({"_top": {"http_options": {"port": "eighty"}}}, "http_options.port: Input should be a valid integer"),
@@ -293,10 +295,11 @@ def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: 
         assert found == ([] if options == {"num_gpus": 4} else [f"num_gpus is {options.get('num_gpus') or 0}"])
         assert application["notes"][-1].startswith("model:")
     (note,) = checked(changed(tmp_path, mtp={"model": "someone/assistant"}), capsys)["notes"]
-    assert note == "mtp.model: someone/assistant is not on this machine: its files were not checked"
+    assert note.startswith("mtp.model: someone/assistant is not all on this machine: its files were not checked")
     drafted = changed(tmp_path, model="google/gemma-4-31B-it", device="cuda", mtp={"model": "google/gemma-4-31B-it-assistant"})
     notes = checked(drafted, capsys)["notes"]
-    assert "mtp.model: google/gemma-4-31B-it-assistant is not on this machine: its files were not checked" in notes
+    absent = ["mtp.model: google/gemma-4-31B-it-assistant", "model: google/gemma-4-31B-it"]
+    assert [note.partition(" is not all")[0] for note in notes[-2:]] == absent
     assert (application["settings"]["tp"], application["settings"]["max_queue"]) == (4, None)
     import ray
 
