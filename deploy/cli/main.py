@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         code: int = args.run(args)
-    except (ConfigError, CheckpointError, PermissionError) as error:
+    except (ConfigError, CheckpointError, PermissionError, IsADirectoryError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return CANNOT
     except BrokenPipeError:  # `quartet ... | head`: nobody reads on, and the interpreter must not complain when it flushes

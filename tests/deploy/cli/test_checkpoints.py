@@ -134,6 +134,16 @@ def test_a_file_that_must_not_be_read(copy: Path, capsys: Captured, name: str, m
     assert capsys.readouterr().err == said
 
 
+def test_an_index_that_is_a_folder(copy: Path, capsys: Captured) -> None:
+    """It is named, by `serve` too, before Ray is up."""
+    (copy / INDEX).unlink()
+    (copy / INDEX).mkdir()
+    said = f"quartet: [Errno 21] Is a directory: '{copy / INDEX}'\n"
+    assert refusal(capsys, copy) == said
+    assert main(["serve", str(copy / "mine.yaml"), "--port", str(free_port())]) == 2
+    assert capsys.readouterr().err == said
+
+
 def test_a_tokenizer_that_is_missing(copy: Path, capsys: Captured) -> None:
     """A folder without its tokenizer is refused by that file's name."""
     (copy / "tokenizer.json").unlink()
