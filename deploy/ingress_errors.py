@@ -8,7 +8,7 @@
 from http import HTTPStatus
 from pathlib import Path
 
-from deploy.edge.error_response import OPENAI_ERROR, Refusal, plain_error
+from deploy.edge.error_response import OPENAI_ERROR, plain_error, refusal
 from deploy.edge.http_errors import DeadlineExceeded
 from engine.errors import EngineDead, QuartetError
 
@@ -28,7 +28,7 @@ def write(folder: Path) -> None:
 
 def reply(error: QuartetError) -> bytes:
     """Encodes the reply to `error`, head and body, as it goes over the wire."""
-    response = Refusal(error, OPENAI_ERROR)
+    response = refusal(error, OPENAI_ERROR)
     lines = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()]
     lines += [name + b": " + value for name, value in response.raw_headers]
     return b"\r\n".join([*lines, b"", bytes(response.body)])

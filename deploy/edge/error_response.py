@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.edge.http_errors import code_of, status_of
-from deploy.edge.scope import RECORD, request_id
+from deploy.edge.scope import RECORD, REQUEST_ID, request_id
 from engine.errors import EngineDead, InvalidRequest, Overloaded, QuartetError
 from engine.protocol import FrozenStruct, JsonObject
 
@@ -55,28 +55,29 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-class Refusal(JsonResponse):
+def refusal(error: QuartetError, shape: ErrorShape) -> JsonResponse:
     """An error as a reply."""
+    status = status_of(error)
+    headers = dict(status.headers)
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(error.retry_after_s)
+    return JsonResponse(shape.body(error), status.status, headers)
 
-    def __init__(self, error: QuartetError, shape: ErrorShape) -> None:
-        status = status_of(error)
-        headers = dict(status.headers)
-        if isinstance(error, Overloaded):
-            headers["retry-after"] = str(error.retry_after_s)
-        super().__init__(shape.body(error), status.status, headers)
-        self._error, self._shape = error, shape
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reply, and leave the error with the request's record; without one, with an id and a line in the log."""
-        if RECORD in scope:
-            scope[RECORD].error = self._error
-        else:
-            name = request_id(scope["headers"])
-            self.raw_headers += [(header, name.encode()) for header in self._shape.id_headers]
-            kind = type(self._error).__name__
-            fields = {"request_id": name, "status": self.status_code, "error": kind}
-            logger.info("rejected before routing: status=%d error=%s", self.status_code, kind, extra=fields)
-        await super().__call__(scope, receive, send)
+async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: Receive, send: Send) -> None:
+    """Reply, and leave the error with the request's record; without one, with an id and a line in the log."""
+    ids = []
+    if RECORD in scope:
+        scope[RECORD].error = error
+    else:
+        REQUEST_ID.set(name := request_id(scope["headers"]))
+        ids = [(header, name.encode()) for header in shape.id_headers]
+        kind, status = type(error).__name__, status_of(error).status
+        fields = {"request_id": name, "status": status, "error": kind}
+        logger.info("rejected before routing: status=%d error=%s", status, kind, extra=fields)
+    response = refusal(error, shape)
+    response.raw_headers += ids
+    await response(scope, receive, send)
 
 
 def plain_error(

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.edge.apis import PROBES, error_shape_of
 from deploy.edge.bounded import bounded
 from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySettings, LimitSettings
-from deploy.edge.error_response import Refusal
+from deploy.edge.error_response import refuse
 from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
 from deploy.edge.key_gate import KeyGate
@@ -111,7 +111,7 @@ class Limits:
             try:
                 written = send if await self._take_in(scope, receive, upload) else unread.answer
             except QuartetError as error:  # the app's own are its own business
-                await Refusal(error, error_shape_of(scope))(scope, receive, unread.answer)
+                await refuse(error, error_shape_of(scope), scope, receive, unread.answer)
             except ClientDisconnect:
                 if RECORD in scope:  # the access log tells by it that the client has gone; a server would log a traceback
                     raise

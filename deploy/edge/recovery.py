@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.edge.apis import error_shape_of
-from deploy.edge.error_response import Refusal
+from deploy.edge.error_response import refuse
 from engine.errors import EngineDead
 
 logger = logging.getLogger("ray.serve")
@@ -69,7 +69,7 @@ class Recovery:
             if not work.cancelled() and (error := work.exception()) not in (None, sys.exception()):
                 logger.error("a request that was given up failed", exc_info=error)
         if refused:
-            await Refusal(EngineDead("the replica is gone"), error_shape_of(scope))(scope, receive, send)
+            await refuse(EngineDead("the replica is gone"), error_shape_of(scope), scope, receive, send)
 
     async def _is_lost(self, path: str) -> bool:
         """Whether Serve said so, at most PERIOD_S ago; False where it does not say."""

@@ -22,7 +22,7 @@ from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
 from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
-from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, Refusal, plain_error
+from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, plain_error, refusal
 from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.limits import Limits, with_cors
@@ -204,7 +204,8 @@ def _add_health(app: FastAPI, service: Service) -> None:
 async def _refusal(request: Request, error: Exception) -> Response:
     """An error of ours, of the whole tree."""
     assert isinstance(error, QuartetError), error
-    return Refusal(error, error_shape_of(request.scope))
+    record_of(request.scope).error = error
+    return refusal(error, error_shape_of(request.scope))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,12 +1,13 @@
 """An error in Anthropic's shape.
 
-    {"type": "error", "error": {"type": ..., "message": ...}}
+    {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}
 
 To a `thread` the client's tool runner asks for, which keeps a conversation on the server, `details` answer in the words by which it
 goes on without one.
 """
 
 from deploy.edge.error_response import ErrorShape
+from deploy.edge.scope import REQUEST_ID
 from engine.protocol import JsonObject
 
 # status -> the type that Anthropic gives it; other 4xx are invalid requests, other 5xx faults of the server
@@ -25,7 +26,7 @@ _TYPES = {
 def _body(status: int, message: str, param: str | None, _: str | None) -> JsonObject:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     details = {"details": {"error_code": "thread_unsupported_request"}} if param == "thread" else {}
-    return {"type": "error", "error": {"type": kind, "message": message, **details}}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": REQUEST_ID.get()}
 
 
 ANTHROPIC_ERROR = ErrorShape("AnthropicError", ("message", "type"), _body, (b"x-request-id", b"request-id"))

@@ -257,16 +257,19 @@ def test_a_thread_is_refused_in_the_words_by_which_a_client_goes_on_without(edge
     ],
 )
 def test_other_errors_have_the_shape_too(edge: Edge, method: str, path: str, body: Any, status: int, kind: str) -> None:
-    """Before the route, in it, and where there is none."""
+    """Before the route, in it, and where there is none; with the request's id."""
     reply = httpx.request(method, f"{edge.url}{path}", json=None if body is None else asked(**body))
+    assert reply.json()["request_id"] == reply.headers["request-id"]
     assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (status, "error", kind)
 
 
 def test_a_stream_that_fails_ends_with_one_error_event(edge: Edge) -> None:
-    """No message_stop comes after it, and no finish of another kind before it."""
+    """No message_stop comes after it, and no finish of another kind before it; it has the request's id."""
     edge.script("some words come")
     edge.core.fail_after = 2
-    events = streamed(edge, asked())
+    reply = post(edge, asked(stream=True))
+    events = sse(reply.text)
+    assert events[-1]["request_id"] == reply.headers["request-id"]
     kinds = [event["type"] for event in events]
     assert kinds[-1] == "error"
     assert "message_delta" not in kinds
@@ -319,3 +322,4 @@ def test_what_is_refused_before_it_is_read_has_an_id(path: str, names: set[str])
         reply = httpx.get(f"http://127.0.0.1:{port}{path}", headers={"x-request-id": "a-1", "x-pad": "y" * 2000})
     assert reply.status_code == 431
     assert {name for name, value in reply.headers.items() if value == "a-1"} == names
+    assert reply.json().get("request_id") == ("a-1" if path == PATH else None)
