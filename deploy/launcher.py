@@ -100,7 +100,7 @@ class Launch:
         the GPUs and can run the attention that is asked for; returns the group's settings. ConfigError, CheckpointError: it cannot
         run like this."""
         _sweep()
-        check_port(*self.address)
+        self._ports.keep_api(*self.address)
         check_host(self.address[0])
         metrics, logs = self.settings.metrics, self.settings.logs
         check_port(metrics.host, metrics.port, "metrics.host and metrics.port choose another", least=0)

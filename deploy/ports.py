@@ -52,6 +52,16 @@ class Ports:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: launchers do not share
         return int(kept.getsockname()[1])
 
+    def keep_api(self, host: str, port: int) -> None:
+        """Keep where clients will connect, which HAProxy binds only seconds later, from other launchers. ConfigError: somebody else
+        listens there or is about to, or it is no address."""
+        check_port(host, port)
+        try:  # HAProxy does not share: what is kept is a name, which goes with this process
+            self._kept.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0quartet-{port}")
+        except OSError as error:
+            why = "another `quartet serve` is about to (--port chooses another)"
+            raise ConfigError(f"cannot listen on {host}:{port}: {why}") from error
+
     def close(self) -> None:
         self._kept.close()
 

@@ -10,6 +10,7 @@ import pytest
 
 from deploy.ports import HAPROXY_PORTS, PROXY_PORTS, REPLICA_RANGE, Ports, check_port
 from engine.errors import ConfigError
+from tests.support.stack.serve_process import free_port
 
 pytestmark = pytest.mark.pure
 
@@ -47,6 +48,19 @@ def test_a_kept_port_is_for_who_shares_it(two: tuple[Ports, Ports]) -> None:
         stack.enter_context(server.accept()[0])
         with pytest.raises(OSError, match="in use"):
             two[1]._keep(port)
+
+
+def test_the_second_launcher_of_a_port_is_refused_at_once(two: tuple[Ports, Ports]) -> None:
+    """Before HAProxy of the first listens there, at whatever address; another port, and this one later, are free."""
+    port = free_port()
+    two[0].keep_api("127.0.0.1", port)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ConfigError, match=rf"cannot listen on {host}:{port}: another `quartet serve` is about to \(--port"):
+            two[1].keep_api(host, port)
+    two[1].keep_api("127.0.0.1", free_port())
+    with socket.create_server(("127.0.0.1", port)):  # as HAProxy, which does not share
+        two[0].close()
+    two[1].keep_api("127.0.0.1", port)
 
 
 def test_the_kernel_chooses_no_port_of_haproxy(two: tuple[Ports, Ports]) -> None:
