@@ -37,7 +37,7 @@ class PlanDraft(InFlightStep, kw_only=True):
     """A plan being made: what it leaves in flight, and what it may still get."""
 
     encoder_rows: int  # positions of media items that it may still encode
-    chunk_of: dict[int, int]  # slot -> index of its chunk in the plan
+    begun: dict[Sequence, int]  # the position at which each one's chunk begins; it ends at `high`
     drafts: int = 0  # behind each sequence, if one may have any
     budget: int = 0  # prompt tokens that it may still get
     scored: int = MAX_SCORED  # prompt tokens with logprobs that it may still get
@@ -89,7 +89,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         plan = self._plan
-        draft = PlanDraft(plan, encoder_rows=self._encoder_rows, chunk_of={})
+        draft = PlanDraft(plan, encoder_rows=self._encoder_rows, begun={})
         self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
         self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left
@@ -104,6 +104,7 @@ class Scheduler:
             self._admit(draft, shares)
             self._spend(draft, sum(shares.values()))
             self._run_any(draft)
+        _add_chunks(draft)
         if not (plan.chunks or plan.rows or plan.admissions or plan.encodes):
             if not self._encoder_waits or self.in_flight:
                 return None
@@ -117,7 +118,6 @@ class Scheduler:
         draft.encoder_waits = len(self._encoder_waits)
         if shares:
             draft.expected = self._budget.planned(_chunks(draft))
-        _add_spans(draft)
         self._plan = StepPlan(plan.step + 1)
         self._results.in_flight.append(draft)
         return plan
@@ -222,7 +222,7 @@ class Scheduler:
         if count < 1:
             return
         count = max(least, sequence.last_end(high + count) - high)
-        if count > sequence.ready or (count > most and draft.plan.chunks):
+        if count > sequence.ready or (count > most and draft.begun):
             return  # a span that is longer than the budget has a step without other chunks
         fitting, headroom = self.allocator.fitting, len(self.requests.running) - 1  # a page for each other sequence
         fit = fitting(sequence, count, headroom)
@@ -234,7 +234,11 @@ class Scheduler:
         if sequence.media and size:
             size = self._encode(sequence, size, draft)
         if size:
-            self._chunk(sequence, size, draft)
+            draft.begun.setdefault(sequence, high)
+            self.allocator.hold(sequence, high + size, draft.plan)
+            sequence.high = high + size
+            draft.budget = max(0, draft.budget - size)
+            draft.scored -= size if sequence.reports_prompt else 0
 
     def _encode(self, sequence: Sequence, size: int, draft: PlanDraft) -> int:
         """Plan the encodes of the media items in its next `size` positions; returns how many of these can be computed now.
@@ -274,26 +278,6 @@ class Scheduler:
         while self._encoder_waits:
             self._encoder_waits.pop().waits.discard("encoder")
 
-    def _chunk(self, sequence: Sequence, size: int, draft: PlanDraft) -> None:
-        """Add `size` tokens: a new chunk, or more of the one that it has in this plan."""
-        plan = draft.plan
-        rows = draft.chunks
-        start = sequence.high
-        end = sequence.high + size
-        self.allocator.hold(sequence, end, plan)
-        sequence.high = end
-        draft.budget = max(0, draft.budget - size)
-        draft.scored -= size if sequence.reports_prompt else 0
-        index = draft.chunk_of.setdefault(sequence.slot, len(rows))
-        if index < len(rows):
-            start = plan.chunks[index][1]
-        samples = end == sequence.target
-        plan.chunks[index : index + 1] = [(sequence.slot, start, end, end - 1 if samples else end, 0, 0)]
-        rows[index : index + 1] = [ChunkRow(sequence, sequence.number, end, samples)]
-        if samples:
-            plan.masked |= sequence.masked
-            _note_drafts(sequence, draft)
-
     def _admit(self, draft: PlanDraft, shares: dict[Sequence, int]) -> None:
         """Admit from the queue, with shares of the budget. Nobody is preempted for it: the others have rows in this plan."""
         for sequence in self._admissions.admit() if draft.budget else ():
@@ -303,17 +287,18 @@ class Scheduler:
 
     def _spend(self, draft: PlanDraft, planned: int) -> None:
         """Give running prefills what is left of the `planned` shares."""
-        if draft.plan.prompt_tokens >= planned:
+        chunks = _chunks(draft)
+        if sum(chunk.tokens for chunk in chunks) >= planned:
             return
         prompts = self._prompts()
-        rest = self._budget.share_rest(list(prompts.values()), draft.budget, _chunks(draft))
+        rest = self._budget.share_rest(list(prompts.values()), draft.budget, chunks)
         for sequence, share in zip(prompts, rest, strict=True):
             self._prefill(sequence, share, draft, may_preempt=False)
 
     def _run_any(self, draft: PlanDraft) -> None:
         """In an empty step, compute the first prompt that there are pages for."""
         for sequence in list(self.requests.running) if draft.budget else ():
-            if draft.plan.chunks or draft.plan.rows or sequence.slot < 0:
+            if draft.begun or draft.plan.rows or sequence.slot < 0:
                 return
             self._prefill(sequence, sequence.ready, draft)
 
@@ -335,15 +320,18 @@ def _note_drafts(sequence: Sequence, draft: PlanDraft) -> None:
 
 def _chunks(draft: PlanDraft) -> list[Prompt]:
     """The chunks of the plan so far."""
-    return [Prompt(end - start, start) for _, start, end, *_ in draft.plan.chunks]
+    return [Prompt(sequence.high - start, start) for sequence, start in draft.begun.items()]
 
 
-def _add_spans(draft: PlanDraft) -> None:
-    """Give each chunk the spans in it."""
+def _add_chunks(draft: PlanDraft) -> None:
+    """Add the chunks to the plan, with the spans in each."""
     plan = draft.plan
-    for index, (sequence, *_) in enumerate(draft.chunks):
-        if sequence.spans:
-            slot, start, end, first_logit = plan.chunks[index][:4]
-            spans = [span for span in sequence.spans if start <= span[0] < end]
-            plan.chunks[index] = (slot, start, end, first_logit, len(plan.spans), len(spans))
-            plan.spans.extend(spans)
+    for sequence, start in draft.begun.items():
+        end, samples = sequence.high, sequence.high == sequence.target
+        spans = [span for span in sequence.spans if start <= span[0] < end]
+        plan.chunks.append((sequence.slot, start, end, end - samples, len(plan.spans), len(spans)))
+        plan.spans += spans
+        draft.chunks.append(ChunkRow(sequence, sequence.number, end, samples))
+        if samples:
+            plan.masked |= sequence.masked
+            _note_drafts(sequence, draft)

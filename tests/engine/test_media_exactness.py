@@ -313,7 +313,7 @@ def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
 def planted(fault: str, scale: float) -> Iterator[None]:
     """Soft tokens scaled as embeddings are, or a place too late; x for y; spans seen causally, or the last one to its end but one;
     another picture's pages from the prefix cache."""
-    soft_tokens, places, right_spans = EncodeStage.soft_tokens, vision.patch_positions, scheduler._add_spans
+    soft_tokens, places, right_chunks = EncodeStage.soft_tokens, vision.patch_positions, scheduler._add_chunks
     swapped = cache(lambda *args: places(*args)[::-1].copy())
 
     def wrong(self: EncodeStage, chunks: tuple[Chunk, ...]) -> SoftTokens | None:
@@ -322,17 +322,19 @@ def planted(fault: str, scale: float) -> Iterator[None]:
             return soft
         return SoftTokens(soft.rows, soft.values * scale if fault == "scaled" else soft.values.roll(1, 0))
 
-    def name_spans(draft: PlanDraft) -> None:
-        if fault != "causal":
-            right_spans(draft)
-        if fault == "short" and draft.plan.spans:
-            begin, end = draft.plan.spans.pop()
-            draft.plan.spans.append((begin, end - 1))
+    def wrong_chunks(draft: PlanDraft) -> None:
+        right_chunks(draft)
+        plan = draft.plan
+        if fault == "causal":
+            plan.chunks, plan.spans = [(*chunk[:4], 0, 0) for chunk in plan.chunks], []
+        if fault == "short" and plan.spans:
+            begin, end = plan.spans.pop()
+            plan.spans.append((begin, end - 1))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EncodeStage, "soft_tokens", wrong)
         patch.setattr(vision, "patch_positions", swapped if fault == "swapped" else places)
-        patch.setattr(scheduler, "_add_spans", name_spans)
+        patch.setattr(scheduler, "_add_chunks", wrong_chunks)
         if fault == "prefix":
             patch.setattr(prefix, "_media_by_page", lambda media, page: {})
         yield
