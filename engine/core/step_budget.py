@@ -24,7 +24,7 @@ Precedence is by `priority` (lower first, as in vLLM), then by arrival; preempti
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.lifeline import Points, StepTimes
@@ -39,7 +39,6 @@ REMEMBERED = 20  # steps over which `slowed` averages
 MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a single pause is no trend
 
 
-
 class Prompt(NamedTuple):
     """Tokens that could be computed now, and the length of the context before them."""
 
@@ -48,29 +47,26 @@ class Prompt(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """`order(prompts, turn)`: the indices of prompts in the order of service. `prompts`: running ones by precedence, then waiting
-    ones. `turn`: the first prompt is served first.
+    """How prompts share a step.
 
-    overtaking  how many later requests may be admitted before one that could not be
-    long        how many prompts longer than a step's budget are computed at a time
+    shortest_first  short prompts before long ones, else in the order of precedence
+    overtaking      how many later requests may be admitted before one that could not be
+    long            how many prompts longer than a step's budget are computed at a time
     """
 
-    order: Callable[[list[Prompt], bool], list[int]]
+    shortest_first: bool
     overtaking: int
     long: int
 
-
-def in_order(prompts: list[Prompt], turn: bool) -> list[int]:  # noqa: ARG001 (a Policy's)
-    """Keeps the order of precedence."""
-    return list(range(len(prompts)))
-
-
-def shortest_first(prompts: list[Prompt], turn: bool) -> list[int]:
-    """The first prompt on its turn, then the shortest: short ones hardly wait for long ones, and long ones finish."""
-    return sorted(range(len(prompts)), key=lambda index: (turn and index > 0, prompts[index].tokens))
+    def order(self, prompts: list[Prompt], turn: bool) -> list[int]:
+        """The indices of prompts in the order of service: the first on its turn, so that long ones finish. `prompts`: running ones
+        by precedence, then waiting ones."""
+        return sorted(
+            range(len(prompts)), key=lambda index: (turn and index > 0, self.shortest_first and prompts[index].tokens)
+        )
 
 
-POLICIES = {"fair": Policy(shortest_first, overtaking=64, long=2), "arrival": Policy(in_order, overtaking=0, long=1 << 30)}
+POLICIES = {"fair": Policy(True, overtaking=64, long=2), "arrival": Policy(False, overtaking=0, long=1 << 30)}
 
 
 class StepEstimate:

@@ -26,7 +26,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("decodes-leave-prompts-no-quarter", "engine/core/test_policy.py engine/core/test_scheduler.py",
          "self._rows // 4, 1)", "1)"),
         ("long-prompt-starves", "engine/core/test_policy.py",
-         "(turn and index > 0, prompts[index].tokens)", "(False, prompts[index].tokens)"),
+         "(turn and index > 0, self", "(False, self"),
     ),
     "engine/core/admit.py": (
         ("queue-may-be-overtaken-for-ever", "engine/core/test_policy.py",

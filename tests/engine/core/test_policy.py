@@ -15,9 +15,7 @@ from engine.core.step_budget import (
     Prompt,
     StepBudget,
     StepEstimate,
-    in_order,
     shares,
-    shortest_first,
 )
 from engine.lifeline import StepTimes
 from engine.plan import StepPlan, StepResult, single_rows
@@ -62,10 +60,11 @@ def test_the_shortest_go_first() -> None:
     """The shortest first, behind the oldest when it is its turn; in order of arrival the oldest first."""
     wanted = [10_000, 5000, 100, 300]
     prompts = [Prompt(each, 0) for each in wanted]
-    assert shortest_first(prompts, False) == [2, 3, 1, 0]
-    assert shortest_first(prompts, True) == [0, 2, 3, 1]
-    assert shortest_first([], True) == in_order([], True) == []
-    assert in_order(prompts, False) == [0, 1, 2, 3]
+    fair, arrival = POLICIES["fair"], POLICIES["arrival"]
+    assert fair.order(prompts, False) == [2, 3, 1, 0]
+    assert fair.order(prompts, True) == [0, 2, 3, 1]
+    assert fair.order([], True) == arrival.order([], True) == []
+    assert arrival.order(prompts, False) == arrival.order(prompts, True) == [0, 1, 2, 3]
     assert shares(prompts, [2, 3, 1, 0], 1000) == [0, 600, 100, 300]
 
 
