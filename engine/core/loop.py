@@ -61,7 +61,6 @@ class Core:
         self._log = StepLog(scheduler.load)
         self._idle = True  # nothing to do until the front sends something
         self._submitted = 0
-        self._committed = 0
 
     def run(self) -> None:
         """Serve until the front says stop; then the ranks get a stop plan."""
@@ -133,7 +132,6 @@ class Core:
             self._scheduler.commit(result)
             if self._masks.active:
                 self._advance_masks()
-            self._committed = result.step
             self._progress()
             committed = True
         return committed
@@ -149,7 +147,8 @@ class Core:
 
     def _progress(self) -> None:
         status = self._lifeline.status
-        status.progress(self._lifeline.args.index, self._submitted, self._committed, time.monotonic_ns(), 0)
+        committed = self._submitted - self._scheduler.in_flight
+        status.progress(self._lifeline.args.index, self._submitted, committed, time.monotonic_ns(), 0)
 
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""
@@ -170,7 +169,7 @@ class StepLog:
         self._load = load
         self._steps: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # prompt tokens and decode rows of each
         self._since: float | None = None
-        self._preemptions = self._hit_tokens = 0  # at the last report
+        self._last = load()  # at the last report
 
     def planned(self, plan: StepPlan, now: float) -> None:
         """Counts a plan that went out."""
@@ -190,16 +189,15 @@ class StepLog:
         load = self._load()
         for name, steps in sorted(self._steps.items()):
             prefill, decode = map(sum, zip(*steps, strict=True))
-            counts = f"prefill {prefill}, decode {decode}; cached {load.hit_tokens - self._hit_tokens}"
+            counts = f"prefill {prefill}, decode {decode}; cached {load.hit_tokens - self._last.hit_tokens}"
             logger.info("%.1f s: %d %s steps, %s, %s", now - self._since, len(steps), name, counts, self._state(load))
         self._steps.clear()
         self._since = None
-        self._preemptions = load.preemptions
-        self._hit_tokens = load.hit_tokens
+        self._last = load
 
     def _state(self, load: Load) -> str:
         pools = ", ".join(f"{pool.name} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
-        counts = f"running {load.running}, waiting {load.waiting}, preempted {load.preemptions - self._preemptions}"
+        counts = f"running {load.running}, waiting {load.waiting}, preempted {load.preemptions - self._last.preemptions}"
         return f"{counts}, pages {pools}"
 
 
