@@ -25,7 +25,7 @@ from engine.protocol import (
 class Requests:
     """The queue, the slots and the outputs. `unfinished`: all requests that have not ended, by id; `waiting` and `running` ones are
     in order of precedence. `longest`: tokens of one sequence that the pools can hold. `encoders`: of the kinds of media that the
-    model takes; None: anything, unchecked."""
+    model takes."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Requests:
         slots: int,
         max_len: int,
         longest: int,
-        encoders: MediaGeometries | None,
+        encoders: MediaGeometries,
     ) -> None:
         self.encoders = encoders
         self.allocator = allocator
@@ -93,10 +93,9 @@ class Requests:
         them."""
         end = 0
         for item in media:
-            if self.encoders is not None:
-                if (encoder := self.encoders.get(item.kind)) is None:
-                    raise InvalidRequest(f"this model takes no {item.kind}")
-                encoder.check(item)
+            if (encoder := self.encoders.get(item.kind)) is None:
+                raise InvalidRequest(f"this model takes no {item.kind}")
+            encoder.check(item)
             if not end <= item.first < item.end <= prompt:
                 raise InvalidRequest(f"a media item at [{item.first}, {item.end}) overlaps another, or the end of the prompt")
             end = item.first

@@ -51,7 +51,6 @@ class Scheduler:
     pages         of each group, its null page included
     times         what steps take: `config.tpot_target_ms` needs it, and a choice of drafts
     encoders      as of `Requests`
-    encoder_rows  positions of media items that a step encodes at most; one item may have more
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class Scheduler:
         groups: tuple[KVGroup, ...],
         pages: tuple[int, ...],
         times: StepTimes | None,
-        encoders: MediaGeometries | None,
-        encoder_rows: int = ENCODER_ROWS,
+        encoders: MediaGeometries,
     ) -> None:
-        self.config, self._encoder_rows = config, encoder_rows
+        self.config = config
+        self.encoder_rows = ENCODER_ROWS  # positions of media items that a step encodes at most; one item may have more
         self.allocator = Allocator(groups, pages, config.prefix_cache_share if config.prefix_cache else None)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
         self._drafting = Drafting(config.drafts, buckets(config.max_seqs), times.drafts if times else ())
@@ -89,7 +88,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan; None if no sequence can use a step now: all wait for results or the host, or there are none."""
         plan = self._plan
-        draft = PlanDraft(plan, encoder_rows=self._encoder_rows, begun={})
+        draft = PlanDraft(plan, encoder_rows=self.encoder_rows, begun={})
         self._admissions.new_plan(plan)
         encoding = self._encoded < self._encodes
         self._encoder_waits = {sequence for sequence in self._encoder_waits if "encoder" in sequence.waits}  # others have left

@@ -20,8 +20,6 @@ import msgspec
 from engine.core.pages import Hit, PagePool, PageRun
 from engine.protocol import MediaItem, SamplingParams
 
-Wait = Literal["mask", "encoder"]
-
 
 class Sequence(msgspec.Struct, eq=False):
     """`id` is the front's; `precedence` is (priority, arrival), the order of the queue.
@@ -61,7 +59,7 @@ class Sequence(msgspec.Struct, eq=False):
     media: tuple[MediaItem, ...]
     scored: int = 0
     masked: bool = False
-    waits: set[Wait] = set()
+    waits: set[Literal["mask", "encoder"]] = set()
     number: int = 0
     slot: int = -1
     target: int = 0

@@ -1,19 +1,29 @@
 """Small schedulers in tests: their two KV groups, requests, results of one token a row, and plans run to the end of what waits."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from engine.config import EngineConfig, Mtp
 from engine.core.scheduler import Scheduler
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
-from engine.media_geometry import MediaGeometry
+from engine.media_geometry import MediaGeometries
 from engine.memory import ENCODER_ROWS
 from engine.plan import ResultRow, StepPlan, StepResult
-from engine.protocol import GenerateRequest, MediaKind, SamplingParams, pack_tokens
+from engine.protocol import GenerateRequest, MediaItem, MediaKind, SamplingParams, pack_tokens
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.plans import result_of
+
+
+class Unchecked:
+    """An encoder that takes any item."""
+
+    def check(self, item: MediaItem) -> None:
+        """It fits."""
+
+
+ANY_MEDIA: Any = dict.fromkeys(get_args(MediaKind), Unchecked())
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class SchedulerConfig:
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
     encoder_rows: int = ENCODER_ROWS
-    encoders: Mapping[MediaKind, MediaGeometry] | None = None
+    encoders: MediaGeometries = field(default_factory=lambda: ANY_MEDIA)
 
     @property
     def widest(self) -> int:
@@ -53,7 +63,9 @@ def scheduler_of(config: SchedulerConfig) -> Scheduler:
         policy=config.policy,
         tpot_target_ms=config.tpot_target_ms,
     )
-    return Scheduler(settings, config.groups, config.pages, config.step_times, config.encoders, config.encoder_rows)
+    scheduler = Scheduler(settings, config.groups, config.pages, config.step_times, config.encoders)
+    scheduler.encoder_rows = config.encoder_rows
+    return scheduler
 
 
 def two_groups(window: int = 8, page: int = 4, kv_heads: int = 1) -> tuple[KVGroup, KVGroup]:
