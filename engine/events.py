@@ -70,7 +70,6 @@ class RequestFinished(EventRecord):
 
     request: int
     outcome: Outcome
-    prompt_tokens: int
     output_tokens: int
     ttft_s: float | None
     tpot_s: float | None

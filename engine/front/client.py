@@ -12,7 +12,6 @@ that RequestStarted and RequestFinished agree with the core's counters.
 import asyncio
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import monotonic, monotonic_ns
 from typing import cast
 
@@ -53,16 +52,6 @@ MAX_PILED_TOKENS = 4096
 EOF_GRACE_S = 0.25  # after the socket's end, wait for the watcher: it may know which process died
 
 
-@dataclass
-class _Request:
-    """An open request."""
-
-    stream: Stream
-    prompt_tokens: int
-    aborted: AbortReason | None = None
-    aborted_at: float = 0.0
-
-
 class EngineClient(asyncio.Protocol):
     """Speaks to the core over `sock`, which it takes over (the socket object given is detached).
 
@@ -74,7 +63,7 @@ class EngineClient(asyncio.Protocol):
         self.dead: str | None = None
         self._sink = sink
         self._frames = FrameReader()
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Stream] = {}
         self._stepped = 0.0  # when the core last reported a step, or work where it had none
         self._last_id = 0
         self._waiting_since = 0
@@ -114,7 +103,7 @@ class EngineClient(asyncio.Protocol):
             raise InvalidRequest(f"the request is too large: {error}") from error
         if not self._requests:
             self._waiting_since = monotonic_ns()
-        self._requests[stream.id] = _Request(stream, len(prompt))
+        self._requests[stream.id] = stream
         self._sink(RequestStarted(stream.id, len(prompt)))
         if self.dead is not None:
             self._end(stream.id, "dead", EngineDead(self.dead))
@@ -122,10 +111,10 @@ class EngineClient(asyncio.Protocol):
 
     def abort(self, request: int, reason: AbortReason) -> None:
         """Ask the core to end a request; does nothing if it has ended, or was aborted before."""
-        entry = self._requests.get(request)
-        if entry is None or entry.aborted is not None:
+        stream = self._requests.get(request)
+        if stream is None or stream.aborted is not None:
             return
-        entry.aborted, entry.aborted_at = reason, monotonic()
+        stream.aborted, stream.clock.aborted = reason, monotonic()
         self._send(Abort(id=request, reason=reason))
 
     def health(self) -> None:
@@ -190,30 +179,30 @@ class EngineClient(asyncio.Protocol):
 
     def _output(self, output: Output) -> None:
         """Handle one request's output; ignored if the request has ended here."""
-        entry = self._requests.get(output.id)
-        if entry is None:
+        stream = self._requests.get(output.id)
+        if stream is None:
             return
         if output.error is not None:
             error = InvalidRequest(output.error, code=output.code) if output.invalid else GenerationFailed(output.error)
             self._end(output.id, "refused" if output.invalid else "error", error)
             return
         if output.finish is not None:
-            aborted = entry.aborted or AbortReason.client_gone
+            aborted = stream.aborted or AbortReason.client_gone
             reason = aborted if output.finish is FinishReason.abort else output.finish
             self._end(output.id, cast("Outcome", reason.value), None)  # outcomes have the names of both kinds of reasons
-        if entry.stream.push(output) > MAX_PILED_TOKENS and output.finish is None:
-            entry.stream.drop()
-            entry.stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
+        if stream.push(output) > MAX_PILED_TOKENS and output.finish is None:
+            stream.drop()
+            stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
             self.abort(output.id, AbortReason.slow_reader)
 
     def _started(self, request: int) -> None:
         """The core has scheduled a request for the first time; no event if it is being aborted."""
-        entry = self._requests.get(request)
-        if entry is None:
+        stream = self._requests.get(request)
+        if stream is None:
             return
-        clock = entry.stream.clock
+        clock = stream.clock
         now = clock.scheduled = monotonic()
-        if entry.aborted is None:
+        if stream.aborted is None:
             self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
@@ -222,11 +211,11 @@ class EngineClient(asyncio.Protocol):
         total = 0
         gaps = list[float]()
         for output in outputs:
-            entry = self._requests.get(output.id)
+            stream = self._requests.get(output.id)
             count = len(output.tokens)
-            if entry is None or entry.aborted is not None or not count:
+            if stream is None or stream.aborted is not None or not count:
                 continue
-            clock = entry.stream.clock
+            clock = stream.clock
             if clock.last is None:
                 clock.first = now
                 self._sink(FirstToken(output.id, now - clock.submitted, clock.queue_s))
@@ -240,17 +229,17 @@ class EngineClient(asyncio.Protocol):
 
     def _end(self, request: int, outcome: Outcome, error: Exception | None) -> None:
         """The one place where a request leaves `open`."""
-        entry = self._requests.pop(request)
+        stream = self._requests.pop(request)
         if error is not None:
-            entry.stream.fail(error)
-        clock = entry.stream.clock
+            stream.fail(error)
+        clock = stream.clock
         first = clock.first
         last = clock.last
         count = clock.output_tokens
         ttft = None if first is None else first - clock.submitted
         tpot = None if first is None or last is None or count < 2 else (last - first) / (count - 1)
-        e2e = (entry.aborted_at or monotonic()) - clock.submitted
-        self._sink(RequestFinished(request, outcome, entry.prompt_tokens, count, ttft, tpot, e2e, clock.queue_s))
+        e2e = (clock.aborted or monotonic()) - clock.submitted
+        self._sink(RequestFinished(request, outcome, count, ttft, tpot, e2e, clock.queue_s))
 
     def _interval(self, before: Load | None, load: Load) -> float | None:
         """Seconds since the last report of a step, if `load` has a new step and there was work in between."""

@@ -20,6 +20,7 @@ class Clock(msgspec.Struct):
     scheduled: float | None = None
     first: float | None = None
     last: float | None = None
+    aborted: float | None = None
     output_tokens: int = 0
 
     @property
@@ -31,7 +32,8 @@ class Stream:
     """One request as its one reader sees it: Outputs, the last of which has `finish`.
 
     `take` raises InvalidRequest (refused), GenerationFailed (this request, or its reader was too slow) or EngineDead. `on_ready`
-    is called, in the writer's turn, whenever there is more to take; the reader sets it.
+    is called, in the writer's turn, whenever there is more to take; the reader sets it. `aborted`: why the core was asked to end
+    the request, if it was; the writer sets it.
     """
 
     def __init__(self, request: int, abort: Callable[[int, AbortReason], None], clock: Clock) -> None:
@@ -41,6 +43,7 @@ class Stream:
         self._piled: Output | None = None
         self._error: Exception | None = None
         self._left = False
+        self.aborted: AbortReason | None = None
         self.on_ready: Callable[[], None] = lambda: None  # the reader is busy with something else, and will look
 
     def push(self, output: Output) -> int:

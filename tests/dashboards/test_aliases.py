@@ -21,10 +21,10 @@ FIGURES = {"waiting": 2, "running": 3, "waiting_tokens": 40, "preemptions": 1, "
 FIGURES |= {"queried_tokens": 90, "hit_tokens": 32}
 EVENTS: list[Event] = [
     *ANSWERED,
-    RequestFinished(2, "client_gone", 5, 0, None, None, 0.5),
-    RequestFinished(3, "slow_reader", 5, 0, None, None, 0.5),
-    RequestFinished(4, "dead", 5, 0, None, None, 0.5),
-    RequestFinished(5, "refused", 5, 0, None, None, 0.1),
+    RequestFinished(2, "client_gone", 0, None, None, 0.5),
+    RequestFinished(3, "slow_reader", 0, None, None, 0.5),
+    RequestFinished(4, "dead", 0, None, None, 0.5),
+    RequestFinished(5, "refused", 0, None, None, 0.1),
     EngineLoad(load(9, pools(35, 9), decode_tokens=50, **FIGURES)),
     EngineLoad(load(10, pools(35, 9), decode_tokens=53, **FIGURES), 0.008),
 ]

@@ -51,7 +51,7 @@ WAITS = {"encoder_waiting": 2, "encoder_wait_s": 0.25}
 COUNTS = CACHE | DRAFTS | WAITS | {"prefill_tokens": 100, "decode_tokens": 50}
 EVENTS: list[Event] = [
     *ANSWERED,
-    RequestFinished(2, "client_gone", 5, 0, None, None, 0.3),
+    RequestFinished(2, "client_gone", 0, None, None, 0.3),
     KeyDecision("alice", "admitted"),
     KeyDecision("", "unauthenticated"),
     KeyTokens("alice", 17),
@@ -195,14 +195,14 @@ def test_names_follow_the_convention() -> None:
     [
         (FirstToken(1, 0.5), "ttft good"),
         (FirstToken(1, 0.51), "ttft bad"),
-        (RequestFinished(1, "error", 9, 0, None, None, 0.1), "ttft bad"),
-        (RequestFinished(1, "dead", 9, 0, None, None, 0.1), "ttft bad"),
-        (RequestFinished(1, "client_gone", 9, 0, None, None, 0.6), "ttft bad"),
-        (RequestFinished(1, "client_gone", 9, 0, None, None, 0.4), ""),
-        (RequestFinished(1, "refused", 9, 0, None, None, 9.0), ""),
-        (RequestFinished(1, "length", 9, 2, 0.1, 0.04, 0.2), "tpot good"),
-        (RequestFinished(1, "length", 9, 2, 0.1, 0.05, 0.2), "tpot bad"),
-        (RequestFinished(1, "length", 9, 1, 0.1, None, 0.2), ""),
+        (RequestFinished(1, "error", 0, None, None, 0.1), "ttft bad"),
+        (RequestFinished(1, "dead", 0, None, None, 0.1), "ttft bad"),
+        (RequestFinished(1, "client_gone", 0, None, None, 0.6), "ttft bad"),
+        (RequestFinished(1, "client_gone", 0, None, None, 0.4), ""),
+        (RequestFinished(1, "refused", 0, None, None, 9.0), ""),
+        (RequestFinished(1, "length", 2, 0.1, 0.04, 0.2), "tpot good"),
+        (RequestFinished(1, "length", 2, 0.1, 0.05, 0.2), "tpot bad"),
+        (RequestFinished(1, "length", 1, 0.1, None, 0.2), ""),
     ],
 )
 def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
@@ -216,7 +216,7 @@ def test_objectives_are_judged_once_a_request(event: Event, moved: str) -> None:
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_every_end_counts_once(outcome: Outcome) -> None:
     """Under its own name."""
-    shown = values(scraped(exporter_after(RequestFinished(1, outcome, 9, 0, None, None, 0.1))))
+    shown = values(scraped(exporter_after(RequestFinished(1, outcome, 0, None, None, 0.1))))
     ends = {name: shown[f'quartet_requests_total{{outcome="{name}"}}'] for name in OUTCOMES}
     assert ends == {**dict.fromkeys(OUTCOMES, 0), outcome: 1}
 

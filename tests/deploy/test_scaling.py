@@ -253,7 +253,7 @@ def test_where_nobody_asks_nothing_piles_up(now: list[float]) -> None:
         now[0] += 1.0
         demand(RequestStarted(request, 1))
         demand(FirstToken(request, 0.1))
-        demand(RequestFinished(request, "stop", 1, 1, 0.1, None, 0.1))
+        demand(RequestFinished(request, "stop", 1, 0.1, None, 0.1))
     assert len(demand._ttfts) <= TTFT_WINDOW_S + 1
     assert demand.figures()["slots"] == 0.0
 
@@ -273,9 +273,9 @@ def test_a_replica_tells_what_it_has(now: list[float]) -> None:
     assert demand.figures() == {"slots": 0.5, "kv": 0.9, "waiting_tokens": 100.0, "late": 0.5}
     now[0] = 2.0
     assert demand.figures()["late"] == 4.0
-    sink(RequestFinished(2, "client_gone", 100, 0, None, None, 2.0))
+    sink(RequestFinished(2, "client_gone", 0, None, None, 2.0))
     assert demand.figures()["late"] == 0.5
-    sink(RequestFinished(1, "stop", 100, 5, 0.25, 0.1, 2.0))
+    sink(RequestFinished(1, "stop", 5, 0.25, 0.1, 2.0))
     now[0] += TTFT_WINDOW_S
     assert (demand.figures()["slots"], demand.figures()["late"]) == (0.0, 0.0)
     assert twin.figures() == demand.figures()

@@ -32,7 +32,7 @@ ANSWERED: list[Event] = [
     FirstToken(1, 0.012, 0.004),
     Tokens(1, []),
     Tokens(3, [0.002]),
-    RequestFinished(1, "stop", 11, 4, 0.012, 0.002, 0.02, 0.004),
+    RequestFinished(1, "stop", 4, 0.012, 0.002, 0.02, 0.004),
 ]
 
 
