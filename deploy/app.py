@@ -172,7 +172,7 @@ class Quartet:
             about={"metrics": exporter_url, "attention": str(group.attention)},
         )
         if served.media_kinds:
-            self._service.jobs.media_reader.pool.start()
+            self._service.jobs.media_preparer.pool.start()
         self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
         self._watcher.start()
         self._client.report()

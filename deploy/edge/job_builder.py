@@ -12,7 +12,7 @@ import msgspec
 
 from deploy.edge.ask import AnswerForm, Ask, ChatPrompt, RawPrompts
 from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
-from deploy.edge.media.media_reader import MediaReader, media_items
+from deploy.edge.media.media_preparer import MediaPreparer, media_items
 from deploy.edge.media.tasks import Prepared
 from deploy.edge.raw_json import invalid
 from deploy.edge.service_settings import ServiceSettings
@@ -48,7 +48,7 @@ class JobBuilder:
     grammars: GrammarCheck
 
     def __post_init__(self) -> None:
-        self.media_reader = MediaReader()
+        self.media_preparer = MediaPreparer()
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is served here, or none is named."""
@@ -86,7 +86,7 @@ class JobBuilder:
 
     async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
         with _naming(key):
-            return await self.media_reader.read(chat, self.settings)
+            return await self.media_preparer.prepare(chat, self.settings)
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
         """Without its grammar; takes a while."""

@@ -75,7 +75,7 @@ class Service:
 
     def end(self, timeout_s: float) -> None:
         """Hand over the last traces; blocks for `timeout_s` at most. Side processes end."""
-        self.jobs.media_reader.pool.close()
+        self.jobs.media_preparer.pool.close()
         if self.tracer is not None:
             self.tracer.close(timeout_s)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deploy.edge.media.media_reader import media_items
+from deploy.edge.media.media_preparer import media_items
 from deploy.edge.media.rasters import prepare_image
 from deploy.edge.media.tasks import DecodeTask
 from deploy.models.nano import trained

@@ -234,7 +234,7 @@ def test_a_template_without_a_place_for_it_says_so(edge: Edge) -> None:
 def test_the_side_process_is_started_again(edge: Edge) -> None:
     """Whoever kills it costs others nothing."""
     asked(edge, [image_url(BLUE)])
-    process = edge.service.jobs.media_reader.pool._process
+    process = edge.service.jobs.media_preparer.pool._process
     assert process is not None
     process.kill()
     process.wait()
@@ -261,7 +261,7 @@ def test_what_takes_too_long_is_ended(edge: Edge, monkeypatch: pytest.MonkeyPatc
 
 def test_media_of_a_request_fit_its_message(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine could not be sent is refused with advice."""
-    monkeypatch.setattr("deploy.edge.media.media_reader.MEDIA_BYTES", 500_000)
+    monkeypatch.setattr("deploy.edge.media.media_preparer.MEDIA_BYTES", 500_000)
     assert asked(edge, [image_url(BLUE, detail="low")])
     body = chat_body([image_url(BLUE)] * 2)
     reply = edge.post(CHAT, body)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 
 from deploy.edge import answer, routes
 from deploy.edge.body_reader import BodyReader
-from deploy.edge.media import media_reader
+from deploy.edge.media import media_preparer
 from deploy.edge.openai import forms
 from deploy.edge.response_format import Usage
 from engine.front import generation
@@ -184,7 +184,7 @@ def _decode_here(edge: Edge) -> None:
     """Images are decoded in this process."""
     from deploy.edge.media.rasters import prepare_image
 
-    media_reader.prepare = lambda pool, task, source: prepare_image(task, base64.b64decode(source))
+    media_preparer.prepare = lambda pool, task, source: prepare_image(task, base64.b64decode(source))
 
 
 FAULTS: dict[str, Callable[[Edge], None]] = {

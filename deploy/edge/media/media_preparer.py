@@ -25,8 +25,8 @@ READ_AT_ONCE = 16  # requests whose media are on their way; each may have a mess
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
 
-class MediaReader:
-    """Reads the media of chats; the side process starts with the first, or by `pool.start`."""
+class MediaPreparer:
+    """Prepares the media of chats; the side process starts with the first, or by `pool.start`."""
 
     def __init__(self) -> None:
         self.pool = SidePool("deploy.edge.media.media_process")
@@ -34,8 +34,8 @@ class MediaReader:
         self._threads = [ThreadPoolExecutor(count, name) for count, name in ((DECODERS, "media"), (FETCHERS, "fetch"))]
         self._reading = [asyncio.Semaphore(READ_AT_ONCE) for _ in self._threads]
 
-    async def read(self, chat: ChatPrompt, settings: ServiceSettings) -> list[Prepared]:
-        """A chat's media, in the order of their parts. InvalidRequest of "messages"; Overloaded."""
+    async def prepare(self, chat: ChatPrompt, settings: ServiceSettings) -> list[Prepared]:
+        """Returns a chat's media in the order of their parts. InvalidRequest of "messages"; Overloaded."""
         if not (media := chat.media):
             return []
         if len(media) > (most := settings.media.max_media):
