@@ -57,12 +57,12 @@ class Facts:
 class Exporter(Collector):
     """A sink of events that Prometheus can scrape; `serve` opens the port, `close` gives it back.
 
-    read_gauges  called at each scrape, from the scrape's own thread
+    read_gauges  called at each scrape, from the scrape's own thread; set once there is a group
     """
 
-    def __init__(self, facts: Facts, read_gauges: Callable[[], ScrapeGauges] = ScrapeGauges) -> None:
+    def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.read_gauges = read_gauges
+        self.read_gauges: Callable[[], ScrapeGauges] = ScrapeGauges
         self._derive = Derivation(facts.ttft_objective_s, facts.tpot_objective_s)
         self._metrics: list[Series | FastHistogram] = []
         self._updates: dict[str, list[Callable[[Any], None]]] = defaultdict(list)  # by the name of the event's class

@@ -58,7 +58,7 @@ _PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SEC
 _ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int]]).decode
-_RESULT = struct.Struct("<IQIIII")
+_RESULT = struct.Struct("<IQIII")
 _LOGPROBS_BYTES = 13 + 15 * MAX_ALTERNATIVES  # that Logprobs take at most
 _LOGPROBS_ROW_BYTES = 10  # that a row's logprobs take at most beside them
 PROMPT_ROW_BYTES = 28  # that a PromptRow takes at most beside its words
@@ -298,7 +298,7 @@ def encode_rows(
 ) -> bytes:
     """Returns the bytes of a result; the arguments are as in StepResult."""
     reports = _encode((logprobs, prompts))
-    header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, len(reports), encoded)
+    header = _RESULT.pack(0, step, len(table), table.shape[1] - RESULT_HEAD, encoded)
     return b"".join([header, table.tobytes(), reports])
 
 
@@ -309,7 +309,7 @@ def with_time(result: bytes, took_us: int) -> bytes:
 
 def decode_result(data: bytes) -> StepResult:
     """Read the result in `data`, in place; raises an error when its length is wrong."""
-    took_us, step, n_rows, width, _, encoded = _RESULT.unpack_from(data)
+    took_us, step, n_rows, width, encoded = _RESULT.unpack_from(data)
     columns = RESULT_HEAD + width
     table = np.frombuffer(data, np.int32, n_rows * columns, _RESULT.size).reshape(n_rows, columns)
     logprobs, prompts = _decode_reports(memoryview(data)[_RESULT.size + table.nbytes :])

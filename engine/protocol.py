@@ -154,14 +154,14 @@ class GenerateRequest(FrozenStruct, kw_only=True, tag="generate"):
         return array("i", self.prompt)
 
 
-class Abort(FrozenStruct, kw_only=True, tag="abort"):
+class Abort(FrozenStruct, tag="abort"):
     """Front -> core: end request `id`. Idempotent; an unknown id is no error (it may just have ended)."""
 
     id: int
     reason: AbortReason
 
 
-class Control(FrozenStruct, kw_only=True, tag="control"):
+class Control(FrozenStruct, tag="control"):
     """Front -> core: `stop` ends the core after the plan in flight; `report` asks for an empty TokenBatch with the load figures."""
 
     action: Literal["stop", "report"]
@@ -212,7 +212,7 @@ def token_bytes(alternatives: int) -> int:
     return 4 * (2 + 2 * alternatives)
 
 
-class Output(FrozenStruct, kw_only=True, omit_defaults=True, gc=False):
+class Output(FrozenStruct, omit_defaults=True, gc=False):
     """What a step gave a request. With `finish`, the request has ended and this is its last entry.
 
     `cached`, with its first tokens: how many of its prompt's were found in the prefix cache when it was first scheduled.
@@ -234,7 +234,7 @@ class Output(FrozenStruct, kw_only=True, omit_defaults=True, gc=False):
     prompt_logprobs: list[PromptLogprobs] = []
 
 
-class PoolLoad(FrozenStruct, kw_only=True):
+class PoolLoad(FrozenStruct):
     """Pages of one KV group: `total` without the null page, `used` by running sequences, `cached` by the prefix cache alone."""
 
     name: str

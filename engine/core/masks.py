@@ -207,6 +207,7 @@ class Masks:
     def __init__(self, requests: Requests, vocabulary: Vocabulary | None, widest: int) -> None:
         self._requests, self._widest = requests, widest
         self._vocabulary = vocabulary
+        self._size = vocabulary.size if vocabulary else 0
         self._states: list[MaskState] = []
         self._grammars: OrderedDict[str, Compiled] = OrderedDict()  # by text, the last one used at the end
         self._planned: deque[tuple[int, list[MaskedRow]]] = deque()  # steps whose masks have not gone out
@@ -281,7 +282,7 @@ class Masks:
             yield self._encoded(self._planned.popleft()[0], {})
 
     def _encoded(self, step: int, masks: Mapping[int, np.ndarray]) -> bytes:
-        return encode_masks(step, masks, mask_words(present(self._vocabulary).size))
+        return encode_masks(step, masks, mask_words(self._size))
 
     def _read_tokens(self, state: MaskState) -> bool:
         """Read a sequence's new tokens; whether it needs a mask that is to be made now."""
@@ -338,7 +339,7 @@ class Masks:
         elif ending and not state.ending:
             state.unconstrain()
         if limit.must_end:
-            self._set_masks(state, only(limit.end, present(self._vocabulary).size)[None])
+            self._set_masks(state, only(limit.end, self._size)[None])
 
     def _start_grammar(self, state: MaskState) -> None:
         """Set the first mask, once the grammar is compiled; GenerationFailed: it cannot be compiled."""
@@ -392,7 +393,7 @@ class Masks:
             limit, masks = copy(state.limit), masks.copy()
             for index, bits in enumerate(masks):
                 if limit.must_end and allows(bits, limit.end):
-                    bits[:] = only(limit.end, present(self._vocabulary).size)
+                    bits[:] = only(limit.end, self._size)
                 limit.read(state.sequence.drafted[index : index + 1])
         state.masks, state.length = masks, state.read
         state.update_wait()

@@ -52,8 +52,6 @@ class Requests:
     def add(self, request: GenerateRequest) -> Sequence | None:
         """Queue a new request, or refuse it if it can never run here: None."""
         try:
-            if len(request.prompt) % 4:
-                raise InvalidRequest(f"the prompt could not be read: {len(request.prompt)} bytes are no int32 numbers")
             tokens = request.tokens
             limit = self._limit(request, len(tokens))
             if request.id in self.unfinished:
@@ -145,18 +143,18 @@ class Requests:
         """Count and answer a request that is not let in."""
         self.counters.received += 1
         self.counters.refused += 1
-        self.outputs.append(Output(id=request, finish=FinishReason.error, error=reason, invalid=True, code=code))
+        self.outputs.append(Output(request, finish=FinishReason.error, error=reason, invalid=True, code=code))
 
     def abort(self, request: int, reason: AbortReason) -> None:
         """End a request at any stage; unknown ids are ignored. A stop string is a success."""
         sequence = self.unfinished.get(request)
         if sequence is not None:
             success = reason is AbortReason.stop_string
-            self.end(sequence, Output(id=request, finish=FinishReason.stop if success else FinishReason.abort))
+            self.end(sequence, Output(request, finish=FinishReason.stop if success else FinishReason.abort))
 
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, poisoned: bool = False) -> None:
         """End a request that cannot go on; its client gets `error`. `poisoned`: what it computed was not finite."""
-        self.end(sequence, Output(id=sequence.id, finish=FinishReason.error, error=error, invalid=invalid), poisoned=poisoned)
+        self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid), poisoned=poisoned)
 
     def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
         """The one place where a request ends; `poisoned` as in `fail`."""

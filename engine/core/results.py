@@ -80,7 +80,7 @@ class Results:
             logprobs = logprobs.after(sequence.scored)
             if logprobs.count:
                 sequence.scored += logprobs.count
-                self._requests.outputs.append(Output(id=sequence.id, prompt_logprobs=[logprobs]))
+                self._requests.outputs.append(Output(sequence.id, prompt_logprobs=[logprobs]))
 
     def _commit_chunks(self, chunks: list[ChunkRow], result: StepResult) -> int:
         """Commit the chunks' rows, which come first; returns how many they are."""
@@ -109,7 +109,7 @@ class Results:
                 assert slot == sequence.slot, (slot, sequence)
                 sequence.low += 1
                 sequence.tokens.append(token)
-                outputs.append(Output(id=sequence.id, tokens=[token]))
+                outputs.append(Output(sequence.id, [token]))
             else:
                 self._fold(sequence, width, result.row(index))
         self._requests.counters.decode_tokens += sum(counts)
@@ -144,10 +144,10 @@ class Results:
         sequence.tokens.extend(taken)
         accepted = min(len(taken), len(row.tokens) - 1)
         output = Output(
-            id=sequence.id,
-            tokens=taken,
-            logprobs=list(row.logprobs[: len(taken)]),
-            finish=finish,
+            sequence.id,
+            taken,
+            list(row.logprobs[: len(taken)]),
+            finish,
             cached=cached,
             accepted=accepted,
             rejected=drafts - accepted,

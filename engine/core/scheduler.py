@@ -150,7 +150,7 @@ class Scheduler:
             draft_positions=self._drafting.positions,
             draft_switches=[DraftSwitches(*switches) for switches in self._drafting.switches.items()],
             pools=[
-                PoolLoad(name=pool.group.name, total=pool.total, used=pool.used, cached=pool.idle)
+                PoolLoad(pool.group.name, pool.total, pool.used, pool.idle)
                 for pool in self.allocator.pools
             ],
             **msgspec.structs.asdict(requests.counters),

@@ -115,7 +115,7 @@ class EngineClient(asyncio.Protocol):
         if stream is None or stream.aborted is not None:
             return
         stream.aborted, stream.clock.aborted = reason, monotonic()
-        self._send(Abort(id=request, reason=reason))
+        self._send(Abort(request, reason))
 
     def health(self) -> None:
         """Raises EngineDead once the group is gone."""
@@ -135,11 +135,11 @@ class EngineClient(asyncio.Protocol):
 
     def report(self) -> None:
         """Ask for the core's figures; they come as `load` and an EngineLoad event."""
-        self._send(Control(action="report"))
+        self._send(Control("report"))
 
     def stop(self) -> None:
         """Tell the core to stop after the plan in flight. Open streams then raise EngineDead."""
-        self._send(Control(action="stop"))
+        self._send(Control("stop"))
 
     def fail(self, reason: str) -> None:
         """The group is gone: every open and future stream raises EngineDead(reason). The first reason stays."""

@@ -93,7 +93,7 @@ class Delta(msgspec.Struct):
     order; none if there is no text yet. `stop`: the stop string or token id that ended it, if the request named it.
     """
 
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     tokens: list[int]
     logprobs: list[Logprobs]
     finish: str | None = None
@@ -249,7 +249,7 @@ class Generation:
         """Text and logprobs of the prompt, with the outputs that have them."""
         if self._echo or self._tells_logprobs:
             first = PromptPart(self._prompt[:1], [None]) if self._tells_logprobs else None
-            yield Delta(tuple(_content(self._echo)), [], [], prompt=first)
+            yield Delta(_content(self._echo), [], [], prompt=first)
             self._echo, self._tells_logprobs = "", False
         for whole in reported:
             for piece in whole.cut(_MOST_LOGPROBS // (1 + whole.alternatives)):
@@ -260,7 +260,7 @@ class Generation:
         if self._echo_only:
             return Delta((), [], [], FinishReason.length.value if output.finish else None)
         if output.finish is None and not self._may_stop_early:  # nearly every output
-            return Delta(tuple(self._reader.push(output.tokens)), output.tokens, output.logprobs)
+            return Delta(self._reader.push(output.tokens), output.tokens, output.logprobs)
         kept: list[Part] = []
         for index, parts in enumerate(self._by_token(output)):
             matched = self._keep(parts, kept)
@@ -268,11 +268,11 @@ class Generation:
                 self.stream.abort(AbortReason.stop_string)
                 used = min(index + 1, len(output.tokens))
                 finish = self._finish(FinishReason.stop)
-                return Delta(tuple(joined(kept)), output.tokens[:used], output.logprobs[:used], finish, matched)
+                return Delta(joined(kept), output.tokens[:used], output.logprobs[:used], finish, matched)
         if output.finish is not None:
             kept += _content(self._stops.flush())
         stop = last if (last := _last(output)) in self._own_stop_ids else None
-        return Delta(tuple(joined(kept)), output.tokens, output.logprobs, self._finish(output.finish), stop)
+        return Delta(joined(kept), output.tokens, output.logprobs, self._finish(output.finish), stop)
 
     def _by_token(self, output: Output) -> Iterator[list[Part]]:
         """Yields what each token adds, but for the stop id that ended the request, then what was held back."""
@@ -312,7 +312,7 @@ def _split_logprobs(output: Output) -> Iterator[Output]:
     for first in range(0, count, step):
         end = first + step
         finish = output.finish if end >= count else None
-        yield Output(id=output.id, tokens=output.tokens[first:end], logprobs=output.logprobs[first:end], finish=finish)
+        yield Output(output.id, output.tokens[first:end], output.logprobs[first:end], finish)
 
 
 def _last(output: Output) -> int | None:
