@@ -54,9 +54,8 @@ def check_group(capability: Capability, tp: int) -> None:
     """Raises ConfigError when the GPUs of a group of `tp` ranks, which are the first ones visible, are too few, or differ."""
     if tp > len(capability.gpus):
         raise ConfigError(f"tp {tp} needs {tp} GPUs on one node; this one shows {len(capability.gpus)} (CPU: device: cpu)")
-    gpus = capability.gpus[:tp]
-    first = gpus[0]
-    for gpu in gpus:
+    first, *others = capability.gpus[:tp]
+    for gpu in others:
         if (gpu.name, gpu.capability) != (first.name, first.capability):
             kinds = f"GPU {first.index} is {first.name}, GPU {gpu.index} is {gpu.name}"
             raise ConfigError(f"the GPUs of a group must agree: {kinds}; choose with CUDA_VISIBLE_DEVICES")

@@ -72,10 +72,6 @@ class Child:
         self.lifeline = BootSocket(lifeline)
         self._last_error: Failed | None = None
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
     def send(self, message: BootMessage) -> None:
         """Send a boot message; if the child is gone, its pidfd will tell."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -26,7 +26,7 @@ from cluster.children import Child, Command, ExitStatus, child_command
 from cluster.handshake import Handshake
 from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
-from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, StepTimes, slowest
+from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, slowest
 from engine.memory import longest_sequence, pages_of
 from engine.protocol import Control, encode_message, frame
 from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
@@ -49,7 +49,6 @@ class Group:
         self.front_socket = front
         self.children: list[Child] = []
         self.pages: tuple[int, ...] = ()
-        self.step_times: StepTimes | None = None
         self._memory = status
         self._status = StatusBlock(status)
         self._last: list[RankStatus] | None = None
@@ -112,11 +111,10 @@ class Group:
             logger.warning("self-check: %s", sentence)
         core = self.children[self.config.tp]
         measured = [message.step_times for message in ready if message.step_times is not None]
-        self.step_times = slowest(measured) if measured else None
-        core.send(RanksReady(self.step_times))
+        core.send(RanksReady(slowest(measured) if measured else None))
         ready += handshake.gather([core], Ready)
         for child, message in zip(self.children, ready, strict=True):
-            logger.info("%s ready (pid %d) %s", child.name, child.pid, message.note)
+            logger.info("%s ready (pid %d) %s", child.name, child.process.pid, message.note)
 
     def status(self) -> list[RankStatus]:
         """Return the records of the ranks and, last, of the core; after the end, the last ones."""
@@ -144,7 +142,7 @@ class Group:
         """
         with contextlib.suppress(OSError):  # the socket is taken, or the core is gone or stuck: the wait finds that out
             self.front_socket.settimeout(1.0)
-            self.front_socket.sendall(frame(encode_message(Control(action="stop"))))
+            self.front_socket.sendall(frame(encode_message(Control("stop"))))
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()

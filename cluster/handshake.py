@@ -38,14 +38,14 @@ class Handshake:
 
     def gather(self, children: Sequence[Child], kind: type[M]) -> list[M]:
         """Wait for one message of `kind` from each of `children`; returns them in that order."""
-        answers: dict[str, M] = {}
+        answers: dict[Child, M] = {}
         while len(answers) < len(children):
-            for child in self._readable([child.name for child in children if child.name not in answers], kind.__name__):
+            for child in self._readable([child.name for child in children if child not in answers], kind.__name__):
                 message = child.receive()
-                if not isinstance(message, kind) or child not in children or child.name in answers:
+                if not isinstance(message, kind) or child not in children or child in answers:
                     self._give_up(child, message)
-                answers[child.name] = message
-        return [answers[child.name] for child in children]
+                answers[child] = message
+        return [answers[child] for child in children]
 
     def _readable(self, missing: list[str], awaited: str) -> list[Child]:
         """Wait for children that have sent something; raises EngineDead at the deadline, and at once when a child has ended."""

@@ -81,7 +81,7 @@ def stalls(statuses: Statuses, moment: Observation) -> list[float]:
     due = max(status.launched for status in statuses)
     owes_commit = core.finished < min(rank.finished for rank in ranks)
     owes_plan = moment.waiting is not None and core.launched == core.finished
-    since = [core.progress_ns, *(rank.progress_ns for rank in ranks), moment.waiting or 0]
+    since = (*(status.progress_ns for status in statuses), moment.waiting or 0)
     core_s = moment.age_s(*since) if owes_commit or owes_plan else 0.0
     return [*(0.0 if owes_commit else _rank_stall_s(rank, core, due, moment) for rank in ranks), core_s]
 
@@ -142,8 +142,8 @@ class Watcher:
 
     group: Group
     on_death: Callable[[Death], None]
-    waiting: Callable[[], int | None] = lambda: None
-    raylet: int | None = None
+    waiting: Callable[[], int | None]
+    raylet: int | None
 
     def __post_init__(self) -> None:
         self._watch = ExitStack()

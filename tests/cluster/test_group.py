@@ -124,7 +124,7 @@ def test_close_without_a_client_says_stop_itself(config: EngineConfig) -> None:
     """A group to which no client was attached closes in order, and a stopped child makes close fall back to the kill."""
     assert Group.boot(config, commands()).close()
     group = Group.boot(config, commands())
-    os.kill(group.children[0].pid, signal.SIGSTOP)
+    os.kill(group.children[0].process.pid, signal.SIGSTOP)
     assert not group.close(timeout_s=0.3)
     assert group.children[0].process.returncode == -signal.SIGKILL
 
@@ -154,7 +154,7 @@ def test_shared_memory_has_no_name(config: EngineConfig) -> None:
     """Every writable shared mapping of every child is an anonymous memfd: there is no file that a kill could leave behind."""
     with booted(config, commands()) as group:
         for child in group.children:
-            lines = Path(f"/proc/{child.pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{child.process.pid}/maps").read_text().splitlines()
             shared = [line for line in lines if line.split()[1] == "rw-s"]
             assert len(shared) >= 2, child.name
             assert all("/memfd:quartet-" in line for line in shared), shared
@@ -285,7 +285,7 @@ REPLICA = textwrap.dedent("""
     from tests.support.engine.fakes import fake_config
 
     group = Group.boot(fake_config(Path(sys.argv[1])), commands())
-    print(*[child.pid for child in group.children], flush=True)
+    print(*[child.process.pid for child in group.children], flush=True)
     time.sleep(60)
 """)
 

@@ -50,7 +50,7 @@ def test_a_killed_rank_ends_the_others(nano: Nano) -> None:
     """SIGKILL of the last rank under load: every stream ends with its name, and no process of the group is left, within 5 s."""
     before = Held.now()
     group = boot(nano)
-    pids = [child.pid for child in group.children]
+    pids = [child.process.pid for child in group.children]
 
     def kill(run: Running) -> None:
         nonlocal killed

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cluster import group as group_module
 from cluster.group import Group
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead
+from engine.lifeline import RanksReady, StepTimes
 from engine.protocol import AbortReason, SamplingParams
 from tests.support.engine.faulty_rank import faulty
 from tests.support.engine.groups import Held, end_of, read, running, settled
@@ -70,7 +72,7 @@ def test_the_nano_group_serves_aborts_and_closes(config: EngineConfig) -> None:
     asyncio.run(main(Group.boot(config)))
 
 
-def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
+def test_a_group_with_a_target_measures_its_steps(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a TPOT target the ranks measure at boot, together, and the core keeps the pace of a stream by it: here one that no step
     keeps to, so that steps of the stream alone come between any two with prompt tokens."""
 
@@ -97,11 +99,14 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig) -> None:
             return at_first
 
     config = msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256, max_seqs=4, max_len=1024)
+    told: list[StepTimes | None] = []
+    monkeypatch.setattr(group_module, "RanksReady", lambda times: told.append(times) or RanksReady(times))
     group = Group.boot(config)
-    assert group.step_times is not None
-    assert [rows for rows, _ in group.step_times.decodes] == [1, config.max_seqs]
-    assert [rows for rows, _ in group.step_times.prefills] == [1, 128, 256]
-    assert [rows for rows, _ in group.step_times.mixed] == [1, config.max_seqs - 1]
+    (times,) = told
+    assert times is not None
+    assert [rows for rows, _ in times.decodes] == [1, config.max_seqs]
+    assert [rows for rows, _ in times.prefills] == [1, 128, 256]
+    assert [rows for rows, _ in times.mixed] == [1, config.max_seqs - 1]
     assert asyncio.run(serve(group)) >= 15
 
 

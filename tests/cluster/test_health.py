@@ -181,7 +181,7 @@ def watch(
     deaths: list[Death] = []
 
     async def main() -> None:
-        watcher = Watcher(group, deaths.append, raylet=raylet)
+        watcher = Watcher(group, deaths.append, waiting=lambda: None, raylet=raylet)
         watcher.start()
         story(group, watcher)
         async with asyncio.timeout(60):

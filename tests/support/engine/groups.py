@@ -40,7 +40,7 @@ async def running(group: Group) -> AsyncIterator[Running]:
         deaths.append((death.sentence, time.monotonic()))
         client.fail(death.sentence)
 
-    watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since)
+    watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since, raylet=None)
     watcher.start()
     try:
         yield Running(group, client, watcher, deaths, outcomes)
@@ -79,7 +79,7 @@ async def ends_after(
 
 def send(name: str, number: int) -> Callable[[Running], None]:
     """An event: signal `number` to the child called `name`."""
-    return lambda run: os.kill(next(child.pid for child in run.group.children if child.name == name), number)
+    return lambda run: os.kill(next(child.process.pid for child in run.group.children if child.name == name), number)
 
 
 async def until(stream_count: int, client: EngineClient) -> None:
