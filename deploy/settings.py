@@ -4,7 +4,6 @@ An unknown key or a bad value is a ConfigError of one line that names it.
 """
 
 from collections.abc import Iterator, Mapping
-from math import isinf
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
@@ -29,6 +28,7 @@ from engine.protocol import FrozenStruct
 
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"
+LONGEST_S = 2_147_483  # 24 days: C counts milliseconds in 32 bits, and so does HAProxy
 ServeConfig = dict[str, Any]  # all of a Serve config, or a part of it, as the YAML has it
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -172,8 +172,8 @@ def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
         given = "on" if given else "off"  # YAML reads these words as booleans
     try:
         value = msgspec.convert(given, kind, strict=False)
-        if isinstance(value, float) and isinf(value):
-            raise msgspec.ValidationError("Expected a finite number")
+        if isinstance(value, float) and value > LONGEST_S:
+            raise msgspec.ValidationError(f"Expected float <= {LONGEST_S}")
     except msgspec.ValidationError as error:
         expectation = str(error).partition(", got ")[0].removeprefix("Expected ").replace("`", "")
         expected = " or ".join([*choices, *([expectation] if "=" in expectation or not choices else [])])

@@ -10,7 +10,7 @@ from engine.protocol import FrozenStruct
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-AbsolutePath = Annotated[str, Meta(pattern="^/")]
+AbsolutePath = Annotated[str, Meta(pattern=r"^/[^\0]*$")]
 Host = Annotated[str, Meta(pattern="^([^/:]+|[^/]*:[^/]*:[^/]*)$")]  # without a port
 Origin = Annotated[str, Meta(pattern="^([*]|null|[^/A-Z]+://[^/A-Z]+)$")]
 SoftTokens = Literal[70, 140, 280, 560, 1120]  # that an image may have

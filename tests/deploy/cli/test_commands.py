@@ -272,7 +272,10 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"mtp": {"model": "nano:70b-assistant"}}, "mtp.model: nano:70b-assistant is not one of nano:26b-a4b"),
         ({"mtp": {"model": "nano:e2b-assistant"}}, "is no drafter of this model: KV heads of layer 0 1, not 4"),
         ({"_top": {"http_options": {"port": "eighty"}}}, "http_options.port: Input should be a valid integer"),
-        ({"_top": {"http_options": {"port": 65536}}}, "http_options.port: 65536 is no port from 1 to 65535"),
+        ({"_top": {"http_options": {"port": 65536}}}, "http_options.port: 65536 is not from 1 to 65535"),
+        ({"_top": {"http_options": {"keep_alive_timeout_s": 2147484}}}, "keep_alive_timeout_s: 2147484 is not from 0 to 2147483"),
+        ({"_top": {"http_options": {"request_timeout_s": -1}}}, "http_options.request_timeout_s: -1.0 is not from 0 to 2147483"),
+        ({"_top": {"http_options": {"request_timeout_s": float("nan")}}}, "http_options.request_timeout_s: nan is not from 0"),
     ],
 )
 def test_check_config_names_what_is_wrong(changes: dict[str, Any], why: str, tmp_path: Path, capsys: Captured) -> None:
