@@ -46,9 +46,13 @@ class LimitSettings(FrozenStruct):
     uploads: Count = 512
     """bodies that may be on their way at once; beyond, the oldest is refused with 408"""
     upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
-    """bytes held of bodies that are on their way, or not yet read"""
+    """bytes held of bodies that are on their way, or not yet read; at least body_bytes"""
     write_timeout_s: Seconds = 30.0
     """a client that takes no byte for so long is dropped"""
+
+    def __post_init__(self) -> None:
+        if self.body_bytes > self.upload_bytes:
+            raise ValueError(f"body_bytes {self.body_bytes} exceeds upload_bytes {self.upload_bytes}: it would never be read")
 
 
 class MediaSettings(FrozenStruct):

@@ -257,7 +257,7 @@ def test_slow_bodies_shut_nobody_out(nano: Nano) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(edges: Edges) -> Edge:
-    limits = LimitSettings(uploads=4, upload_bytes=1 << 20, queue_timeout_s=1.0, request_timeout_s=5.0)
+    limits = LimitSettings(uploads=4, body_bytes=1 << 20, upload_bytes=1 << 20, queue_timeout_s=1.0, request_timeout_s=5.0)
     return edges(limits=limits)
 
 

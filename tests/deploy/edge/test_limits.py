@@ -256,7 +256,7 @@ def test_a_body_counts_until_it_is_parsed(parsed: bool) -> None:
     """Whoever asks for more has read it: then there is room for another. One that nobody has read yet leaves none: 429."""
 
     async def main() -> None:
-        uploads = Uploads(LimitSettings(upload_bytes=1 << 20))
+        uploads = Uploads(LimitSettings(body_bytes=1 << 20, upload_bytes=1 << 20))
         first, second = Upload(), Upload()
         await uploads.read(first, client(600_000))
         replayed = uploads.replayed(first, client())
