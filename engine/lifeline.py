@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -109,11 +109,14 @@ class StepTimes(FrozenStruct):
 
 def slowest(measured: Sequence[StepTimes]) -> StepTimes:
     """Returns the times of the slowest rank at each point: a step ends when its last rank does. All have measured the same rows."""
-    figures = list(zip(*map(msgspec.structs.astuple, measured), strict=True))
-    curves = (*figures[:3], *zip(*figures[-1], strict=True))
-    decodes, prefills, mixed, *drafts = (tuple(map(max, zip(*curve, strict=True))) for curve in curves)
-    context_ms, read_ms, attend_ms, tile = map(max, figures[3:-1])
-    return StepTimes(decodes, prefills, mixed, context_ms, read_ms, attend_ms, tile, tuple(drafts))
+    return StepTimes(*_greatest(list(map(msgspec.structs.astuple, measured))))
+
+
+def _greatest(figures: Sequence[Any]) -> Any:
+    """Returns the greatest of some numbers; of tuples of equal length, a tuple of the greatest at each place."""
+    if isinstance(figures[0], tuple):
+        return tuple(map(_greatest, zip(*figures, strict=True)))
+    return max(figures)
 
 
 class Ready(TaggedMessage):
