@@ -296,12 +296,7 @@ def _target(root: Any, reference: str) -> Any:
 
 
 def _without_nulls(schema: Schema) -> Schema:
-    """A keyword that is null is as good as absent: programs write so what they leave open. So is one that allows everything."""
-    return {
-        keyword: value
-        for keyword, value in schema.items()
-        if keyword == "const" or not (value is None or says_nothing(keyword, value))
-    }
+    return {keyword: value for keyword, value in schema.items() if not says_nothing(keyword, value)}
 
 
 def _either(alternatives: Iterable[str]) -> str:

@@ -31,6 +31,7 @@ MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _COMBINED = ("allOf", "not", "if", "dependentSchemas")
 _BRANCHES = ("anyOf", "oneOf", "$ref")
+_DIALECT = re.compile(r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _MAX_CHOICES = 1024
 _MOST_CHOICES = 200_000  # a tenth of a second
@@ -56,20 +57,23 @@ class _Combination(Exception):
 
 
 def _close(schema: JsonObject) -> None:
-    """Objects have no more than their `properties` where it does not say what others may be, as in calls: a model that may write
-    any key writes keys without end."""
+    """What has `properties` is an object, and has no more than these where it does not say what others may be, as in calls: a model
+    that may write any key writes keys without end."""
     properties = schema.get("properties")
     if schema.keys() & _COMBINED or (properties and schema.keys() & _BRANCHES):
         raise _Combination
-    named = set(map(str, listed(schema.get("required"))))
-    if isinstance(properties, Mapping) and not schema.keys() & _OTHERS and properties.keys() >= named:
-        schema["additionalProperties"] = False
+    if isinstance(properties, Mapping):
+        schema.setdefault("type", "object")
+        if not schema.keys() & _OTHERS and properties.keys() >= set(map(str, listed(schema.get("required")))):
+            schema["additionalProperties"] = False
 
 
 def _drop_what_says_nothing(schema: JsonObject) -> None:
-    """A format of no standard is an annotation: pydantic writes "password", zod "cuid"."""
+    """A format of no standard is an annotation: pydantic writes "password", zod "cuid". So is a dialect that nobody knows."""
     if str(schema.get("format")) not in FORMATS:
         schema.pop("format", None)
+    if not _DIALECT.fullmatch(str(schema.get("$schema"))):
+        schema.pop("$schema", None)
     for keyword in [keyword for keyword, value in schema.items() if says_nothing(keyword, value)]:
         del schema[keyword]
 

@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 KEYWORDS = ("minLength", "maxLength", "pattern", "format")
-MOST = 1024  # characters or elements that a bound may name
+MOST = 4096  # characters or elements that a bound may name
 _LONGEST = 4096  # pattern
 _LONGEST_RULE = 1 << 16  # of which many are kept
 _FUEL = 50_000  # for one string's expressions: two milliseconds; those that people write take a tenth of it

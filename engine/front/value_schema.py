@@ -91,8 +91,8 @@ class ValueSchema:
 
 
 def referred(root: Any, reference: Any) -> Any:
-    """What a local reference (#/$defs/name) points at; None: nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    """What a local reference (#/$defs/name) points at; None: nothing, or an anchor."""
+    if not isinstance(reference, str) or reference[:2] not in ("#", "#/"):
         return None
     for step in reference.split("/")[1:]:
         root = _mapping(root).get(unquote(step).replace("~1", "/").replace("~0", "~"))
@@ -107,7 +107,10 @@ def listed(value: Any) -> list[Any]:
 
 
 def says_nothing(keyword: str, value: Any) -> bool:
-    """Whether a keyword allows everything: zod writes of a record that its keys are strings."""
+    """Whether a keyword allows everything: zod writes of a record that its keys are strings. One that is null is as good as absent:
+    programs write so what they leave open."""
+    if value is None:
+        return keyword != "const"
     return (keyword == "uniqueItems" and value is False) or (keyword == "propertyNames" and value in ({}, True, {"type": "string"}))
 
 

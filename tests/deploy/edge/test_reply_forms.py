@@ -62,6 +62,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": 'start: "x"+'}}, "xxx", "xy"),
     ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, 'so <f>{"a":1}</f>', "so <f>"),
     ({"guided_json": json.dumps(SCHEMA)}, '{"a":5}', "{}"),
+    ({"guided_json": {"properties": {"a": {"type": "integer", "enum": None}}, "$schema": "x"}}, '{"a":5}', "5"),
     ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "[1,null]", "[1,"),
     ({"guided_regex": "[0-9]{3}"}, "123", "12"),
     ({"guided_choice": ["a b"]}, "a b", "a"),

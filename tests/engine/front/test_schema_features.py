@@ -82,6 +82,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "fractions": having(float, gt=0, le=1.5),
     "multiple": having(int, multiple_of=3),
     "length": having(str, min_length=1, max_length=5),
+    "long": having(str, min_length=1, max_length=4000),
     "list": having(list[int], min_length=1, max_length=3),
     "lists": having(list[list[bool]]),
     "tuple": having(tuple[int, str, bool]),
