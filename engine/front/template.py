@@ -131,7 +131,7 @@ def _with_mapping(call: JsonObject, cut: CutCalls) -> JsonObject:
     arguments = function.get("arguments") or {}
     where = f"messages: the call {call.get('id') or function['name']!r}: arguments"
     if isinstance(arguments, str):
-        arguments = _parse_arguments(arguments, where, cut)
+        arguments = _parse_arguments(arguments, where, cut) or {}  # null, or PHP's []
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(f"{where}: not a JSON object", param="messages")
     return dict(call) | {"function": function | {"arguments": arguments}}

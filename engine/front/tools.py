@@ -65,8 +65,8 @@ def _wrong(where: str, why: str) -> InvalidRequest:
 
 def _checked(declaration: JsonObject, where: str) -> tuple[str, Schema]:
     """(name, parameters) of a declaration."""
-    if declaration.get("type") != "function":
-        raise _wrong(f"{where}.type", f"only 'function' is supported, not {_shown(declaration.get('type'))}")
+    if (kind := declaration.get("type", "function")) != "function":
+        raise _wrong(f"{where}.type", f"only 'function' is supported, not {_shown(kind)}")
     function = declaration.get("function")
     if not isinstance(function, Mapping):
         raise _wrong(f"{where}.function", "must be an object")

@@ -142,7 +142,7 @@ class ReasoningConfig(FrozenStruct):
 class ResponsesRequest(CommonSamplingKeys, kw_only=True):
     """POST /v1/responses"""
 
-    model: ModelName
+    model: ModelName | None = None
     input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [STRING, _ITEMS_SCHEMA]})]
     instructions: str | None = None
     stream: bool | None = None

@@ -112,7 +112,7 @@ class StreamOptions(FrozenStruct):
 class CompletionKeys(SamplingKeys, kw_only=True):
     """What both kinds of completion have in common."""
 
-    model: ModelName
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -12,13 +12,14 @@ from msgspec import Meta
 
 from deploy.edge import key_types as kt
 from deploy.edge.api import GenerationApi, ParsedRequest
-from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Media, Part, Sampling, Text
+from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Media, Part, Text
+from deploy.edge.common_keys import CommonSamplingKeys
 from deploy.edge.form_reader import MEDIA_TYPE, read_form
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
 from deploy.edge.response_format import OneChoice, Usage
 from engine.front.generation import Delta
-from engine.protocol import FrozenStruct, JsonObject
+from engine.protocol import JsonObject
 
 _ABSENT = ("include[]", "timestamp_granularities[]", "known_speaker_names[]", "known_speaker_references[]")
 _INSTRUCTION = """Transcribe the following speech segment in {language}.
@@ -28,26 +29,26 @@ Follow these specific instructions for formatting the output:
 * When transcribing numbers, write the digits, i.e. write 1.7 and not one point seven, and write 3 instead of three."""
 
 
-class TranscriptionRequest(FrozenStruct):
+class TranscriptionRequest(CommonSamplingKeys, kw_only=True):
     """POST /v1/audio/transcriptions, as a form."""
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
-    model: kt.ModelName
+    model: kt.ModelName | None = None
     language: kt.Kind | None = None
     prompt: Annotated[str, Meta(max_length=4096)] | None = None
     response_format: Literal["json", "text"] = "json"
-    temperature: kt.Temperature = 0.0
     stream: bool = False
+    max_completion_tokens: kt.Count | None = None
 
     def ask(self) -> Ask:
-        """Greedy, as OpenAI's is."""
+        """Greedy where it says no temperature, as OpenAI's is."""
         language = f"the language {self.language}" if self.language else "its original language"
         context = f"\n\nContext: {self.prompt}" if self.prompt else ""
         parts: list[Part] = [Text(_INSTRUCTION.format(language=language) + context), Media("audio", f"data:;base64,{self.file}")]
         return Ask(
             prompt=ChatPrompt([ChatMessage("user", parts)], thinks=False),
             model=self.model,
-            sampling=Sampling(temperature=self.temperature),
+            sampling=self.sampling(temperature=self.temperature or 0.0, max_tokens=self.max_completion_tokens),
             stream=self.stream,
             prompt_key="file",
         )

@@ -104,3 +104,18 @@ def test_a_call_that_was_cut_is_no_end_of_a_conversation(edge: Edge, path: str) 
     reply = edge.post(path, {"model": "nano", **asked('{"path":a.p')[path]})
     error = error_of(reply, 400)
     assert f"{error['param']}: the call 'call_1': arguments: not JSON" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_no_arguments_are_written_in_many_ways(edge: Edge, path: str) -> None:
+    """Nothing, an empty object, Go's null and PHP's empty list. Planted: a text, and a list of something, are a 400."""
+    edge.configure(max_len=4096)
+    for arguments in ("", "{}", "null", "[]"):
+        edge.core.reset()
+        edge.script("again")
+        reply = edge.post(path, {"model": "nano", **asked(arguments)[path]})
+        assert reply.status_code == 200, reply.text
+        assert "call:read_file{}<tool_call|>" in edge.prompt_text()
+    for arguments in ('"a"', "[1]"):
+        reply = edge.post(path, {"model": "nano", **asked(arguments)[path]})
+        assert "arguments: not a JSON object" in error_of(reply, 400)["message"]

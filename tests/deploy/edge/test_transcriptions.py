@@ -63,6 +63,16 @@ def test_it_streams(edge: Edge) -> None:
     assert edge.core.requests[-1].params.temperature == 0.5
 
 
+def test_vllms_sampling_parameters_are_a_chats(edge: Edge) -> None:
+    """By the same names, as texts of the form; what is out of range is refused by name."""
+    form = {"seed": "7", "top_p": "0.5", "top_k": "3", "repetition_penalty": "1.5", "max_completion_tokens": "2", "stop": "ll"}
+    assert post(edge, **form).json()["text"] == "He"
+    params = edge.core.requests[0].params
+    assert (params.seed, params.top_p, params.top_k, params.max_tokens, params.temperature) == (7, 0.5, 3, 2, 0)
+    assert params.adjustments is not None
+    assert post(edge, top_p="2").json()["error"]["param"] == "top_p"
+
+
 def test_text_is_text(edge: Edge) -> None:
     """With response_format text the answer is the text, and says so."""
     reply = post(edge, response_format="text")

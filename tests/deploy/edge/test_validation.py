@@ -107,7 +107,6 @@ BAD: list[tuple[str, str, str | None]] = [
     (CHAT, chat()[:-1] + ',"echo":1e999}', "echo"),
     (CHAT, '{"model":"nano","messages":[{"role":"user","content":"\\ud800"}]}', None),
     (TEXT, '{"model":"nano","prompt":"\\udfff x"}', None),
-    (CHAT, json.dumps({"messages": MESSAGES}), "model"),
     (CHAT, json.dumps({"model": "nano"}), "messages"),
     (CHAT, chat(min_tokens=5, max_tokens=4), "min_tokens"),
     (CHAT, chat(top_logprobs=21, logprobs=True), "top_logprobs"),
@@ -119,6 +118,9 @@ BAD: list[tuple[str, str, str | None]] = [
 
 GOOD: list[tuple[str, str]] = [
     (CHAT, chat()),
+    (CHAT, json.dumps({"messages": MESSAGES, "tools": [{"function": {"name": "f"}}]})),
+    (TEXT, json.dumps({"prompt": "x", "model": None})),
+    ("/v1/responses", json.dumps({"input": "x"})),
     (CHAT, chat(unknown_key={"a": [1]}, user="u", store=False, metadata={}, service_tier="auto", parallel_tool_calls=True)),
     (CHAT, chat(temperature=0, top_p=1, top_k=0, min_p=0)),
     (CHAT, chat(presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logit_bias={}, bad_words=[])),

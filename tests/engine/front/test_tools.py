@@ -37,7 +37,7 @@ def test_good_declarations(tools: list[dict[str, Any]]) -> None:
 
 
 BAD: list[tuple[list[Any], str]] = [
-    ([{}], "tools[0].type"),
+    ([{}], "tools[0].function: must be an object"),
     ([{"type": "web_search"}], "tools[0].type: only 'function' is supported, not 'web_search'"),
     ([{"type": "function"}], "tools[0].function"),
     ([tool(None)], "tools[0].function.name"),
