@@ -41,7 +41,7 @@ class CommonSamplingKeys(FrozenStruct):
     """How tokens are chosen, and when they end."""
 
     temperature: kt.Temperature | None = None
-    top_p: kt.Fraction = None
+    top_p: kt.Share = None
     top_k: kt.TopK = None
     min_p: kt.Share = None
     presence_penalty: kt.AddedPenalty = None

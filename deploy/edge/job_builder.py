@@ -216,7 +216,7 @@ class JobBuilder:
             max_tokens=limit,
             temperature=_given(sampling.temperature, defaults.temperature),
             top_k=min(max(_given(sampling.top_k, defaults.top_k), 0), self.settings.vocab),
-            top_p=_given(sampling.top_p, defaults.top_p),
+            top_p=max(_given(sampling.top_p, defaults.top_p), 1e-6),  # 0: the likeliest token
             min_p=sampling.min_p,
             min_tokens=sampling.min_tokens,
             stop_ids=tuple(dict.fromkeys((*eos, *check_ids(sampling.stop_ids, self.settings.vocab, "stop_token_ids")))),

@@ -35,7 +35,6 @@ TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
 Priority = Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] | None
-Fraction = Annotated[float, Meta(gt=0, le=1)] | None
 Share = Annotated[float, Meta(ge=0, le=1)] | None
 AddedPenalty = Annotated[float, Meta(ge=-2, le=2)] | None
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)] | None

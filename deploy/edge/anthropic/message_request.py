@@ -29,7 +29,6 @@ from deploy.edge.common_keys import (
 )
 from deploy.edge.key_types import (
     Count,
-    Fraction,
     Kind,
     ModelName,
     Name,
@@ -161,7 +160,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     stop_sequences: StopTexts | None = None
     temperature: Share = None
-    top_p: Fraction = None
+    top_p: Share = None
     top_k: TopK = None
 
     def ask(self) -> Ask:

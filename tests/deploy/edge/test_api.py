@@ -202,7 +202,7 @@ def test_sampling_parameters_reach_the_engine(edge: Edge) -> None:
     """What the request says, and what generation_config.json says where it is silent; seeds differ from request to request."""
     chat = chat_body()
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "min_tokens": 2, "max_completion_tokens": 9}
-    for body in (chat | given, chat, chat, chat | {"ignore_eos": True, "stop_token_ids": [9], "top_k": -1}):
+    for body in (chat | given, chat, chat, chat | {"ignore_eos": True, "stop_token_ids": [9], "top_k": -1, "top_p": 0}):
         edge.post("/v1/chat/completions", body).raise_for_status()
     first, second, third, last = edge.core.requests
     params = first.params
@@ -213,7 +213,7 @@ def test_sampling_parameters_reach_the_engine(edge: Edge) -> None:
     assert second.params.stop_ids == edge.text.eos_ids
     assert second.params.seed != third.params.seed
     assert last.params.stop_ids == (9,)
-    assert last.params.top_k == 0
+    assert (last.params.top_k, 0 < last.params.top_p < 1e-5) == (0, True)
 
 
 @pytest.mark.parametrize(("config", "temperature"), [({"do_sample": False, "temperature": 0.7}, 0.0), ({"temperature": 0.7}, 0.7)])

@@ -220,7 +220,7 @@ BAD_CONTENT: list[tuple[Any, str]] = [
 REFUSED = [(named.partition("[")[0], value, named) for named, values in BAD.items() for value in values]
 REFUSED += [("thinking", {"type": "enabled", "budget_tokens": budget}, "max_tokens: must be greater") for budget in (200, 1024)]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
-BAD_CALL = {"role": "assistant", "content": [USE | {"input": []}]}
+BAD_CALL = {"role": "assistant", "content": [USE | {"input": [1]}]}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [IMAGE]}
 REFUSED.append(("messages", [user("x"), {"role": "assistant", "content": [USE]}, user([RESULT])], "reads no images"))
 REFUSED.append(("messages", [user("x"), BAD_CALL, user("y")], "the call 'toolu_1': arguments"))

@@ -50,7 +50,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
         [*MESSAGES, {"role": "assistant", "audio": {"id": "a"}}],
     ),
     "temperature": (-0.1, 2.1, "hot"),
-    "top_p": (0, 1.5),
+    "top_p": (-0.1, 1.5),
     "top_k": (-2, 1.5),
     "min_p": (2,),
     "max_tokens": (0, "5"),
