@@ -96,7 +96,8 @@ A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
         *(
             (schema, schema)
             for schema in (
-                {"const": None, "$schema": "http://json-schema.org/draft-07/schema#"}, {"type": "object"}, A_OR_B | {"additionalProperties": True}, A_OR_B | {"patternProperties": {"^x": True}},
+                {"const": None, "$schema": "http://json-schema.org/draft-07/schema#"}, {"type": "object"},
+                A_OR_B | {"additionalProperties": True}, A_OR_B | {"patternProperties": {"^x": True}},
                 A_OR_B | {"required": ["a", "c"]}, A_OR_B | {"anyOf": [{"required": ["b"]}, {"properties": {"c": True}}]},
                 {"allOf": [A_OR_B, {"properties": {"c": True}}]}, {"const": A_OR_B},
             )
