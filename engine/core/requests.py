@@ -52,6 +52,8 @@ class Requests:
     def add(self, request: GenerateRequest) -> Sequence | None:
         """Queue a new request, or refuse it if it can never run here: None."""
         try:
+            if len(request.prompt) % 4:
+                raise InvalidRequest(f"the prompt could not be read: {len(request.prompt)} bytes are no int32 numbers")
             tokens = request.tokens
             limit = self._limit(request, len(tokens))
             if request.id in self.unfinished:
