@@ -17,7 +17,6 @@ One token's assignments are in order as they are, each a tile of its own: there 
 """
 
 import math
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -28,15 +27,14 @@ from torch.nn import functional
 from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
-from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
+from kernels.launch import PendingTensor, cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import Tile, fit
 
 _GROUP_BLOCK = 4096
-Dense = Callable[[], Tensor]
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: Dense) -> Tensor:
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, dense: PendingTensor) -> Tensor:
     """x [T, n]; weights fp32 and chosen int32 [T, top_k]; gate_up [experts, 2 m, n]; down [experts, n, m]; dense gives [T, n], and
     is called when that is needed (`kernels.launch.beside`) -> [T, 2 n]: dense's, y."""
     if not enabled(x):
@@ -52,8 +50,8 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     single = rows == 1
     tiles, order, position = (chosen, None, None) if single else _sorted(chosen, count, up_tile.rows)
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
-    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, gated=True, single=single)
-    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, gated=False, single=single)
+    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, single=single)
+    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, single=single)
     block, other = min(1024, next_power_of_2(n)), dense()
     check_contiguous(other)
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block, warps=4)
@@ -99,16 +97,15 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _launch_grouped(
-    tile: Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *,
-    gated: bool, single: bool,
+    tile: Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *, single: bool
 ) -> None:  # fmt: skip
     """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
     a `single` token, its experts."""
     m = out.shape[1]
     launch(
         _grouped, (cdiv(m, tile.bn), len(out) if single else len(tiles)), x, weight, order, tiles, out,
-        M=m, K=x.shape[1], TOP=top_k, GATED=gated, SINGLE=single, SWAP=tile.swap, BM=tile.rows, BN=tile.bn, BK=tile.bk,
-        warps=tile.warps, stages=tile.stages,
+        M=m, K=x.shape[1], TOP=top_k, GATED=weight.shape[1] > m, SINGLE=single, SWAP=tile.swap, BM=tile.rows, BN=tile.bn,
+        BK=tile.bk, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 

@@ -84,7 +84,8 @@ class _Launcher:
 
 
 _launcher = _Launcher()
-_second_stream = cache(torch.cuda.Stream)  # of a device
+_second_stream = cache(torch.cuda.Stream)  # of a device, by its priority
+PendingTensor = Callable[[], Tensor]  # makes the current stream wait for it, and gives it
 
 
 def enabled(x: Tensor) -> bool:
@@ -172,13 +173,13 @@ def compiler_options(warps: int, stages: int, pdl: bool) -> dict[str, Any]:
     return {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl, "enable_fp_fusion": True}
 
 
-def beside(run: Callable[[], Tensor], x: Tensor) -> Callable[[], Tensor]:
-    """Runs `run`, which reads `x`, on a second stream of x's GPU, behind all that the current one has launched; on a CPU here and
-    now. Returns what makes the current stream wait for it, and gives its tensor; to be called before `x` is freed."""
+def beside(run: Callable[[], Tensor], x: Tensor) -> PendingTensor:
+    """Runs `run`, which reads `x`, on a second stream of x's GPU, with the current one's priority, behind all that it has
+    launched; on a CPU here and now. Returns its result, to be called before `x` is freed."""
     if not x.is_cuda:
         result = run()
         return lambda: result
-    stream = _second_stream(x.device)
+    stream = _second_stream(x.device, torch.cuda.current_stream().priority)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         result = run()

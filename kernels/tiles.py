@@ -87,10 +87,9 @@ def choose(rows: int, shape: GemmShape, shared: int = LARGE_SHARED, *, parts: bo
     """The tile for `rows` rows of x on a GPU whose blocks may have `shared` bytes of shared memory; None: use cuBLAS.
 
     Up to `_GEMV_ROWS` rows take the tile for one row, and of few outputs more rows, a CTA each; of many rows 16 a CTA, where no
-    processor has more than one. Where a product's
-    second wave of CTAs would leave half of the processors idle or more, two CTAs share one, and there is no second wave. Where its
-    outputs leave many processors idle, its inner dimension is shared out if it may be in `parts`; else a tile that was measured
-    for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
+    processor has more than one. Where a product's second wave of CTAs would leave half of the processors idle or more, two CTAs
+    share one, and there is no second wave. Where its outputs leave many processors idle, its inner dimension is shared out if it
+    may be in `parts`; else a tile that was measured for another shape takes fewer outputs, unless they are the MMA's rows (`swap`).
     """
     tiles = TABLE[_nearest(shape)]
     if rows > MOST_ROWS:

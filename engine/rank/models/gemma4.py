@@ -14,7 +14,6 @@ read another layer's K and V store nothing: behind the last layer that does stor
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ class Block(Module):
         scalar = None if self._ple else self.scalar
         if self._moe:
             assert isinstance(x, Tensor)
-            dense = beside(partial(self.mlp, x), x)
+            dense = beside(lambda: self.mlp(x), x)
             weights, chosen, inner = self.router(h, norms["pre_experts"])
             both = self.experts(inner, weights, chosen, dense)  # parts side by side: normed apart, then added
             halves = (norms["post_dense"], norms["post_experts"])

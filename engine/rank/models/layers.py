@@ -17,7 +17,7 @@ from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
 from engine.rank.models.module import Module, empty
 from engine.rank.models.weight import Weight
 from engine.rank.parallel import Parallel
-from kernels.experts import Dense
+from kernels.launch import PendingTensor
 from kernels.route import route, router_logits, router_parts
 
 
@@ -120,6 +120,6 @@ class Experts(Module):
         self.gate_up = shard.matrix(moe.experts, 2 * share, hidden)
         self.down = shard.matrix(moe.experts, hidden, share)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, dense: Dense) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, dense: PendingTensor) -> Tensor:
         """x and what `dense` gives [T, hidden], weights and chosen [T, top_k] -> [T, 2 hidden]: dense's part, the experts'."""
         return self.gate_up.experts(x, weights, chosen, self.down, dense)

@@ -14,7 +14,8 @@ from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
 from engine.rank.models.module import Module, empty
 from engine.weight_formats import WeightFormat
 from kernels.embed import embed
-from kernels.experts import Dense, experts
+from kernels.experts import experts
+from kernels.launch import PendingTensor
 from kernels.linear import linear, linear_geglu, linear_gelu_mul, linear_parts, linear_send
 from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
@@ -74,7 +75,7 @@ class Weight(Module):
         """x [T, n], up [T, m] -> gelu_tanh(x W^T) * up."""
         return linear_gelu_mul(x, self.weight, up)
 
-    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: Dense) -> Tensor:
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, down: "Weight", dense: PendingTensor) -> Tensor:
         """`kernels.experts` of this matrix, [G; U] of each expert, and `down`, in the same format."""
         return experts(x, weights, chosen, self.weight, down.weight, dense)
 
