@@ -56,8 +56,8 @@ class Setup:
     def config(self, folder: Path, longest: int) -> EngineConfig:
         """`longest`: tokens of the longest prompt and its answer."""
         groups = kv_groups(read_geometry(folder), self.tp, self.page)
-        tokens = 5 * longest // 4 if self.tight else AT_ONCE * longest
-        pages = [AT_ONCE * (group.worst_pages(longest) + 1) + 4 if group.window else tokens // self.page + 2 for group in groups]
+        full = 5 * longest // 4 // self.page + 2
+        pages = tuple(AT_ONCE * (group.worst_pages(longest) + 1) + 4 if group.window else full for group in groups)
         return engine_config(
             model=str(folder),
             tp=self.tp,
@@ -67,7 +67,7 @@ class Setup:
             max_len=longest,
             prefill_budget=self.budget,
             page=self.page,
-            pages=tuple(pages),
+            pages=pages if self.tight else None,
             graphs=self.graphs,
         )
 
