@@ -77,17 +77,17 @@ class Allocator:
         sequence.held = min(run.end for run in sequence.runs) * self.page
         sequence.release_at = min(map(_release_at, sequence.runs))
 
-    def give_all(self, sequence: Sequence, *, poisoned: bool) -> None:
-        """Give back every page of a sequence that leaves its slot. `poisoned`: its values were not finite.
+    def give_all(self, sequence: Sequence) -> None:
+        """Give back every page of a sequence that leaves its slot.
 
         Results of its rows in flight are dropped, so what they write beyond `low` is not known to be finite either.
         """
-        if poisoned:
+        if sequence.poisoned:
             self.cache.discard(self._keys(sequence, sequence.low // self.page))
         written = max(sequence.high, sequence.dropped)
         for run in sequence.runs:
             pool = run.pool
-            certain = 0 if poisoned else sequence.low // self.page if written > sequence.low else run.end
+            certain = 0 if sequence.poisoned else sequence.low // self.page if written > sequence.low else run.end
             pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
             pool.give(run.pages)
         self.cache.trim()

@@ -131,11 +131,11 @@ class Requests:
         sequence.cached_when_queued = self.allocator.find(sequence).count * self.allocator.page
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.precedence)
 
-    def _vacate(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+    def _vacate(self, sequence: Sequence) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""
-        if not poisoned:
+        if not sequence.poisoned:
             self.allocator.cache_computed(sequence)
-        self.allocator.give_all(sequence, poisoned=poisoned)
+        self.allocator.give_all(sequence)
         self.running.remove(sequence)
         self.free_slots.append(sequence.leave())
 
@@ -156,14 +156,15 @@ class Requests:
 
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, poisoned: bool = False) -> None:
         """End a request that cannot go on; its client gets `error`. `poisoned`: what it computed was not finite."""
-        self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid), poisoned=poisoned)
+        sequence.poisoned = poisoned
+        self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
 
-    def end(self, sequence: Sequence, output: Output, *, poisoned: bool = False) -> None:
-        """The one place where a request ends; `poisoned` as in `fail`."""
+    def end(self, sequence: Sequence, output: Output) -> None:
+        """The one place where a request ends."""
         assert not sequence.ended, sequence
         sequence.ended = True
         if sequence.running:
-            self._vacate(sequence, poisoned=poisoned)
+            self._vacate(sequence)
         else:
             self.waiting.remove(sequence)
         del self.unfinished[sequence.id]
