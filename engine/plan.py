@@ -55,7 +55,6 @@ MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes beside its
 MAX_SCORED = 1 << 13  # prompt tokens of one plan whose logprobs its result has: up to 1.3 MiB of a ring record
 
 _PLAN = struct.Struct(f"<4xIQ{len(SECTIONS) + 2}I{4 * (HEADER - COUNTS - len(SECTIONS) - 2)}x")
-_ROW_BYTES = [4 * width for width in SECTIONS.values()]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_admissions = msgspec.msgpack.Decoder(list[tuple[int, int, bytes, int, SamplingParams, int]]).decode
 _RESULT = struct.Struct("<IQIII")
@@ -216,14 +215,13 @@ def single_rows(slots: Iterable[int]) -> Section:
 def encode_plan(plan: StepPlan) -> bytes:
     """Returns the bytes of `plan`; `read_plan` reads them."""
     flags = FLAG_STOP * plan.stop | FLAG_MASKED * plan.masked
-    sections = [_packed(getattr(plan, name)) for name in SECTIONS]
-    counts = [len(section) // size for section, size in zip(sections, _ROW_BYTES, strict=True)]
+    sections = [getattr(plan, name) for name in SECTIONS]
     admitted = [
         (each.slot, each.number, pack_tokens(each.tokens), each.prompt, _sent(each.params), each.cached) for each in plan.admissions
     ]
     admissions = _encode(admitted) if admitted else b""
-    header = _PLAN.pack(flags, plan.step, *counts, len(admissions), plan.drafts)
-    return b"".join([header, *sections, admissions])
+    header = _PLAN.pack(flags, plan.step, *map(len, sections), len(admissions), plan.drafts)
+    return b"".join([header, *map(_packed, sections), admissions])
 
 
 def _packed(section: Section) -> bytes:

@@ -30,24 +30,11 @@ class FrozenStruct(msgspec.Struct, frozen=True):
     """What is decoded and never changed; all that derive from it are frozen, too."""
 
 
-class FinishReason(enum.StrEnum):
-    """Why a request ended. `stop` and `length` are successes; the others are counted apart, never hidden."""
-
-    stop = "stop"
-    length = "length"
-    abort = "abort"
-    error = "error"
-
-
-class AbortReason(enum.StrEnum):
-    """Why the front ended a request. A stop string is a success: the text is complete."""
-
-    client_gone = "client_gone"
-    stop_string = "stop_string"
-    deadline = "deadline"
-    slow_reader = "slow_reader"
-    queue_timeout = "queue_timeout"  # it had not begun in time
-    sibling_failed = "sibling_failed"  # another choice of the same request ended in error
+# Why a request ended. `stop` and `length` are successes; the others are counted apart, never hidden.
+FinishReason = enum.StrEnum("FinishReason", "stop length abort error")
+# Why the front ended a request. A stop string is a success: the text is complete. queue_timeout: it had not begun in time;
+# sibling_failed: another choice of the same request ended in error.
+AbortReason = enum.StrEnum("AbortReason", "client_gone stop_string deadline slow_reader queue_timeout sibling_failed")
 
 
 class Grammar(FrozenStruct, omit_defaults=True):

@@ -81,7 +81,7 @@ class Trial:
 
     option: Option
     verified: int
-    ms: tuple[list[tuple[float, int]], list[tuple[float, int]]]
+    ms: tuple[list[tuple[float, int]], ...]
 
 
 @dataclass
@@ -179,8 +179,8 @@ class Drafting:
         boot."""
         stats = self._by_rows.get(size)
         if stats is None or not any(stats.chosen.ms):
-            expected = [interpolate(points, self._sizes[size]) for points in self._times]
-            options = [Option(count, [0.0, 0.0], ms) for count, ms in zip(self._options, expected, strict=True)]
+            known = zip(self._options, self._times, strict=True)
+            options = [Option(count, [0.0, 0.0], interpolate(points, self._sizes[size])) for count, points in known]
             tokens = self._tokens(1.0)
             chosen = max(options, key=lambda option: (EXPECTED if option.drafts else 1.0) * tokens[option.drafts] / option.expected)
             if stats is None or stats.chosen.drafts != chosen.drafts:
