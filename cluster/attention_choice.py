@@ -11,7 +11,7 @@ The replica chooses, once, for all ranks of its group: a group's GPUs are equal 
 a fleet may differ. A setting that asks for what cannot be is a ConfigError with the reason.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.capability import ComputeCapability, check_group, probe
 from engine.attention import BACKENDS, OWN
@@ -23,8 +23,7 @@ from engine.errors import ConfigError
 _OLDEST = (8, 0)  # bf16 in tensor cores
 
 
-@dataclass(frozen=True)
-class AttentionChoice:
+class AttentionChoice(NamedTuple):
     """The backends of both kinds of rows, one line of why, and what would change it ("": nothing would).
 
     fallbacks: what a rank's self-check found wrong, and runs otherwise; a sentence each.

@@ -9,7 +9,6 @@ leaves no name behind.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
@@ -106,7 +105,7 @@ class Group:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
         handshake.send(Allocate(self.pages))
         ready = handshake.gather(ranks, Ready)
-        self.attention = dataclasses.replace(self.attention, fallbacks=ready[0].fallbacks)  # every rank leaves the same out
+        self.attention = self.attention._replace(fallbacks=ready[0].fallbacks)  # every rank leaves the same out
         for sentence in self.attention.fallbacks:
             logger.warning("self-check: %s", sentence)
         core = self.children[self.config.tp]

@@ -14,9 +14,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client import Metric as Family
@@ -37,8 +36,7 @@ Read = Callable[[Any], Any]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What the exporter is told of its group. Objectives and bounds in seconds; `aliases`: vLLM's names too."""
 
     model_name: str
@@ -86,7 +84,7 @@ class Exporter(Collector):
     def __call__(self, event: Event) -> None:
         """Fold one event in; called on the front's loop."""
         if isinstance(event, EngineFailed):
-            self.facts = replace(self.facts, up=0)
+            self.facts = self.facts._replace(up=0)
         for happened in (event, *self._derive(event)):
             for update in self._updates.get(type(happened).__name__, ()):
                 update(happened)

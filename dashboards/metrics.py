@@ -17,8 +17,7 @@ Clock points are those of engine/events.py: submitted, scheduled, first, last, e
                         of the group's `processes`, its `encoder`, the front's `gauges`, the exporter's `facts`
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from engine.events import Outcome
 
@@ -47,8 +46,7 @@ LENGTH_BUCKETS = (*(digit * 10**zeros for zeros in range(5) for digit in (1, 2, 
 STEP_TOKENS_BUCKETS = (1, *(1 << power for power in range(3, 15)))
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """One row. `name` is what a query says: counters end in `_total`, histograms are asked as `<name>_bucket`, `_sum`, `_count`."""
 
     name: str

@@ -28,7 +28,6 @@ as one forward. Ranks clear rows before releases, which comes to the same: both 
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -122,8 +121,7 @@ class StepPlan(msgspec.Struct):
         return sum(end - start for _, start, end, *_ in self.chunks)
 
 
-@dataclass(frozen=True, eq=False)
-class PlanView:
+class PlanView(NamedTuple):
     """A plan as a rank reads it: a section is int32 [n, numbers of a row] over the record's bytes, no object a row.
 
     fixed  int32, header and fixed-width sections as they lie in the record: what is copied to the device
@@ -182,8 +180,7 @@ def has_numbers(logprobs: PromptLogprobs) -> bool:
     return not np.isnan(words[:, 0]).any()
 
 
-@dataclass(frozen=True, eq=False)
-class StepResult:
+class StepResult(NamedTuple):
     """Rank 0 -> core, one a plan that had rows or not, in plan order.
 
     table     int32 [n, 4 + W + D], in the order of the plan's result rows

@@ -1,7 +1,6 @@
 """The status of each process of a group: one 256-byte record a process in a shared block; each field has one writer."""
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 STATUS_BYTES = 256
@@ -28,8 +27,7 @@ class EncoderFigures(NamedTuple):
     host_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class RankStatus:
+class RankStatus(NamedTuple):
     """One process's record, its first words in the order of the fields. Times are CLOCK_MONOTONIC nanoseconds (the same clock in
     every process of a node).
 
@@ -45,9 +43,8 @@ class RankStatus:
     busy_us: int = 0
     idle_us: int = 0
     late_compilations: int = 0
-    _: KW_ONLY
-    hashes: Mapping[int, int] = field(default_factory=dict)
-    encoder: EncoderFigures = field(default_factory=EncoderFigures)
+    hashes: Mapping[int, int] = {}
+    encoder: EncoderFigures = EncoderFigures()
 
 
 class StatusBlock:
@@ -66,7 +63,7 @@ class StatusBlock:
         words = self._record(index).tolist()
         hashes = {word >> 32: word & _LOW for word in words[8 : 8 + HASHES] if word}
         encoder = EncoderFigures(*words[_ENCODER : _ENCODER + len(EncoderFigures._fields)])
-        return RankStatus(*words[:7], hashes=hashes, encoder=encoder)
+        return RankStatus._make((*words[:7], hashes, encoder))
 
     def progress(self, index: int, launched: int, finished: int, now_ns: int, state_hash: int) -> None:
         """Write that a step was launched or finished; for the main thread."""

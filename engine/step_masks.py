@@ -9,7 +9,7 @@ token, and behind each draft as if it came. Or fewer, the last of zeros: there n
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from engine.channel import RING_BYTES, capacity_for
 _HEADER = struct.Struct("<QII")
 
 
-@dataclass(frozen=True, eq=False)
-class StepMasks:
+class StepMasks(NamedTuple):
     """slots int32 [n];   bits int32 [n, words]: bit id % 32 of word id // 32 is set where token `id` may come."""
 
     step: int

@@ -4,16 +4,14 @@ Each has an entry here, and a class that ranks import, of the kind of `engine.ra
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.checkpoint import quantisation
 from engine.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One of the tensors that a matrix [..., m, n] is stored as.
 
     name    of the rank's parameter
@@ -37,8 +35,7 @@ class StoredTensor:
         return (*matrix[:-2], *(-(-size // unit) if unit else 1 for size, unit in sizes))
 
 
-@dataclass(frozen=True)
-class WeightFormat:
+class WeightFormat(NamedTuple):
     """weight: `module:class` of a matrix on a rank;  quantisation: of the checkpoints that it reads, as `quantisation` names it."""
 
     weight: str

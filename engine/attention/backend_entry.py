@@ -1,7 +1,6 @@
 """What is known of an attention backend without torch: its name, its device, and what it needs of a node and of the settings."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.attention.flashinfer_files import FlashInferFiles
@@ -11,8 +10,7 @@ RowKind = Literal["decode", "extend"]
 ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
 
 
-@dataclass(frozen=True)
-class Platform:
+class Platform(NamedTuple):
     """A node and the settings, as far as backends depend on them. architecture: its GPUs' compute capability, None: the CPU;
     download: FlashInfer may fetch kernels that it lacks; drafts: decode rows may have several tokens."""
 
@@ -34,8 +32,7 @@ class Platform:
         return "no GPU" if self.architecture is None else f"SM{self.architecture[0]}{self.architecture[1]}"
 
 
-@dataclass(frozen=True)
-class Obstacle:
+class Obstacle(NamedTuple):
     """Why a backend is not chosen, and what would help. `by_default`: it can be asked for all the same."""
 
     reason: str
@@ -52,8 +49,7 @@ class PackageState(NamedTuple):
     advice: str
 
 
-@dataclass(frozen=True)
-class BackendEntry:
+class BackendEntry(NamedTuple):
     """An attention backend.
 
     parts      the module in `engine/rank/attention/` whose `parts` makes them (`base.AttentionParts`)

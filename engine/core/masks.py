@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -160,8 +160,7 @@ class MaskState:
             sequence.waits.add("mask")
 
 
-@dataclass(frozen=True)
-class MaskedRow:
+class MaskedRow(NamedTuple):
     """A planned row, of an admission. `most`: index of its first token, if no row of its sequence ever gave less than planned."""
 
     state: MaskState

@@ -7,8 +7,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.config import ToolGrammar
 from engine.errors import InvalidRequest
@@ -20,8 +19,7 @@ from engine.front.tools import Tools
 from engine.protocol import Grammar, ThoughtBudget
 
 
-@dataclass(frozen=True)
-class ToolChoice:
+class ToolChoice(NamedTuple):
     """`names`: only these tools may be called, None: all that are declared. `one`: a single call."""
 
     mode: Literal["none", "auto", "required"] = "auto"
@@ -29,8 +27,7 @@ class ToolChoice:
     one: bool = False
 
 
-@dataclass(frozen=True)
-class Constraints:
+class Constraints(NamedTuple):
     """`answer`: rules of engine.front.grammar, None: any text. `arguments`: what of a call's arguments is kept; off: in calls that
     the model begins by itself nothing is, not even names. `budget`: the most tokens of its thoughts, their labels apart."""
 
@@ -81,8 +78,8 @@ class Constraints:
     def looser(self) -> "Constraints | None":
         """The same with less of calls' arguments kept; None: what is left was asked for."""
         if self.arguments == "strict":
-            return replace(self, arguments="names")
-        return replace(self, arguments="off") if self.ours and self.arguments == "names" else None
+            return self._replace(arguments="names")
+        return self._replace(arguments="off") if self.ours and self.arguments == "names" else None
 
 
 def _thought(markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Thought:

@@ -14,8 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -144,8 +143,7 @@ def _json(schema: Schema | None) -> str:
     return f"%json {text}"
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """A part of a structural tag: JSON by `schema` between two texts; `trigger` is how `begin` begins."""
 
     trigger: str

@@ -118,6 +118,6 @@ def test_what_cannot_be_is_refused(
 
 def test_fallbacks_are_part_of_the_sentence() -> None:
     """What a rank's check at start turned off stands behind the reason, and the name says that there is some."""
-    choice = replace(choose(B200, WHOLE), fallbacks=("decode rows of sliding layers run triton",))
+    choice = choose(B200, WHOLE)._replace(fallbacks=("decode rows of sliding layers run triton",))
     assert choice.name == "trtllm_mha, with fallbacks"
     assert str(choice).endswith("; decode rows of sliding layers run triton")

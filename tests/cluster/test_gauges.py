@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +84,7 @@ class Still:
         return [True] * 3
 
     def status(self) -> list[RankStatus]:
-        return [replace(record(9, 9, 1), encoder=EncoderFigures(clips=rank)) for rank in (4, 5, 6)]
+        return [record(9, 9, 1)._replace(encoder=EncoderFigures(clips=rank)) for rank in (4, 5, 6)]
 
 
 def test_the_scrape_gauges_of_a_group() -> None:

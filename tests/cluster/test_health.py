@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +31,7 @@ def statuses(tp: int = 4, step: int = 811) -> list[RankStatus]:
 
 
 def with_record(records: list[RankStatus], index: int, **changes: int) -> list[RankStatus]:
-    return [replace(record, **changes) if at == index else record for at, record in enumerate(records)]
+    return [record._replace(**changes) if at == index else record for at, record in enumerate(records)]
 
 
 def judged(records: list[RankStatus], moment: Observation = MOMENT) -> Death | None:
@@ -41,7 +40,7 @@ def judged(records: list[RankStatus], moment: Observation = MOMENT) -> Death | N
 
 def launched(records: list[RankStatus], step: int, at: int) -> list[RankStatus]:
     """All ranks and the core have launched `step` at time `at`."""
-    return [replace(record, launched=step, progress_ns=at) for record in records]
+    return [record._replace(launched=step, progress_ns=at) for record in records]
 
 
 def test_a_group_at_rest_is_well() -> None:
@@ -61,14 +60,14 @@ def test_an_old_heartbeat_names_its_process(index: int, name: str) -> None:
 
 def test_all_heartbeats_stop_at_once() -> None:
     """Several stopped processes are all named."""
-    records = [replace(record, heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
+    records = [record._replace(heartbeat_ns=NOW - 5 * S) for record in statuses(tp=1)]
     expected = Death("unscheduled", "rank 0, the core: not scheduled for 5.0 s (stopped, or host hung)")
     assert judged(records) == expected
 
 
 def test_a_suspended_machine_is_no_death() -> None:
     """Heartbeats from before the watcher itself was stopped count only from when it looks again."""
-    records = [replace(record, heartbeat_ns=NOW - 100 * S) for record in launched(statuses(), 812, NOW - 100 * S)]
+    records = [record._replace(heartbeat_ns=NOW - 100 * S) for record in launched(statuses(), 812, NOW - 100 * S)]
     assert judged(records, Observation(NOW, since=NOW - S)) is None
     assert judged(records, Observation(NOW, since=NOW - 4 * S)) is not None
 
@@ -101,7 +100,7 @@ def test_a_fresh_plan_after_a_long_rest_is_no_hang() -> None:
 
 def test_a_core_that_does_not_commit_is_named() -> None:
     """All ranks finished step 812 long ago and the core has not taken it in: the core is named."""
-    records = [replace(record, launched=812, finished=812, progress_ns=NOW - 61 * S) for record in statuses()]
+    records = [record._replace(launched=812, finished=812, progress_ns=NOW - 61 * S) for record in statuses()]
     expected = Death("core_stalled", "the core made no progress after step 811 for 61 s")
     assert judged(with_record(records, 4, finished=811)) == expected
     assert judged(records) is None
@@ -110,7 +109,7 @@ def test_a_core_that_does_not_commit_is_named() -> None:
 def test_a_core_whose_masks_the_ranks_wait_for_is_named() -> None:
     """It hangs as it makes the masks of step 813 from the tokens of 812: no rank can go on, and none is blamed. Once it has
     committed 812 it owes nothing more."""
-    records = [replace(record, finished=812) for record in launched(statuses(), 813, NOW - 70 * S)]
+    records = [record._replace(finished=812) for record in launched(statuses(), 813, NOW - 70 * S)]
     last = with_record(records, 2, progress_ns=NOW - 61 * S)
     expected = Death("core_stalled", "the core made no progress after step 811 for 61 s")
     assert judged(with_record(last, 4, finished=811)) == expected
@@ -130,11 +129,11 @@ def test_ranks_of_different_states_are_named() -> None:
     """Of the last steps that all ranks show, the first after which one has another state is reported with that rank, whoever is
     ahead; steps that not all of them show are not compared, and neither is the core."""
     hashes = {step: 0xABC0 + step for step in range(804, 812)}
-    well = [replace(record, hashes=hashes) for record in statuses()[:-1]] + statuses()[-1:]
+    well = [record._replace(hashes=hashes) for record in statuses()[:-1]] + statuses()[-1:]
     assert judged(well) is None
-    ahead = [*well[:2], replace(well[2], finished=812, hashes={**hashes, 812: 7}), *well[3:]]
+    ahead = [*well[:2], well[2]._replace(finished=812, hashes={**hashes, 812: 7}), *well[3:]]
     assert judged(ahead) is None
-    other = [*ahead[:1], replace(well[1], hashes={**hashes, 810: 0xBAD, 811: 0xBAD1}), *ahead[2:]]
+    other = [*ahead[:1], well[1]._replace(hashes={**hashes, 810: 0xBAD, 811: 0xBAD1}), *ahead[2:]]
     sentence = "ranks hold different states after step 810: rank 1 (00000bad) against rank 0, rank 2, rank 3 (0000aeea)"
     assert judged(other) == Death("diverged", sentence)
 
@@ -155,7 +154,7 @@ class FakeGroup:
 
     def status(self) -> list[RankStatus]:
         beat = self.last_beat or time.monotonic_ns()
-        return [replace(record, heartbeat_ns=beat) for record in self.records]
+        return [record._replace(heartbeat_ns=beat) for record in self.records]
 
     def exits(self) -> list[ExitStatus]:
         return self.found

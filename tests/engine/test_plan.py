@@ -7,7 +7,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -289,6 +288,6 @@ def test_status_fields_have_one_writer_each() -> None:
     expected = RankStatus(7, 6, 2**63, 99, 4500, 2**63, 65535, hashes={6: 0xFFFFFFFF}, encoder=figures)
     assert block.read(1) == expected
     block.heartbeat(1, 100)
-    assert block.read(1) == replace(expected, heartbeat_ns=100)
+    assert block.read(1) == expected._replace(heartbeat_ns=100)
     assert block.read(0) == block.read(2) == RankStatus()
     assert not any(memory[2 * STATUS_BYTES :])

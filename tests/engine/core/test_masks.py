@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -137,7 +136,7 @@ def behind_the_first(masks: StepMasks) -> StepMasks:
     """Planted fault: each slot has its first token's mask last."""
     order = np.argsort(masks.slots, kind="stable")
     order = np.concatenate([np.roll(each, -1) for each in np.split(order, np.flatnonzero(np.diff(masks.slots[order])) + 1)])
-    return replace(masks, slots=masks.slots[order], bits=masks.bits[order])
+    return masks._replace(slots=masks.slots[order], bits=masks.bits[order])
 
 
 def not_taken_back(matcher: Matcher, drafts: list[int], masks: np.ndarray, until: float) -> int:

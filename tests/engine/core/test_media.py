@@ -236,7 +236,7 @@ def planned_beside(decoding: bool, text_before: int = 2) -> list[tuple[int, int,
         shown.append((len(plan.rows), len(plan.encodes), plan.prompt_tokens))
         launched += [step] * bool(plan.encodes)
         result = one_token_each(scheduler, plan)
-        scheduler.commit(replace(result, encoded=sum(step >= began + 2 for began in launched)))
+        scheduler.commit(result._replace(encoded=sum(step >= began + 2 for began in launched)))
     return shown
 
 
@@ -272,7 +272,7 @@ def test_waits_for_an_encoder_are_counted(rows: int, waited_s: float) -> None:
     waiting = []
     while (plan := scheduler.schedule()) is not None:
         waiting.append(scheduler.load().encoder_waiting)
-        scheduler.commit(replace(one_token_each(scheduler, plan), took_us=50_000))
+        scheduler.commit(one_token_each(scheduler, plan)._replace(took_us=50_000))
     assert waiting[-1] == 0
     assert sum(waiting) * 0.05 == pytest.approx(waited_s) == scheduler.load().encoder_wait_s
 
@@ -342,7 +342,7 @@ def beside_pictures(target_ms: float | None) -> tuple[float, int]:
         began += [(step, len(plan.encodes))] * bool(plan.encodes)
         taken.append(10.0 + sum(8.0 * items for first, items in began if first < step <= first + 2))
         result, encoded = one_token_each(scheduler, plan), sum(first + 2 <= step for first, _ in began)
-        scheduler.commit(replace(result, encoded=encoded, took_us=round(1e3 * taken[-1])))
+        scheduler.commit(result._replace(encoded=encoded, took_us=round(1e3 * taken[-1])))
         scheduler.requests.drain()
     return sum(taken[50:]) / len(taken[50:]), sum(items for first, items in began if first >= 50)
 

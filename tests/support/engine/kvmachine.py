@@ -15,7 +15,6 @@ wrong one are accepted. What the others wrote is wrong, perhaps not finite, and 
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from engine.geometry import KVGroup
 from engine.plan import Admission, PromptRow, ResultRow, StepPlan, StepResult, encode_plan
@@ -118,7 +117,7 @@ class KVMachine:
             self.drafted[row.slot] = self._draft(row.slot, plan.drafts)
         drafts = [self.drafted[row.slot] for row in results] if plan.masked and plan.drafts else ()
         self.ended = self.ended if self.slow(plan.step) else self.encoding
-        return replace(result_of(plan.step, results, prompts, drafts), encoded=self.ended)
+        return result_of(plan.step, results, prompts, drafts)._replace(encoded=self.ended)
 
     def _check_media(self, plan: StepPlan, chunk: PrefillChunk) -> None:
         media = self.media.get(self.seed[chunk.slot], ())

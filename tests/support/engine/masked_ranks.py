@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -65,12 +64,12 @@ class MaskedRanks(KVMachine):
 
 def of_another_row(masks: StepMasks) -> StepMasks:
     """Planted fault: each row gets its neighbour's mask."""
-    return replace(masks, bits=np.roll(masks.bits, 1, axis=0))
+    return masks._replace(bits=np.roll(masks.bits, 1, axis=0))
 
 
 def left_out(masks: StepMasks) -> StepMasks:
     """Planted fault: no row gets its mask."""
-    return replace(masks, slots=masks.slots[:0], bits=masks.bits[:0])
+    return masks._replace(slots=masks.slots[:0], bits=masks.bits[:0])
 
 
 def a_token_old() -> Plant:
@@ -80,7 +79,7 @@ def a_token_old() -> Plant:
     def planted(masks: StepMasks) -> StepMasks:
         rows = [before.get(slot, bits) for slot, bits in zip(masks.slots.tolist(), masks.bits, strict=True)]
         before.update(zip(masks.slots.tolist(), masks.bits, strict=True))
-        return replace(masks, bits=np.stack(rows) if rows else masks.bits)
+        return masks._replace(bits=np.stack(rows) if rows else masks.bits)
 
     return planted
 
@@ -91,6 +90,6 @@ def of_the_step_before() -> Plant:
 
     def planted(masks: StepMasks) -> StepMasks:
         before.append(masks)
-        return replace(before[-2:][0], step=masks.step)
+        return before[-2:][0]._replace(step=masks.step)
 
     return planted

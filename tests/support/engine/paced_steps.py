@@ -3,7 +3,7 @@
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import quantiles
 
 from engine.core.scheduler import Scheduler
@@ -130,7 +130,7 @@ class Pace:
             while len(self._out) < DEPTH and (plan := self.scheduler.schedule()) is not None:
                 result, milliseconds = self.execute(plan)
                 self._free_at = max(self._free_at, self.now) + milliseconds
-                self._out.append((plan, replace(result, took_us=round(1e3 * milliseconds)), self._free_at))
+                self._out.append((plan, result._replace(took_us=round(1e3 * milliseconds)), self._free_at))
             if self._out:
                 self._finish()
             elif self._arrivals:

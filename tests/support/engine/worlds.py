@@ -262,7 +262,7 @@ def simulate(
             assert planned or not scheduler.stuck, "requests wait, but nothing can run"
             resting = not (planned or scheduler.in_flight)
         if machine.ready:
-            scheduler.commit(replace(machine.result(), took_us=(100, 4000, 9000, 60_000)[steps % 4]))
+            scheduler.commit(machine.result()._replace(took_us=(100, 4000, 9000, 60_000)[steps % 4]))
             host.committed()
         for output in scheduler.requests.drain():
             outputs.append(output)

@@ -1,6 +1,5 @@
 """Exporters for tests: their labels, one request as events, an exporter that has received given events, and its text."""
 
-from dataclasses import replace
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -43,7 +42,7 @@ def pools(sliding: int, full: int) -> list[PoolLoad]:
 
 def exporter_after(*events: Event, **facts: Any) -> Exporter:
     """An exporter that has received `events`; its group is FACTS but for `facts`."""
-    exporter = Exporter(replace(FACTS, **facts))
+    exporter = Exporter(FACTS._replace(**facts))
     for event in events:
         exporter(event)
     return exporter
