@@ -142,10 +142,12 @@ def pool_pages(config: EngineConfig, groups: Sequence[KVGroup], bytes_available:
             f"sequences (max_seqs) and {DEPTH} x prefill_budget take {spent / 2**20:.1f} MiB, and full attention needs "
             f"{2 * full.page_bytes / 2**20:.1f} MiB at least; lower max_seqs or prefill_budget, or raise tp or memory_fraction"
         )
-    tails = sum(_window_pages(group) * group.page_bytes for group in sliding)
+    # Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
+    # to a place with a window before it. So it gets those of as many conversations as fit beside the slots, one a slot at most.
+    slots, tails = config.max_seqs, sum(_window_pages(group) * group.page_bytes for group in sliding)
     usual = -(-min(config.max_len, CACHED_TOKENS) // full.page) * full.page_bytes
-    cached = _cached_conversations(config.max_seqs, left, tails, usual) if config.prefix_cache else 0
-    most = (config.max_seqs + cached) * -(-config.max_len // full.page) + 1
+    cached = max(0, min(slots, (left - slots * usual) // (tails + usual))) if config.prefix_cache else 0
+    most = (slots + cached) * -(-config.max_len // full.page) + 1
     pages = (_sliding_pages(group, config) + cached * _window_pages(group) for group in sliding)
     return *pages, min(most, (left - cached * tails) // full.page_bytes)
 
@@ -163,13 +165,3 @@ def _window_pages(group: KVGroup) -> int:
     """Returns the pages of a sliding group for the window that a cached prefix ends with."""
     assert group.window is not None
     return -(-(group.window - 1) // group.page)
-
-
-def _cached_conversations(slots: int, left: int, tails: int, usual: int) -> int:
-    """Returns how many conversations the prefix cache is to hold beside those that run, at most one a slot. left: bytes beside the
-    windows of all slots; tails: bytes of a cached conversation's windows; usual: bytes of its full pages.
-
-    Without windows of its own the cache would be worth nothing whenever all slots run: what it has of full pages is found only up
-    to a place with a window before it.
-    """
-    return max(0, min(slots, (left - slots * usual) // (tails + usual)))

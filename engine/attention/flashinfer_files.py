@@ -8,15 +8,13 @@ import importlib.util
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Launcher = Literal["prebuilt", "nvcc"]
 
 
-@dataclass(frozen=True)
-class FlashInferFiles:
+class FlashInferFiles(NamedTuple):
     """version: installed, None: none. cubins: where all of trtllm-gen's kernels lie, None: some are missing. launcher: how compiled
     parts come about: from the package flashinfer-jit-cache, by nvcc at the first call, None: not at all."""
 

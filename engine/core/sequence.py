@@ -85,7 +85,7 @@ class Sequence(msgspec.Struct, eq=False):
 
     may_draft: bool = True
     stop_ids: frozenset[int] = frozenset()
-    cut_ids: frozenset[int] = frozenset()  # behind which a row's tokens are dropped: masks may begin there
+    cut_ids: frozenset[int | None] = frozenset()  # behind which a row's tokens are dropped: masks may begin there
     spans: list[tuple[int, int]] = []
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Sequence(msgspec.Struct, eq=False):
         self.stop_ids = frozenset(params.stop_ids)
         trigger = None if params.grammar is None else params.grammar.trigger
         thought = None if params.thought is None else params.thought.begin
-        self.cut_ids = frozenset(token for token in (trigger, thought) if token is not None)
+        self.cut_ids = frozenset((trigger, thought))
         self.spans = [span for item in self.media for span in item.spans]
 
     @property

@@ -21,8 +21,7 @@ of the answer, after a thought, after a call. There models may omit its marker.
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from engine.front.arguments import ArgumentsParser
 from engine.front.notation import MARK, QUOTE
@@ -48,8 +47,7 @@ _MARKERS = {
 _BOUNDARIES = ("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>")
 
 
-@dataclass(frozen=True)
-class Markers:
+class Markers(NamedTuple):
     """The token ids that give a reply its structure."""
 
     begin_thought: int

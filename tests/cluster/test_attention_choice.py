@@ -1,6 +1,5 @@
 """The table of attention backends: GPU, FlashInfer, settings -> backends of decode rows and chunks, and the sentence."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,12 +29,12 @@ def choose(architecture: tuple[int, int] | None, found: FlashInferFiles, **setti
 DEFAULTS = [
     (B200, WHOLE, "trtllm_mha", "SM100 with FlashInfer 0.7.2.post1, " + WHERE),
     (B300, WHOLE, "trtllm_mha", "SM103 with FlashInfer 0.7.2.post1, " + WHERE),
-    (B200, replace(WHOLE, version="0.7.0.post1", launcher="prebuilt"), "trtllm_mha", "SM100 with FlashInfer 0.7.0.post1, " + WHERE),
+    (B200, WHOLE._replace(version="0.7.0.post1", launcher="prebuilt"), "trtllm_mha", "SM100 with FlashInfer 0.7.0.post1, " + WHERE),
     (B200, NONE, "triton", "SM100 without FlashInfer"),
-    (B200, replace(WHOLE, version="0.6.18"), "triton", "FlashInfer 0.6.18 is not among those tried, 0.7.0 to below 0.8"),
-    (B200, replace(WHOLE, version="0.8.0"), "triton", "FlashInfer 0.8.0 is not among those tried, 0.7.0 to below 0.8"),
-    (B200, replace(WHOLE, cubins=None), "triton", NO_KERNELS),
-    (B200, replace(WHOLE, launcher=None), "triton", NO_LAUNCHER),
+    (B200, WHOLE._replace(version="0.6.18"), "triton", "FlashInfer 0.6.18 is not among those tried, 0.7.0 to below 0.8"),
+    (B200, WHOLE._replace(version="0.8.0"), "triton", "FlashInfer 0.8.0 is not among those tried, 0.7.0 to below 0.8"),
+    (B200, WHOLE._replace(cubins=None), "triton", NO_KERNELS),
+    (B200, WHOLE._replace(launcher=None), "triton", NO_LAUNCHER),
     (H200, WHOLE, "triton", f"SM90 {NO_FAMILY}: triton by default"),
     (H200, NONE, "triton", f"SM90 {NO_FAMILY}: triton by default"),
     (RTX, WHOLE, "triton", f"SM120 {NO_FAMILY}: triton by default"),
@@ -56,8 +55,8 @@ def test_by_default(architecture: tuple[int, int] | None, found: FlashInferFiles
 def test_what_would_change_it() -> None:
     """On an SM100 GPU that lacks something the advice names it; where nothing would help there is none."""
     assert choose(B200, NONE).advice == "make install-gpu"
-    assert CUBIN_DOWNLOAD_COMMAND in choose(B200, replace(WHOLE, cubins=None)).advice
-    assert "CUDA toolkit" in choose(B200, replace(WHOLE, launcher=None)).advice
+    assert CUBIN_DOWNLOAD_COMMAND in choose(B200, WHOLE._replace(cubins=None)).advice
+    assert "CUDA toolkit" in choose(B200, WHOLE._replace(launcher=None)).advice
     assert [choose(gpu, WHOLE).advice for gpu in (B200, H200, A100, None)] == [""] * 4
 
 
@@ -65,13 +64,13 @@ ASKED = [
     (B200, WHOLE, {"attention": "triton"}, "triton", "triton"),
     (B200, WHOLE, {"attention_extend": "triton"}, "trtllm_mha", "triton"),
     (B200, WHOLE, {"attention": "triton", "attention_decode": "trtllm_mha"}, "trtllm_mha", "triton"),
-    (B200, replace(WHOLE, cubins=None), {"flashinfer_download": True}, "trtllm_mha", "trtllm_mha"),
+    (B200, WHOLE._replace(cubins=None), {"flashinfer_download": True}, "trtllm_mha", "trtllm_mha"),
     (B200, WHOLE, {"page": 64}, "trtllm_mha", "trtllm_mha"),
     (B200, WHOLE, {"page": 128}, "triton", "triton"),
     (B200, WHOLE, {"dtype": "float32"}, "triton", "triton"),
     (B200, WHOLE, {"mtp": Mtp(model="drafter")}, "triton", "trtllm_mha"),
     (B200, WHOLE, {"mtp": Mtp(model="drafter", drafts=0)}, "trtllm_mha", "trtllm_mha"),
-    (H200, replace(WHOLE, cubins=None), {"attention_decode": "trtllm_mha"}, "trtllm_mha", "triton"),
+    (H200, WHOLE._replace(cubins=None), {"attention_decode": "trtllm_mha"}, "trtllm_mha", "triton"),
     (RTX, WHOLE, {"attention_decode": "trtllm_mha", "attention_extend": "triton"}, "trtllm_mha", "triton"),
     (None, NONE, {"attention": "reference", "device": "cpu"}, "reference", "reference"),
 ]
@@ -92,9 +91,9 @@ REFUSED = [
     (H200, NONE, {"attention_decode": "trtllm_mha"}, "attention_decode: trtllm_mha: SM90 without FlashInfer (make install-gpu)"),
     (A100, WHOLE, {"attention_decode": "trtllm_mha"}, "SM80 is not of the SM100 family, and FlashInfer has no such kernels for it"),
     (B200, NONE, {"attention": "trtllm_mha"}, "SM100 without FlashInfer (make install-gpu)"),
-    (B200, replace(WHOLE, version="0.6.13"), {"attention": "trtllm_mha"}, "FlashInfer 0.6.13 is not among those tried"),
-    (B200, replace(WHOLE, cubins=None), {"attention": "trtllm_mha"}, CUBIN_DOWNLOAD_COMMAND),
-    (B200, replace(WHOLE, launcher=None), {"attention_extend": "trtllm_mha"}, "can build no launcher"),
+    (B200, WHOLE._replace(version="0.6.13"), {"attention": "trtllm_mha"}, "FlashInfer 0.6.13 is not among those tried"),
+    (B200, WHOLE._replace(cubins=None), {"attention": "trtllm_mha"}, CUBIN_DOWNLOAD_COMMAND),
+    (B200, WHOLE._replace(launcher=None), {"attention_extend": "trtllm_mha"}, "can build no launcher"),
     (B200, WHOLE, {"attention": "trtllm_mha", "page": 128}, "pages of 16, 32 or 64 tokens, not 128"),
     (B200, WHOLE, {"attention": "trtllm_mha", "dtype": "float32"}, "compute in bfloat16, not float32"),
     (B200, WHOLE, {"attention": "trtllm_mha", "mtp": Mtp(model="drafter")}, "trtllm_mha: its decode rows are of one token"),

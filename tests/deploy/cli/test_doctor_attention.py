@@ -27,7 +27,7 @@ def test_doctor_says_which_attention_runs_and_why() -> None:
     here, files = checks.attention(Capability((B200,), WHOLE), ANY, None)
     assert (here.state, here.found) == ("ok", "trtllm_mha: SM100 with FlashInfer 0.7.2.post1, kernels in /kernels")
     assert (files.state, files.found) == ("ok", "0.7.2.post1: kernels in /kernels, launchers built by nvcc")
-    here, files = checks.attention(Capability((B200,), replace(WHOLE, cubins=None)), ANY, None)
+    here, files = checks.attention(Capability((B200,), WHOLE._replace(cubins=None)), ANY, None)
     assert (here.state, here.found.partition(":")[0]) == ("warn", "triton")
     assert "flashinfer download-cubin" in here.advice
     assert "no kernels of trtllm-gen on disk" in files.found
