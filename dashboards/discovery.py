@@ -117,11 +117,10 @@ class ReplicaRegistry(Collector):
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
         retired = self._retired[member.target[:2]]
-        restarts = {(RESTARTS.name, (cause if cause in CAUSES else "other",)): 1.0} if cause else {}
+        restarts = [((RESTARTS.name, (cause if cause in CAUSES else "other",)), 1.0)] if cause else []
         ended = sum(value for (name, _), value in member.counts.items() if name == "quartet_requests_total")
         lost = max(0.0, member.counts.get(("quartet_requests_received_total", ()), 0.0) - ended)  # received, and not ended
-        dead = {_DEAD: member.counts.get(_DEAD, 0.0) + lost} if lost else {}
-        for key, value in (member.counts | dead | restarts).items():
+        for key, value in (*member.counts.items(), (_DEAD, lost), *restarts):
             retired[key] = retired.get(key, 0.0) + value
         self._gone[replica] = member.target, self._clock()
         if len(self._gone) > _REMEMBERED:

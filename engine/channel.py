@@ -90,10 +90,9 @@ class Waiter:
     def wait(self) -> None:
         """Spin or sleep once, after a poll that found nothing."""
         self._polls += 1
-        if self._polls <= self._spin:
-            return
         silent = self._polls - self._spin
-        time.sleep(50e-6 if silent < _SHORT else self._idle_s if silent < _LONG else 5 * self._idle_s)
+        if silent > 0:
+            time.sleep(50e-6 if silent < _SHORT else self._idle_s if silent < _LONG else 5 * self._idle_s)
 
 
 class _Ring:

@@ -57,9 +57,5 @@ def encode_masks(step: int, masks: Mapping[int, np.ndarray], words: int) -> byte
 def decode_masks(data: bytes) -> StepMasks:
     """The masks in `data`, in place; raises ValueError when its length is wrong."""
     step, count, words = _HEADER.unpack_from(data)
-    expected = _HEADER.size + 4 * count * (1 + words)
-    if len(data) != expected:
-        raise ValueError(f"the masks of step {step} are {len(data)} bytes long, not {expected}")
-    slots = np.frombuffer(data, np.int32, count, _HEADER.size)
-    bits = np.frombuffer(data, np.int32, count * words, _HEADER.size + 4 * count)
-    return StepMasks(step, slots, bits.reshape(count, words))
+    numbers = np.frombuffer(data, np.int32, offset=_HEADER.size)
+    return StepMasks(step, numbers[:count], numbers[count:].reshape(count, words))

@@ -159,7 +159,7 @@ class Allocator:
     def _insert(self, sequence: Sequence, count: int, *, supersedes: bool = False) -> None:
         """Cache its first `count` pages. The tail is still held, because pages are released from the edge of `low`'s page."""
         *sliding, full = sequence.runs
-        tail = [page for run in sliding for page in run.between(first_page(self.pools[0].group, count * self.page), count)]
+        tail = [page for run in sliding for page in run.between(first_page(run.pool.group, count * self.page), count)]
         self.cache.insert(self._keys(sequence, count), full.between(0, count), tail, supersedes=supersedes)
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:

@@ -45,11 +45,7 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """`count` free pages, each with one holder; the caller has checked `free`."""
-        assert count <= len(self._free), (count, len(self._free))
-        if not count:
-            return []
-        pages = self._free[: -count - 1 : -1]
-        del self._free[-count:]
+        pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self.holders[page] = 1
         return pages

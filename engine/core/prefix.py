@@ -98,7 +98,6 @@ class PrefixCache:
     """Segments of both pools, which are one for a model without sliding layers. `share`: the part of each pool that may lie idle.
 
     version         grows with each change of what can be found
-
     evicted_pages   evicted since boot
     """
 
@@ -229,14 +228,14 @@ class PrefixCache:
         If no leaf has idle full pages, that is a segment above one, whose holders computed the pages below it themselves.
         """
         if pool is self._full:
-            self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages) > 0, self._touch))
+            self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages), self._touch))
             return
-        segment = self._oldest(self._tails, lambda candidate: pool.idle_in(candidate.tail or ()) > 0, self._tails.move_to_end)
+        segment = self._oldest(self._tails, lambda candidate: pool.idle_in(candidate.tail or ()), self._tails.move_to_end)
         self._drop_tail(segment)
         self._prune(segment)
 
     def _oldest(
-        self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], bool], renew: Callable[[Segment], None]
+        self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], int], renew: Callable[[Segment], None]
     ) -> Segment:
         """The least recently used that has an idle page and is not spared; those in use or spared become the newest."""
         for _ in range(2 * len(order)):
