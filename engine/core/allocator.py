@@ -48,7 +48,7 @@ class Allocator:
             pages = pool.take(count)
             run.pages += pages
             self._append(sequence, run, pages, plan)
-            plan.zeros.extend((pool.group.index, page) for page in pool.cleanse(pages))
+            plan.zeros.extend((pool.group.index, page) for page in pool.take_not_finite(pages))
         self._note_bounds(sequence)
 
     def _append(self, sequence: Sequence, run: PageRun, pages: list[int], plan: StepPlan) -> None:
@@ -82,13 +82,13 @@ class Allocator:
 
         Results of its rows in flight are dropped, so what they write beyond `low` is not known to be finite either.
         """
-        if sequence.poisoned:
+        if sequence.not_finite:
             self.cache.discard(self._keys(sequence, sequence.low // self.page))
         written = max(sequence.high, sequence.dropped)
         for run in sequence.runs:
             pool = run.pool
-            certain = 0 if sequence.poisoned else sequence.low // self.page if written > sequence.low else run.end
-            pool.poison(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
+            certain = 0 if sequence.not_finite else sequence.low // self.page if written > sequence.low else run.end
+            pool.note_not_finite(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
             pool.give(run.pages)
         self.cache.trim()
 

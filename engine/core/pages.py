@@ -24,7 +24,7 @@ class PagePool:
         self._free = list(range(pages - 1, 0, -1))
         self.holders = [0] * pages  # sequences that hold each page
         self._kept = [0] * pages  # how often the prefix cache keeps it
-        self._poisoned: set[int] = set()
+        self._not_finite: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -94,15 +94,15 @@ class PagePool:
 
     # -- pages that may hold NaN
 
-    def poison(self, pages: Iterable[int]) -> None:
+    def note_not_finite(self, pages: Iterable[int]) -> None:
         """These pages may hold NaN. Masking does not contain it: 0 x NaN is NaN."""
-        self._poisoned.update(pages)
+        self._not_finite.update(pages)
 
-    def cleanse(self, pages: Iterable[int]) -> list[int]:
+    def take_not_finite(self, pages: Iterable[int]) -> list[int]:
         """The pages among these that must be zeroed before use; from now on they count as clean."""
-        dirty = [page for page in pages if page in self._poisoned]
-        self._poisoned.difference_update(dirty)
-        return dirty
+        found = [page for page in pages if page in self._not_finite]
+        self._not_finite.difference_update(found)
+        return found
 
 
 class PageRun:

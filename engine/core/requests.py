@@ -133,7 +133,7 @@ class Requests:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take slot and pages back; rows of this admission still in flight become stale."""
-        if not sequence.poisoned:
+        if not sequence.not_finite:
             self.allocator.cache_computed(sequence)
         self.allocator.give_all(sequence)
         self.running.remove(sequence)
@@ -154,9 +154,9 @@ class Requests:
             success = reason is AbortReason.stop_string
             self.end(sequence, Output(request, finish=FinishReason.stop if success else FinishReason.abort))
 
-    def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, poisoned: bool = False) -> None:
-        """End a request that cannot go on; its client gets `error`. `poisoned`: what it computed was not finite."""
-        sequence.poisoned = poisoned
+    def fail(self, sequence: Sequence, error: str, *, invalid: bool = False, not_finite: bool = False) -> None:
+        """End a request that cannot go on; its client gets `error`. `not_finite`: what it computed was not finite."""
+        sequence.not_finite = not_finite
         self.end(sequence, Output(sequence.id, finish=FinishReason.error, error=error, invalid=invalid))
 
     def end(self, sequence: Sequence, output: Output) -> None:

@@ -75,7 +75,7 @@ class Results:
             if sequence.number != number or logprobs is None:
                 continue
             if not has_numbers(logprobs):
-                self._requests.fail(sequence, _NOT_FINITE, poisoned=True)
+                self._requests.fail(sequence, _NOT_FINITE, not_finite=True)
                 continue
             logprobs = logprobs.after(sequence.scored)
             if logprobs.count:
@@ -135,7 +135,7 @@ class Results:
         """Append a row's tokens, and tell the client. Of its `drafts` those are accepted that are among the tokens."""
         assert (row.slot, row.number) == (sequence.slot, sequence.number & NUMBER_MASK), (row, sequence)
         if row.nan:
-            self._requests.fail(sequence, _NOT_FINITE, poisoned=True)
+            self._requests.fail(sequence, _NOT_FINITE, not_finite=True)
             return
         if row.empty:
             self._requests.fail(sequence, "the request's constraints together forbid every token", invalid=True)

@@ -108,7 +108,7 @@ class Scheduler:
             if not self._encoder_waits or self.in_flight:
                 return None
             self._end_encoder_waits()  # no decode row had pages, and no result will come
-            self._budget.forgive()
+            self._budget.forget_lateness()
             return self.schedule()
         if plan.encodes:
             self._encodes += 1

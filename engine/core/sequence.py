@@ -46,7 +46,7 @@ class Sequence(msgspec.Struct, eq=False):
     dropped     end of the positions that rejected drafts, and rows whose results are dropped, may have written
     held        positions for which it holds pages in every group;   runs: those pages, by group
     release_at  the `low` from which on a page can be given back
-    started     it was admitted once;   poisoned: its values were not finite
+    started     it was admitted once;   not_finite: its values were not finite
     """
 
     id: int
@@ -78,7 +78,7 @@ class Sequence(msgspec.Struct, eq=False):
     held: int = 0
     release_at: int = 0
     started: bool = False
-    poisoned: bool = False
+    not_finite: bool = False
     overtaken: int = 0
     ended: bool = False
     runs: list[PageRun] = []

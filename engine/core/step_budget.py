@@ -190,7 +190,7 @@ class StepBudget:
         """Notes that an encode begins."""
         self._decoded = 0
 
-    def forgive(self) -> None:
+    def forget_lateness(self) -> None:
         """Forgets by how much steps were late: no step with decode rows comes that could make up for it."""
         self._late_ms = 0.0
 
@@ -211,7 +211,7 @@ class StepBudget:
         """Tokens of each prompt in the next step, `most` in total, beside these decode rows; prompts as in `Policy.order`.
         `share_rest` may give more in the same step, and `planned` gets the outcome."""
         self._decodes = decodes
-        order = self._policy.order(prompts, self._turn(prompts[0], most))
+        order = self._policy.order(prompts, self._oldest_first(prompts[0], most))
         if self._has_target:
             tokens = self._within_target(prompts, order, most)
         else:
@@ -253,7 +253,7 @@ class StepBudget:
         saved_ms = self._saved_ms + milliseconds
         self._saved_ms = saved_ms if self._saving else min(saved_ms, most)
 
-    def _turn(self, oldest: Prompt, most: int) -> bool:
+    def _oldest_first(self, oldest: Prompt, most: int) -> bool:
         """Whether the oldest prompt comes first: others have had three times the time of its next chunk."""
         if self._passed < OLDEST_EVERY - 1:
             return False

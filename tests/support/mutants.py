@@ -53,7 +53,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "success = reason is AbortReason.stop_string", "success = False"),
     ),
     "engine/core/allocator.py": (
-        ("nan-stays-in-freed-pages", "engine/core/test_not_finite.py", "certain = 0 if sequence.poisoned else", "certain ="),
+        ("nan-stays-in-freed-pages", "engine/core/test_not_finite.py", "certain = 0 if sequence.not_finite else", "certain ="),
         ("window-released-a-page-early", "engine/core/test_scheduler.py",
          "run.drop_before(first_page(pool.group, sequence.low))", "run.drop_before(first_page(pool.group, sequence.low) + 1)"),
     ),

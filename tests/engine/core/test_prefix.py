@@ -407,7 +407,7 @@ def test_a_row_that_may_give_nothing_ends_its_request_alone() -> None:
 
 def test_an_unzeroed_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: pages that held NaN are handed on as they are."""
-    monkeypatch.setattr(PagePool, "cleanse", lambda self, pages: [])
+    monkeypatch.setattr(PagePool, "take_not_finite", lambda self, pages: [])
     assert caught(400, 10, run=simulate, fault=KVFault, where=lambda world: world.nan_chance)
 
 
