@@ -47,12 +47,9 @@ _ROOM = 256 << 20  # bytes
 
 def private_folder() -> Path:
     """Makes a folder for Ray's session and HAProxy's files; ConfigError where there is no room for them."""
-    try:
-        if (free := shutil.disk_usage(_TMP).free) < _ROOM:
-            raise ConfigError(f"{_TMP} has {free >> 20} MiB free: Ray's session needs {_ROOM >> 20} MiB there")
-        return Path(tempfile.mkdtemp(prefix="q-", dir=_TMP))
-    except OSError as error:
-        raise ConfigError(f"{_TMP}: {error.strerror}") from error
+    if (free := shutil.disk_usage(_TMP).free) < _ROOM:
+        raise ConfigError(f"{_TMP} has {free >> 20} MiB free: Ray's session needs {_ROOM >> 20} MiB there")
+    return Path(tempfile.mkdtemp(prefix="q-", dir=_TMP))
 
 
 def check_log_folder(folder: str) -> None:
@@ -67,8 +64,10 @@ def check_log_folder(folder: str) -> None:
 def check_host(host: str) -> None:
     """Raises ConfigError where HAProxy could not reach the replicas: they listen at the API's host, and it looks on loopback."""
     if host not in ("127.0.0.1", "localhost", *WILDCARDS) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") == "1":
-        choices = "127.0.0.1 for this machine alone, 0.0.0.0 or :: for all its interfaces"
-        raise ConfigError(f"http_options.host: {host}: HAProxy finds no replica there: {choices}")
+        raise ConfigError(
+            f"http_options.host: {host}: HAProxy finds no replica there: "
+            "127.0.0.1 for this machine alone, 0.0.0.0 or :: for all its interfaces"
+        )
 
 
 @dataclass
@@ -102,14 +101,14 @@ class Launch:
         _sweep()
         self._ports.keep_api(*self.address)
         check_host(self.address[0])
-        metrics, logs = self.settings.metrics, self.settings.logs
-        check_port(metrics.host, metrics.port, "metrics.host and metrics.port choose another", least=0)
-        if logs.folder is not None:
-            check_log_folder(logs.folder)
-        if self.settings.keys.needed:
-            parse(read(self.settings.keys))
-        check_nodes(self.settings, [len(probe().gpus)])
-        config = place(self.settings)  # a model of the hub is downloaded
+        settings = self.settings
+        check_port(settings.metrics.host, settings.metrics.port, "metrics.host and metrics.port choose another", least=0)
+        if settings.logs.folder is not None:
+            check_log_folder(settings.logs.folder)
+        if settings.keys.needed:
+            parse(read(settings.keys))
+        check_nodes(settings, [len(probe().gpus)])
+        config = place(settings)  # a model of the hub is downloaded
         attention_here(config)
         return config
 
@@ -184,8 +183,8 @@ class Launch:
             applications = serve.status().applications
             for name, status in applications.items():
                 if status.status == "DEPLOY_FAILED":
-                    deployments = status.deployments.values()  # whose messages say more than the application's
-                    said = "\n".join([status.message, *(deployment.message for deployment in deployments)])
+                    # the deployments' messages say more than the application's
+                    said = "\n".join([status.message, *(deployment.message for deployment in status.deployments.values())])
                     raise EngineDead(f"{name} could not start: {last_error(said)}")
             if applications and all(status.status == "RUNNING" for status in applications.values()):
                 break
@@ -327,9 +326,8 @@ def _all_routed() -> bool:
 
 
 def _answers(url: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment would look elsewhere
-    try:
-        direct.open(url, timeout=2).close()
+    try:  # directly: a proxy of the environment would look elsewhere
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2).close()
     except OSError:  # urllib's own errors, too: any status but a good one
         return False
     return True

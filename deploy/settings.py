@@ -201,11 +201,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_config(path: Path) -> ServeConfig:
-    """Reads the Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none."""
+    """Reads the Serve config in `path`: the mapping that `serve run` takes. ConfigError when it is none, OSError when it cannot
+    be read."""
     try:
         value = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a day that is none, bytes that are not UTF-8
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict) or not isinstance(value.get("applications"), list):

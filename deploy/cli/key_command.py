@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
         _append(args.append, line)
         file = str(args.append)
         where = [f"added to {file}"]
-    value = {"name": entry.name, "key": key, "line": line, "file": file}
-    emit(value, ["key, shown only now:", key, *where], as_json=args.json)
+    emit({"name": entry.name, "key": key, "line": line, "file": file}, ["key, shown only now:", key, *where], as_json=args.json)
     return OK
 
 
@@ -60,16 +59,13 @@ def _append(path: Path, line: str) -> None:
     """Adds a line to a file, of the same owner and mode; who reads it meanwhile has it as it was, or with the line."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        folder = os.open(path.parent, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"{path.parent}: {error.strerror}") from error
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)  # of two that add at once both lines stay
         if path.exists() and not path.is_file():  # a device, say: a file would take its place
             raise ConfigError(f"--append: {path} is no file")
-        before = read(KeySettings(file=str(path))) if path.exists() else ""
-        text = "".join(f"{entry}\n" for entry in [*before.splitlines(), line])
+        lines = read(KeySettings(file=str(path))).splitlines() if path.exists() else []
+        text = "".join(f"{entry}\n" for entry in [*lines, line])
         parse(text)
         temporary.touch(mode=0o600, exist_ok=False)
         temporary.write_text(text, encoding="utf-8")

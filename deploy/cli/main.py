@@ -33,12 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         code: int = args.run(args)
-    except (ConfigError, CheckpointError, PermissionError, IsADirectoryError) as error:
-        print(f"quartet: {error}", file=sys.stderr)
-        return CANNOT
     except BrokenPipeError:  # `quartet ... | head`: nobody reads on, and the interpreter must not complain when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (ConfigError, CheckpointError, OSError) as error:
+        if getattr(error, "filename", error) is None:  # of no file: a bug, not the user's
+            raise
+        print(f"quartet: {error}", file=sys.stderr)
+        return CANNOT
     except KeyboardInterrupt:
         return 130  # as a shell counts a SIGINT
     return code
@@ -46,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    about = "Quartet: Gemma 4 on Ray Serve."
-    parser = argparse.ArgumentParser(prog="quartet", description=about, epilog=HELP, formatter_class=raw)
+    parser = argparse.ArgumentParser("quartet", description="Quartet: Gemma 4 on Ray Serve.", epilog=HELP, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="command")
     for module in COMMANDS:
         module.register(commands)

@@ -42,7 +42,7 @@ def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """For every command that takes one."""
     for command in ("check-config", "serve"):
         assert main([command, "/no/such.yaml"]) == 2
-        assert capsys.readouterr().err == "quartet: /no/such.yaml: No such file or directory\n"
+        assert capsys.readouterr().err == "quartet: [Errno 2] No such file or directory: '/no/such.yaml'\n"
 
 
 @pytest.mark.parametrize("seconds", ["-1", "nan"])
@@ -96,10 +96,11 @@ def test_no_room_in_tmp_is_one_line(capsys: pytest.CaptureFixture[str], monkeypa
     """Nor where nothing can be written."""
 
     def fails(path: str) -> NoReturn:
-        raise OSError(errno.EROFS, "Read-only file system")
+        raise OSError(errno.EROFS, "Read-only file system", path)
 
     usage = types.SimpleNamespace(free=3 << 20)
-    for found, why in ((lambda path: usage, "/tmp has 3 MiB free: Ray's session needs"), (fails, "/tmp: Read-only file system")):
+    full, unwritten = "/tmp has 3 MiB free: Ray's session needs", "[Errno 30] Read-only file system: '/tmp'"
+    for found, why in ((lambda path: usage, full), (fails, unwritten)):
         monkeypatch.setattr(shutil, "disk_usage", found)
         assert main(["serve", str(NANO)]) == 2
         assert capsys.readouterr().err.startswith(f"quartet: {why}")
