@@ -91,8 +91,9 @@ def haproxy_sockets(environ: Mapping[str, str]) -> list[Path] | None:
 def refuse_kernels_distribution() -> None:
     """Raises ConfigError where a distribution `kernels` is installed: our package would be shadowed, or shadow it."""
     if installed("kernels"):
-        clash = "the Python distribution `kernels` is installed, whose name Quartet's own package has"
-        raise ConfigError(f"{clash}: pip uninstall kernels")
+        raise ConfigError(
+            "the Python distribution `kernels` is installed, whose name Quartet's own package has: pip uninstall kernels"
+        )
 
 
 def haproxy_binary() -> str | None:

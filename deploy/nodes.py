@@ -30,9 +30,8 @@ def replica_resources(settings: Settings) -> dict[str, float]:
 
 def check_replicas(config: ServeConfig, settings: Settings, resources: Mapping[str, float]) -> None:
     """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
-    usual = replica_resources(settings)
     for _, options in deployments(config):
-        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options", usual)
+        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options", replica_resources(settings))
         count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
         for resource, amount in (("CPU", actor.get("num_cpus", 1)), ("GPU", actor.get("num_gpus"))):
             needed = float(amount or 0) * (1 if count == "auto" else int(count))

@@ -25,10 +25,9 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
     name to its folder."""
     mtp = settings.mtp
     drafter = drafter_folder(mtp, drafter_of)
-    device = settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus and has_gpus else "cpu"
     return engine_config(
         model=str(folder),
-        device=device,
+        device=settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus and has_gpus else "cpu",
         load_format=settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors"),
         suppress=tuple(generation_config(folder).get("suppress_tokens") or ()),
         **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": mtp.drafts}},

@@ -59,8 +59,9 @@ class Ports:
         try:  # HAProxy does not share: what is kept is a name, which goes with this process
             self._kept.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0quartet-{port}")
         except OSError as error:
-            why = "another `quartet serve` is about to (--port chooses another)"
-            raise ConfigError(f"cannot listen on {host}:{port}: {why}") from error
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: another `quartet serve` is about to (--port chooses another)"
+            ) from error
 
     def close(self) -> None:
         self._kept.close()

@@ -18,8 +18,8 @@ _LOST = ("UNHEALTHY", "DEPLOY_FAILED")
 
 def outermost() -> list[Any]:
     """Returns the guards; RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function."""
-    is_proxy = (ray.get_runtime_context().get_actor_name() or "").startswith("SERVE_PROXY_ACTOR")
-    return limits.outermost(routes if is_proxy else None)
+    name = ray.get_runtime_context().get_actor_name() or ""
+    return limits.outermost(routes if name.startswith("SERVE_PROXY_ACTOR") else None)
 
 
 def routes() -> dict[str, bool]:

@@ -8,16 +8,14 @@ from deploy.scaling import POLICY, Scaling
 from deploy.settings import LONGEST_S, ServeConfig, deployments
 from engine.errors import ConfigError
 
-_HTTP_BOUNDS = {"port": (1, 65535), "keep_alive_timeout_s": (0, LONGEST_S), "request_timeout_s": (0, LONGEST_S)}
-
 
 def check_schema(config: ServeConfig, source: str) -> None:
     """Raises ConfigError that names the keys that Serve itself would refuse or ignore, or its controller stumble over."""
     prefix = ""
     try:
-        options = ServeDeploySchema.model_validate(config, extra="forbid").http_options
-        for name, (least, most) in _HTTP_BOUNDS.items():
-            if not least <= (value := getattr(options, name) or 0) <= most:
+        http = ServeDeploySchema.model_validate(config, extra="forbid").http_options
+        for name, least, most in (("port", 1, 65535), ("keep_alive_timeout_s", 0, LONGEST_S), ("request_timeout_s", 0, LONGEST_S)):
+            if not least <= (value := getattr(http, name) or 0) <= most:
                 raise ConfigError(f"{source}: http_options.{name}: {value} is not from {least} to {most}")
         for path, options in deployments(config):
             prefix = f"{path}.autoscaling_config."  # for which Serve's schema takes any mapping

@@ -221,5 +221,7 @@ def _check_drafts(config: EngineConfig, heads: int) -> None:
     if config.mtp.model is None and config.mtp.drafts not in ("auto", 0):
         raise ConfigError(f"mtp.drafts {config.mtp.drafts}: mtp.model must name the assistant that makes them")
     if config.device == "cuda" and heads * config.widest > VERIFY_ROWS:
-        most = f"at most {VERIFY_ROWS // heads - 1} with tp {config.tp}, where {heads} query heads share a KV head"
-        raise ConfigError(f"mtp.drafts {config.widest - 1}: {most}")
+        raise ConfigError(
+            f"mtp.drafts {config.widest - 1}: at most {VERIFY_ROWS // heads - 1} with tp {config.tp}, "
+            f"where {heads} query heads share a KV head"
+        )

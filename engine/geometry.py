@@ -150,8 +150,7 @@ class KVGroup:
     def pages_for(self, start: int, end: int) -> range:
         """Returns the table indices of the pages that must be held while positions [start, end) run: their own and what their
         window reads."""
-        first = 0 if self.window is None else max(0, start - self.window + 1)
-        return range(first // self.page, -(-end // self.page))
+        return range(0 if self.window is None else max(0, start - self.window + 1) // self.page, -(-end // self.page))
 
     def worst_pages(self, tokens: int) -> int:
         """Returns how many pages a sequence of `tokens` tokens needs at once when it runs a token at a time."""
@@ -204,11 +203,9 @@ def kv_groups(geometry: Geometry, tp: int, page: int = PAGE_SIZE, dtype: DType =
         if not owners:
             continue
         first = owners[0]
-        sliding = kind == "sliding"
-        indices = tuple(layer.index for layer in owners)
-        heads = len(shard_kv_heads(geometry.heads, first.kv_heads, tp, 0))
-        form = heads, first.head_dim, geometry.window if sliding else None, page, dtype
-        groups.append(KVGroup(len(groups), kind, indices, *form, bidirectional=sliding and geometry.bidirectional))
+        indices, heads = tuple(layer.index for layer in owners), len(shard_kv_heads(geometry.heads, first.kv_heads, tp, 0))
+        window, both_ways = (geometry.window, geometry.bidirectional) if kind == "sliding" else (None, False)
+        groups.append(KVGroup(len(groups), kind, indices, heads, first.head_dim, window, page, dtype, both_ways))
     return tuple(groups)
 
 
@@ -261,18 +258,15 @@ def _naming(source: str) -> Iterator[None]:
 
 def _check_implemented(section: JsonObject, implemented: Implemented) -> None:
     """Raise ValueError, which names every key whose value asks for other mathematics than is here."""
-    wrong = [
+    if wrong := [
         f"{key} {section[key]!r} is not implemented, only {' or '.join(map(repr, values))}"
         for key, values in implemented.items()
         if key in section and section[key] not in values
-    ]
-    if wrong:
+    ]:
         raise ValueError("; ".join(wrong))
 
 
 def _geometry(config: JsonObject, text: JsonObject) -> Geometry:
-    wrapped = "text_config" in config
-    unified = "unified" in config["model_type"]
     vocab = text["vocab_size"]
     ple = text.get("hidden_size_per_layer_input") or 0
     ple_vocab = text.get("vocab_size_per_layer_input") or vocab
@@ -295,9 +289,9 @@ def _geometry(config: JsonObject, text: JsonObject) -> Geometry:
         pad=text.get("pad_token_id") or 0,
         placeholders=_placeholders(config),
         dtype=text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16",
-        prefix="model.language_model." if wrapped else "model.",
+        prefix="model.language_model." if "text_config" in config else "model.",
         tied=config.get("tie_word_embeddings", True),
-        bidirectional=text.get("use_bidirectional_attention", "vision" if unified else None) == "vision",
+        bidirectional=text.get("use_bidirectional_attention", "vision" if "unified" in config["model_type"] else None) == "vision",
     )
 
 
@@ -313,7 +307,6 @@ def _layers(text: JsonObject) -> tuple[Layer, ...]:
         shared = index >= shared_from
         if shared and kind not in producers:
             raise ValueError(f"layer {index} shares KV, but no {kind} layer before {shared_from} produces it")
-        double = shared and bool(text.get("use_double_wide_mlp"))
         layers.append(
             Layer(
                 index,
@@ -321,7 +314,7 @@ def _layers(text: JsonObject) -> tuple[Layer, ...]:
                 head_dim,
                 kv_heads,
                 rope=_rope(text["rope_parameters"][f"{kind}_attention"], head_dim),
-                intermediate=text["intermediate_size"] * (2 if double else 1),
+                intermediate=text["intermediate_size"] * (2 if shared and text.get("use_double_wide_mlp") else 1),
                 k_eq_v=kind == "full" and bool(text.get("attention_k_eq_v")),
                 kv_source=producers[kind] if shared else index,
             )
@@ -346,8 +339,7 @@ def _kinds(names: list[str], count: int) -> list[LayerKind]:
     if len(names) != count:
         raise ValueError(f"layer_types has {len(names)} entries for {count} layers")
     table: dict[str, LayerKind] = {"sliding_attention": "sliding", "full_attention": "full"}
-    unknown = set(names) - set(table)
-    if unknown:
+    if unknown := set(names) - set(table):
         raise ValueError(f"unknown layer type {min(unknown)!r}")
     return [table[name] for name in names[:-1]] + ["full"]
 
@@ -376,5 +368,4 @@ def _rope(parameters: JsonObject, head_dim: int) -> Rope:
 
 def _placeholders(config: JsonObject) -> tuple[int, ...]:
     """Returns the ids that the multimodal wrapper embeds as pad when they stand in plain text."""
-    names = ("image_token_id", "video_token_id", "audio_token_id")
-    return tuple(sorted({config[name] for name in names if config.get(name) is not None}))
+    return tuple(sorted(filter(None, {config.get(f"{kind}_token_id") for kind in ("image", "video", "audio")})))

@@ -79,8 +79,8 @@ def key_notes(http: ServeConfig, settings: Settings) -> Iterator[str]:
         if (host := http.get("host", "127.0.0.1")) not in ("127.0.0.1", "localhost", "::1"):
             yield f"no keys, and http_options.host is {host}: anybody who reaches the port may use it"
         return
-    if settings.keys.variable is not None and settings.keys.variable not in os.environ:
-        yield f"keys.variable: {settings.keys.variable} is not set here: the keys were not checked"
+    if (variable := settings.keys.variable) and variable not in os.environ:
+        yield f"keys.variable: {variable} is not set here: the keys were not checked"
         return
     keys = parse(read(settings.keys))
     expired = sum(key.has_expired(datetime.now(UTC)) for key in keys)
@@ -92,8 +92,8 @@ def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Itera
     deployments = app["deployments"]
     bound = http.get("request_timeout_s")
     own = settings.limits.request_timeout_s
-    for drain in filter(None, (options.get("graceful_shutdown_timeout_s") for options in deployments)):
-        if (drain := float(drain)) < own:
+    for options in deployments:
+        if (drain := float(options.get("graceful_shutdown_timeout_s") or own)) < own:
             yield f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}: downscaling may cut streams"
     if bound is None:
         if any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):

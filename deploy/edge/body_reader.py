@@ -40,8 +40,8 @@ class BodyReader(Generic[R]):
 
 def unsupported(name: str, allowed: str = "") -> InvalidRequest:
     """What a known key without its function is answered with."""
-    rest = f": only {allowed}" if allowed else ""
-    return InvalidRequest(f"{name} is not supported here{rest}", param=name.partition(".")[0], code="unsupported_parameter")
+    message = f"{name} is not supported here{allowed and f': only {allowed}'}"
+    return InvalidRequest(message, param=name.partition(".")[0], code="unsupported_parameter")
 
 
 def _is_neutral(raw: Json, name: str, neutral: tuple[Any, ...]) -> bool:

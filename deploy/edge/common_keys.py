@@ -54,8 +54,8 @@ class CommonSamplingKeys(FrozenStruct):
         """What is said by the names that Sampling has, but for raw JSON, with `changes`."""
         names = set(self.__struct_fields__).intersection(Sampling.__struct_fields__)
         given = {name: value for name in names if not isinstance(value := getattr(self, name), Raw | UnsetType | None)}
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Sampling(**{**given, "stops": stops, **changes})
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return Sampling(**{**given, "stops": tuple(stops), **changes})
 
 
 def thinks_by_effort(effort: Effort | None) -> bool | None:

@@ -88,13 +88,13 @@ class KeySettings(FrozenStruct):
     """the environment variable of the replicas that has its lines"""
 
     def __post_init__(self) -> None:
-        if self.file is not None and self.variable is not None:
+        if self.file and self.variable:
             raise ValueError("either file or variable")
 
     @property
     def needed(self) -> bool:
         """Whether a request needs a key."""
-        return self.file is not None or self.variable is not None
+        return bool(self.file or self.variable)
 
 
 KEYS_VARIABLE = "QUARTET_KEYS"  # in the environment: the KeySettings as JSON of the guard around Serve
@@ -114,10 +114,9 @@ def guard_limits(limits: LimitSettings, host: str, *, keys: bool = False) -> str
     Where they do not say by which names it is known, it is by those of loopback and by `host`; by any at a wildcard address, and
     where requests need `keys`, which no page of another site has.
     """
-    hosts = limits.hosts
-    if hosts is None and not keys and host not in WILDCARDS:
-        hosts = (*LOOPBACK_NAMES, url_host(host))
-    return msgspec.json.encode(msgspec.structs.replace(limits, hosts=hosts)).decode()
+    if limits.hosts is None and not keys and host not in WILDCARDS:
+        limits = msgspec.structs.replace(limits, hosts=(*LOOPBACK_NAMES, url_host(host)))
+    return msgspec.json.encode(limits).decode()
 
 
 class LogSettings(FrozenStruct):

@@ -23,11 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorShape(FrozenStruct):
-    """How an API writes an error. `name`: of its schema in the API's document; `fields`: what stands under `error`; `write`: from
-    status, message, param and code; `id_headers`: by which its clients find a request's id on any reply."""
+    """How an API writes an error. `name`: of its schema in the API's document; `write`: from status, message, param and code, with
+    the same keys each time or more; `id_headers`: by which its clients find a request's id on any reply."""
 
     name: str
-    fields: tuple[str, ...]
     write: Callable[[int, str, str | None, str | None], JsonObject]
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
@@ -42,7 +41,7 @@ def _openai_body(status: int, message: str, param: str | None, code: str | None)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-OPENAI_ERROR = ErrorShape("Error", ("message", "type", "param", "code"), _openai_body)
+OPENAI_ERROR = ErrorShape("Error", _openai_body)
 
 
 class JsonResponse(Response):
@@ -73,8 +72,9 @@ async def refuse(error: QuartetError, shape: ErrorShape, scope: Scope, receive: 
         REQUEST_ID.set(name := request_id(scope["headers"]))
         ids = [(header, name.encode()) for header in shape.id_headers]
         kind, status = type(error).__name__, status_of(error).status
-        fields = {"request_id": name, "status": status, "error": kind}
-        logger.info("rejected before routing: status=%d error=%s", status, kind, extra=fields)
+        logger.info(
+            "rejected before routing: status=%d error=%s", status, kind, extra={"request_id": name, "status": status, "error": kind}
+        )
     response = refusal(error, shape)
     response.raw_headers += ids
     await response(scope, receive, send)

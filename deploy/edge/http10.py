@@ -19,8 +19,7 @@ class Unchunked:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the app does, without chunks."""
-        is_old = scope["type"] == "http" and scope["http_version"] == "1.0"
-        await self.app(scope, receive, _until_close(send) if is_old else send)
+        await self.app(scope, receive, _until_close(send) if scope.get("http_version") == "1.0" else send)
 
 
 def _until_close(send: Send) -> Send:

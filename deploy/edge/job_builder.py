@@ -96,7 +96,7 @@ class JobBuilder:
             _check_end(ask, "a tool_choice that requires a call")
         job = self._job(ask, [prompt], ask.sampling.max_tokens or settings.max_tokens or settings.max_len, scored=1)
         if chat.choice.mode == "none" and chat.tools:
-            ids = [number for number in map(self.text.control_id, CALL_TOKENS) if number is not None]
+            ids = list(filter(None, map(self.text.control_id, CALL_TOKENS)))
             job = _with(job, adjustments=forbid(job.params[0].adjustments, ids))
         items = media_items(prompt, media, self.text) if media else ()
         return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
@@ -133,10 +133,9 @@ class JobBuilder:
 
     def _tokenized(self, ask: Ask, raw: RawPrompts) -> tuple[Job, AnswerForm | None]:
         """Without its grammar; takes a while."""
-        prompts = [self._tokens(source, ask.prompt_key) for source in raw.sources]
         sampling = ask.sampling
         limit = COMPLETION_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens)
-        job = self._job(ask, prompts, limit, scored=sampling.n)
+        job = self._job(ask, [self._tokens(source, ask.prompt_key) for source in raw.sources], limit, scored=sampling.n)
         if raw.echo:
             decode = partial(self.text.decode, skip_special_tokens=sampling.skip_special_tokens)
             texts = tuple(source if isinstance(source, str) else decode(source) for source in raw.sources)
@@ -181,8 +180,8 @@ class JobBuilder:
         if ask.prompt_logprobs is not None:
             count = scored * sum(map(len, prompts)) * (1 + ask.prompt_logprobs)
             if count > MAX_PROMPT_LOGPROBS:
-                counted = f"{count} logprobs of prompt tokens, alternatives counted,"
-                raise invalid("prompt_logprobs", f"{counted} exceed the limit of {MAX_PROMPT_LOGPROBS} a request")
+                why = f"{count} logprobs of prompt tokens, alternatives counted, exceed the limit of {MAX_PROMPT_LOGPROBS}"
+                raise invalid("prompt_logprobs", f"{why} a request")
         job = Job(
             tuple(array("i", prompt) for prompt in prompts),
             choices,

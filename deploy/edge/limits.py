@@ -161,8 +161,7 @@ class Uploads:
             async with asyncio.timeout_at(ends) as upload.timeout:
                 await self._receive(upload, receive)
         except TimeoutError as error:
-            gave_way = loop.time() < ends
-            why = "gave way to newer ones" if gave_way else f"did not arrive within {self._limits.body_timeout_s:g} s"
+            why = "gave way to newer ones" if loop.time() < ends else f"did not arrive within {self._limits.body_timeout_s:g} s"
             raise TooSlow(f"the body {why}") from error
 
     async def _receive(self, upload: Upload, receive: Receive) -> None:

@@ -50,8 +50,7 @@ def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tupl
     """The ids of each word as it begins a text, and as it follows a space."""
     if not all(word.strip() for word in words):
         raise invalid("bad_words", "a word must not be empty")
-    texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
-    return tuple(dict.fromkeys(tuple(encode(text)) for text in texts))
+    return tuple(dict.fromkeys(tuple(encode(prefix + word.lstrip())) for word in words for prefix in ("", " ")))
 
 
 def check_ids(ids: Ids, vocab: int, param: str) -> Ids:

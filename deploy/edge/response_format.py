@@ -49,27 +49,21 @@ class ResponseFormat(Protocol):
 
     def begin(self, usage: Usage) -> bytes:
         """Of a stream, before anything else: the prompt has been accepted, and nothing is generated yet."""
-        ...
 
     def events(self, index: int, delta: Delta) -> bytes:
         """What a delta adds to the stream, the beginning and the end of its choice included; may be empty."""
-        ...
 
     def end(self, usage: Usage) -> bytes:
         """A stream's last events: every choice has come to its end."""
-        ...
 
     def failure(self, error: QuartetError) -> bytes:
         """A stream's last event instead."""
-        ...
 
     def add(self, index: int, delta: Delta) -> None:
         """Add a delta to a whole answer."""
-        ...
 
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""
-        ...
 
 
 class OneChoice:

@@ -44,14 +44,14 @@ _GENERATED: Responses = {
 }
 
 
-def _error_schema(shape: ErrorShape) -> JsonObject:
-    """Return the schema of an object whose `error` has the shape's fields, each a text or null."""
-    fields = {name: {"type": ["string", "null"]} for name in shape.fields}
-    inner = {"type": "object", "required": list(shape.fields), "properties": fields}
-    return {"type": "object", "required": ["error"], "properties": {"error": inner}}
+def _schema_of(value: object) -> JsonObject:
+    """Return the schema of what has the keys of `value`, all that are no objects texts or null."""
+    if not isinstance(value, dict):
+        return {"type": ["string", "null"]}
+    return {"type": "object", "required": [*value], "properties": {name: _schema_of(inner) for name, inner in value.items()}}
 
 
-_ERROR_SCHEMAS = {api.error.name: _error_schema(api.error) for api in GENERATION_APIS}
+_ERROR_SCHEMAS = {api.error.name: _schema_of(api.error.write(400, "", None, None)) for api in GENERATION_APIS}
 
 
 def _errors(shape: ErrorShape) -> Responses:
@@ -197,8 +197,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
             return JsonResponse({"status": "draining"}, 503)
         # Addresses are told to this machine and, where there are API keys, to those who have one.
         is_trusted = is_from_loopback(request.scope) and (service.keys is None or record_of(request.scope).key is not None)
-        about = service.about if is_trusted else {}
-        return JsonResponse({"status": "ready", "model": service.settings.name, **about})
+        return JsonResponse({"status": "ready", "model": service.settings.name, **(service.about if is_trusted else {})})
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
@@ -225,8 +224,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 @cache
 def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
     """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
-    bodies = [api.body for api in (*GENERATION_APIS, *TOKEN_APIS)]
-    kinds = [*bodies, *(part for api in GENERATION_APIS for part in api.parts)]
+    kinds = [api.body for api in TOKEN_APIS] + [kind for api in GENERATION_APIS for kind in (api.body, *api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, schemas, strict=True)), components
 

@@ -46,11 +46,11 @@ class SidePool:
             if self._control is None:
                 self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with child_end:
-                    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                    environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # else half of a process' time is page faults
+                    # without huge pages half of a process' time is page faults
+                    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
                     command = [sys.executable, "-m", self._command[0], str(child_end.fileno()), *self._command[1:]]
                     self._process = subprocess.Popen(  # by its folder it finds our packages
-                        command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=environment
+                        command, stdin=subprocess.DEVNULL, pass_fds=(child_end.fileno(),), cwd=ROOT, env=os.environ | settings
                     )
             return self._control
 

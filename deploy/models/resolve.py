@@ -83,9 +83,10 @@ def _download(model: str, revision: str | None) -> Path:
     try:
         return _checked(Path(snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"])))
     except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ConfigError(
-            f"model: {model} is not in the local hub cache and {why}; download it where there is a network, or give a folder"
+            f"model: {model} is not in the local hub cache and "
+            f"{'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else 'the hub cannot be reached'}; "
+            "download it where there is a network, or give a folder"
         ) from error
     except (HFValidationError, OSError) as error:  # the hub's, or the disk's
         raise ConfigError(f"model: {model}: {' '.join(str(error).split())[:300]}") from error

@@ -197,7 +197,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "deploy/edge/keys/key_ring.py": (
         ("expired-key-passes", "deploy/edge/test_keys.py deploy/edge/test_key_file.py",
-         "if match is None or match.has_expired(now)", "if match is None"),
+         "if match is None or match.has_expired(datetime.now(UTC))", "if match is None"),
     ),
     "deploy/edge/key_gate.py": (
         ("any-key-has-all-rights", "deploy/edge/test_keys.py", 'elif endpoint.right not in {"open", *key.rights}:', "elif False:"),

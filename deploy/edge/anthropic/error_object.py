@@ -29,4 +29,4 @@ def _body(status: int, message: str, param: str | None, _: str | None) -> JsonOb
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": REQUEST_ID.get()}
 
 
-ANTHROPIC_ERROR = ErrorShape("AnthropicError", ("message", "type"), _body, (b"x-request-id", b"request-id"))
+ANTHROPIC_ERROR = ErrorShape("AnthropicError", _body, (b"x-request-id", b"request-id"))

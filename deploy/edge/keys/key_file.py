@@ -63,7 +63,7 @@ def digest_of(key: bytes) -> bytes:
 
 def read(settings: KeySettings) -> str:
     """The lines, from wherever the settings say. ConfigError: they cannot be read. Blocks."""
-    if settings.variable is not None:
+    if settings.variable:
         lines = os.environ.get(settings.variable)
         if lines is None:
             raise ConfigError(f"keys.variable: {settings.variable} is not set in the environment of this process")

@@ -44,7 +44,7 @@ class KeyRing:
 
     async def refresh(self) -> None:
         """Returns with the keys of a file as they were a second ago, or later."""
-        if self._settings.file is None:
+        if not self._settings.file:
             return
         if self._look is None and time.monotonic() - self._looked >= FILE_CHECK_PERIOD_S:
             self._looked = time.monotonic()
@@ -69,12 +69,11 @@ class KeyRing:
     def find(self, presented: bytes) -> ApiKey | None:
         """The key in force that was presented. Compares all of them, whatever it finds: its time tells nothing of any."""
         digest = digest_of(presented)
-        now = datetime.now(UTC)
         match = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 match = key
-        return None if match is None or match.has_expired(now) else match
+        return None if match is None or match.has_expired(datetime.now(UTC)) else match
 
     def open(self, key: ApiKey) -> QuotaGrant:
         """A request of that holder begins. QuotaExceeded: too many have."""

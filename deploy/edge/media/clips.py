@@ -30,8 +30,7 @@ def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
     if not all(tokens):
         raise InvalidRequest(f"it has {len(samples)} samples at 16 kHz, which are too few")
     text = "".join(f"<|audio>{'<|audio|>' * count}<audio|>" for count in tokens)
-    whole = prepared("audio", np.concatenate(clips), text, runs=len(clips))
-    return msgspec.structs.replace(whole, clips=tuple(map(len, clips)))
+    return msgspec.structs.replace(prepared("audio", np.concatenate(clips), text, runs=len(clips)), clips=tuple(map(len, clips)))
 
 
 def read_audio(data: bytes, most_seconds: float) -> Array:

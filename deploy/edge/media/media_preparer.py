@@ -81,11 +81,10 @@ class MediaPreparer:
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:
     """Where each stands in the prompt: no message can hold a soft token, so every run of them is one of these."""
-    names = (text.control_id(f"<|{kind}|>") for kind in _PLURALS)
-    runs = _runs(tokens, {number for number in names if number is not None})
-    items = [item for medium in media for item in _items(medium, list(islice(runs, medium.runs)))]
+    runs = _runs(tokens, {text.control_id(f"<|{kind}|>") for kind in _PLURALS})
+    items = tuple(item for medium in media for item in _items(medium, list(islice(runs, medium.runs))))
     assert next(runs, None) is None, "the prompt has more soft tokens than its media"
-    return tuple(items)
+    return items
 
 
 def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]:
@@ -99,7 +98,7 @@ def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]
         yield MediaItem(first, end - first, sha256(clip).digest(), (), medium.kind, (rows, *medium.shape[1:]), clip)
 
 
-def _runs(tokens: Sequence[int], soft: set[int]) -> Iterator[tuple[int, int]]:
+def _runs(tokens: Sequence[int], soft: set[int | None]) -> Iterator[tuple[int, int]]:
     """[begin, end) of each run of ids in `soft`."""
     begin = None
     for index, token in enumerate(tokens):

@@ -61,8 +61,10 @@ def prepare(pool: SidePool, task: DecodeTask, source: bytes) -> Prepared:
     message = encode(task)
     answer = pool.run(LENGTH.pack(len(message)) + message, source)
     if answer is None:
-        limits = f"{CPU_S[task.kind]} s of CPU and {MEMORY_BYTES >> 20} MiB at most"
-        raise InvalidRequest(f"it takes too much time or memory to fetch or decode: {limits}")
+        raise InvalidRequest(
+            "it takes too much time or memory to fetch or decode: "
+            f"{CPU_S[task.kind]} s of CPU and {MEMORY_BYTES >> 20} MiB at most"
+        )
     decoded = decode_answer(answer)
     if isinstance(decoded, str):
         raise InvalidRequest(decoded)

@@ -92,8 +92,9 @@ class RequestRecord(Struct):
     @property
     def used_tokens(self) -> int:
         """Tokens of its prompt and its answers; none of a request that the engine never began."""
-        begun = any(clock.scheduled is not None for clock in self.clocks)
-        return (self.prompt_tokens or 0) + (self.tokens or 0) if begun else 0
+        if all(clock.scheduled is None for clock in self.clocks):
+            return 0
+        return (self.prompt_tokens or 0) + (self.tokens or 0)
 
     def first(self, point: str) -> float | None:
         """Seconds from the submission to the first choice's `scheduled` or `first`; None: it has not come."""

@@ -111,7 +111,6 @@ def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
     """Name them by OpenTelemetry's conventions for GenAI and HTTP where they have a name; what does not apply is left out."""
-    error = "client_gone" if record.gone else None
     attributes = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "quartet",
@@ -128,7 +127,7 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         "http.request.method": record.method,
         "http.route": record.route,
         "http.response.status_code": record.status,
-        "error.type": type(record.error).__name__ if record.error is not None else error,
+        "error.type": type(record.error).__name__ if record.error else "client_gone" if record.gone else None,
         "quartet.request.id": record.id,
         "quartet.finish": record.finish,
     }

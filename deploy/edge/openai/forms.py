@@ -129,8 +129,9 @@ class _Base(DataEvents, abc.ABC):
 
     def end(self, usage: Usage) -> bytes:
         """The chunk without choices, where it is wanted, and the end."""
-        counts = self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n"
-        return DONE if self._usage_chunks == "none" else counts + DONE
+        if self._usage_chunks == "none":
+            return DONE
+        return self._head + b'],"usage":' + encode(usage_json(usage)) + b"}\n\n" + DONE
 
     def add(self, index: int, delta: Delta) -> None:
         """Add a delta to its choice."""
@@ -238,8 +239,7 @@ class TextFormat(_Base):
     EMPTY = b'"text":""'
 
     def _chunk(self, index: int, delta: Delta) -> bytes:
-        logprobs = encode(self._logprobs(self._choices[index], delta))
-        return self._event(index, b'"text":' + encode(text_of(delta)), logprobs)
+        return self._event(index, b'"text":' + encode(text_of(delta)), encode(self._logprobs(self._choices[index], delta)))
 
     def _logprobs(self, choice: _ChoiceSoFar, delta: Delta) -> JsonObject | None:
         """A token's offset is that of the character which it begins or goes on with."""

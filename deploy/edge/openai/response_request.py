@@ -226,8 +226,8 @@ def _full_name(namespace: str | None, name: str) -> str:
 def _with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Join the instructions and the first system messages to one: templates take no other."""
     later = list(dropwhile(lambda message: message.role == "system", messages))
-    first = messages[: len(messages) - len(later)]
-    text = "\n\n".join(filter(None, [instructions, *(str(message.content) for message in first)]))
+    first = (str(message.content) for message in messages[: len(messages) - len(later)])
+    text = "\n\n".join(filter(None, [instructions, *first]))
     return [ChatMessage("system", text), *later] if text else later
 
 

@@ -60,7 +60,7 @@ def _oops(_status: int, message: str, param: str | None, _code: str | None) -> d
     return {"oops": message, "where": param}
 
 
-HAIKU = GenerationApi(path="/haiku", operation="chat", error=ErrorShape("Oops", ("oops",), _oops), body=HaikuRequest, read=read)
+HAIKU = GenerationApi(path="/haiku", operation="chat", error=ErrorShape("Oops", _oops), body=HaikuRequest, read=read)
 
 
 @pytest.fixture
