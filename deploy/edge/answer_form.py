@@ -79,7 +79,7 @@ def _response_format(value: Any, key: str) -> str | None:
         ) if schema is not None:
             return _schema(schema, key)
         case {"type": "json_object"}:
-            return json_answer()
+            return json_answer({"type": "object"})
         case {"type": "json_schema"}:
             raise InvalidRequest(f"{key}: json_schema needs a schema")
         case {"type": "structural_tag"}:
@@ -123,7 +123,7 @@ def _schema(value: Any, key: str) -> str:
 def _any_object(value: Any, key: str) -> str:
     if value is not True:
         raise InvalidRequest(f"{key}: must be true or false")
-    return json_answer()
+    return json_answer({"type": "object"})
 
 
 def _text(make: Callable[[str], str], value: Any, key: str) -> str:

@@ -100,9 +100,9 @@ class PagePool:
 
     def take_not_finite(self, pages: Iterable[int]) -> list[int]:
         """The pages among these that must be zeroed before use; from now on they count as clean."""
-        found = [page for page in pages if page in self._not_finite]
-        self._not_finite.difference_update(found)
-        return found
+        dirty = [page for page in pages if page in self._not_finite]
+        self._not_finite.difference_update(dirty)
+        return dirty
 
 
 class PageRun:

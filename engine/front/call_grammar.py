@@ -21,7 +21,7 @@ from engine.front.notation import KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, compiles, expressions, lark_regex, repeats
-from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred, says_nothing, types_of
+from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred, types_of, without_nulls
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -94,7 +94,7 @@ class CallGrammar:
         size = self._bytes
         referred = dict(self._referred)
         try:
-            known = _without_nulls(schema)  # of an object, whether or not it says so
+            known = without_nulls(schema)  # of an object, whether or not it says so
             kind = {} if any(keyword in known for keyword in _REFERRING) else {"type": "object"}
             return f"({self._value({**kind, **known}, 0)})"
         except SchemaError as error:
@@ -134,11 +134,11 @@ class CallGrammar:
     def _by_schema(self, schema: Any, depth: int) -> str:
         if depth > _DEPTH:
             raise GrammarTooLarge(f"nesting deeper than {_DEPTH}")
-        if schema is True or schema == {}:
+        if schema is True:
             return "value"
         if not isinstance(schema, Mapping):
             raise SchemaError(f"{json.dumps(schema)[:100]} as a schema")
-        schema = _without_nulls(schema)
+        schema = without_nulls(schema)
         if depth and schema.get("nullable") is True:  # as OpenAPI 3.0 says what templates show, too
             return _either(["any_null", self._by_schema({**schema, "nullable": False}, depth)])
         for keyword in (*_REFERRING, "const", "enum"):
@@ -293,10 +293,6 @@ def _target(root: Any, reference: str) -> Any:
     if following is None:
         raise SchemaError(f"the reference {reference[:100]!r}")
     return target
-
-
-def _without_nulls(schema: Schema) -> Schema:
-    return {keyword: value for keyword, value in schema.items() if not says_nothing(keyword, value)}
 
 
 def _either(alternatives: Iterable[str]) -> str:

@@ -21,16 +21,15 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
-from engine.front.string_schema import FORMATS, lark_regex
+from engine.front.string_schema import lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
-from engine.front.value_schema import Schema, listed, referred, says_nothing
+from engine.front.value_schema import Schema, listed, referred, without_nulls
 from engine.protocol import JsonObject
 
 MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _COMBINED = ("allOf", "not", "if", "dependentSchemas")
 _BRANCHES = ("anyOf", "oneOf", "$ref")
-_DIALECT = re.compile(r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _MAX_CHOICES = 1024
 _MOST_CHOICES = 200_000  # a tenth of a second
@@ -46,8 +45,8 @@ _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))", re.MULTILIN
 Thought = enum.Enum("Thought", "none optional forced begun")
 
 
-def json_answer(schema: Schema | None = None) -> str:
-    """JSON by a schema; any object, without one."""
+def json_answer(schema: Schema) -> str:
+    """JSON by a schema."""
     return f"answer: {_json(schema)}"
 
 
@@ -55,7 +54,7 @@ class _Combination(Exception):
     """A schema says something of an object that another one describes, too."""
 
 
-def _close(schema: JsonObject) -> None:
+def _close(schema: JsonObject) -> JsonObject:
     """What has `properties` is an object, and has no more than these where it does not say what others may be, as in calls: a model
     that may write any key writes keys without end."""
     properties = schema.get("properties")
@@ -65,20 +64,11 @@ def _close(schema: JsonObject) -> None:
         schema.setdefault("type", "object")
         if not schema.keys() & _OTHERS and properties.keys() >= set(map(str, listed(schema.get("required")))):
             schema["additionalProperties"] = False
+    return schema
 
 
-def _drop_what_says_nothing(schema: JsonObject) -> None:
-    """A format of no standard is an annotation: pydantic writes "password", zod "cuid". So is a dialect that nobody knows."""
-    if str(schema.get("format")) not in FORMATS:
-        schema.pop("format", None)
-    if not _DIALECT.fullmatch(str(schema.get("$schema"))):
-        schema.pop("$schema", None)
-    for keyword in [keyword for keyword, value in schema.items() if says_nothing(keyword, value)]:
-        del schema[keyword]
-
-
-def _changed(schema: Any, change: Callable[[JsonObject], None]) -> Any:
-    """A copy of a schema, each object in which has been given to `change`, the innermost first."""
+def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
+    """A schema, each object in which is what `change` makes of it, the innermost first."""
     if isinstance(schema, list):
         return [_changed(item, change) for item in schema]
     if not isinstance(schema, Mapping):
@@ -88,8 +78,7 @@ def _changed(schema: Any, change: Callable[[JsonObject], None]) -> Any:
         inner = schema[key]
         named = key in SCHEMAS_BY_NAME and isinstance(inner, Mapping)
         kept[key] = {name: _changed(each, change) for name, each in inner.items()} if named else _changed(inner, change)
-    change(kept)
-    return kept
+    return change(kept)
 
 
 def _choices(schema: Any, root: Any, known: dict[str, float]) -> float:  # noqa: C901 - a case for each keyword
@@ -132,9 +121,9 @@ def _check_patterns(schema: Any) -> None:
         raise InvalidRequest("by the schema's allOf, $ref and branches one string has to match too many or too long patterns")
 
 
-def _json(schema: Schema | None) -> str:
+def _json(schema: Schema) -> str:
     _check_patterns(schema)
-    kept = {"type": "object"} if schema is None else _changed(schema, _drop_what_says_nothing)
+    kept = _changed(schema, without_nulls)
     with suppress(_Combination):  # then it stays as it is
         kept = _changed(kept, _close)
     text = json.dumps(dict(kept) | {"x-guidance": _SPACING})

@@ -108,7 +108,7 @@ def _prepared(message: JsonObject, cut: CutCalls) -> JsonObject:
     ready = dict(message)
     if message["role"] == "assistant":
         ready["content"] = _without_thoughts(message.get("content"))
-        if (thought := message.get("reasoning") or message.get("reasoning_content")) is not None:
+        if (thought := message.get("reasoning")) is not None:
             ready |= {"reasoning": thought, "reasoning_content": thought}  # templates read one or the other
     if message.get("tool_calls"):
         ready["tool_calls"] = [_with_mapping(call, cut) for call in message["tool_calls"]]

@@ -1,7 +1,7 @@
 """What a JSON Schema says of one value, as far as reading a tool call needs it: its types, and the schemas inside it."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,12 @@ from urllib.parse import unquote
 
 import msgspec
 
+from engine.front.string_schema import FORMATS
+from engine.protocol import JsonObject
+
 _BRANCHES = 64  # of anyOf, oneOf, allOf and $ref together: more are not looked at
+_DIALECT = re.compile(r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?")
+_NOTHING: Mapping[str, Sequence[Any]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
 _PYTHON_TYPES: dict[type, str] = {
@@ -106,12 +111,21 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def says_nothing(keyword: str, value: Any) -> bool:
-    """Whether a keyword allows everything: zod writes of a record that its keys are strings. One that is null is as good as absent:
-    programs write so what they leave open."""
-    if value is None:
-        return keyword != "const"
-    return (keyword == "uniqueItems" and value is False) or (keyword == "propertyNames" and value in ({}, True, {"type": "string"}))
+def without_nulls(schema: Schema) -> JsonObject:
+    """The keywords that do not allow everything: zod writes of a record that its keys are strings, pydantic a format "password".
+    One that is null is as good as absent: programs write so what they leave open. A dialect that nobody knows is none."""
+    return {keyword: value for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+
+
+def _says_nothing(keyword: str, value: Any) -> bool:
+    match keyword:
+        case "const":
+            return False
+        case "format":
+            return str(value) not in FORMATS
+        case "$schema":
+            return not _DIALECT.fullmatch(str(value))
+    return value is None or value in _NOTHING.get(keyword, ())
 
 
 def are_apart(left: ValueSchema, right: ValueSchema) -> bool:

@@ -72,8 +72,8 @@ class MessageFormat(BlockFormat):
         return before + event("content_block_stop", index=block.index)
 
     def _message(self, content: list[JsonObject], usage: Usage) -> JsonObject:
-        who = {"id": self.id, "type": "message", "role": "assistant", "model": self._model.name}
-        return who | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": _counts(usage)}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model.name, "content": content,
+                "stop_reason": None, "stop_sequence": None, "usage": _counts(usage)}  # fmt: skip
 
     def _stopped(self) -> dict[str, str | None]:
         assert self.choice.finish is not None

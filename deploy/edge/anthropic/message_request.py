@@ -232,10 +232,8 @@ def _reply(blocks: list[ContentBlock], where: str) -> ChatMessage:
     calls = []
     for index, block in enumerate(blocks):
         match block.type:
-            case "thinking":
+            case "thinking" | "redacted_thinking":
                 thoughts.append(block.thinking or "")
-            case "redacted_thinking":
-                pass
             case "tool_use":
                 calls.append(_call(block, f"{where}[{index}]"))
             case _:

@@ -109,11 +109,8 @@ class GenerateFormat(OneChoice, DataEvents):
 
     def _said(self) -> JsonObject:
         tokens = len(self.choice.tokens)
-        finish: JsonObject | None = None
-        if self.choice.finish == "length":
-            finish = {"type": "length", "length": tokens}
-        elif self.choice.finish is not None:
-            finish = {"type": "stop", "matched": self.choice.stop}
+        others = {"length": {"type": "length", "length": tokens}, None: None}
+        finish = others.get(self.choice.finish, {"type": "stop", "matched": self.choice.stop})
         counts = {"prompt_tokens": self._usage.prompt, "cached_tokens": self._usage.cached, "completion_tokens": tokens}
         return {"text": self.choice.content, "meta_info": {"id": self.id, "finish_reason": finish, **counts}}
 

@@ -169,8 +169,8 @@ class _Base(DataEvents, abc.ABC):
         }
 
     def _identity(self, kind: str) -> JsonObject:
-        model = {"model": self.model.name, "system_fingerprint": self.model.fingerprint}
-        return {"id": self.id, "object": kind, "created": self._created} | model
+        return {"id": self.id, "object": kind, "created": self._created,
+                "model": self.model.name, "system_fingerprint": self.model.fingerprint}  # fmt: skip
 
     def _event(self, index: int, said: bytes, logprobs: bytes = b"null", ended: bytes = b'"finish_reason":null') -> bytes:
         return b'%b{"index":%d,%b,"logprobs":%b,%b}%b' % (self._head, index, said, logprobs, ended, self._tail)

@@ -81,8 +81,10 @@ class TranscriptionFormat(OneChoice, DataEvents):
 
     def _said(self, usage: Usage) -> JsonObject:
         details = {"text_tokens": usage.prompt - usage.media["audio_tokens"], **usage.media}
-        counts = {"input_tokens": usage.prompt, "output_tokens": usage.completion, "total_tokens": usage.prompt + usage.completion}
-        return {"text": self.choice.content, "usage": {"type": "tokens", **counts, "input_token_details": details}}
+        return {"text": self.choice.content, "usage": {
+            "type": "tokens", "input_tokens": usage.prompt, "output_tokens": usage.completion,
+            "total_tokens": usage.prompt + usage.completion, "input_token_details": details,
+        }}  # fmt: skip
 
 
 def _read(body: bytes) -> ParsedRequest:

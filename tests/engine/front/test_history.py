@@ -58,7 +58,7 @@ def message(
     return {
         "role": "assistant",
         "content": choice.content or None,
-        "reasoning_content": choice.reasoning or None,
+        "reasoning": choice.reasoning or None,
         "tool_calls": calls,
     }
 

@@ -181,7 +181,7 @@ def test_what_openapi_calls_nullable_may_be_null(walker: Walker, monkeypatch: py
         return min(sum(json.loads(called(walker, schema, seed))["it"] is None for seed in range(8)) for schema in schemas)
 
     assert 0 < nulls() < 8
-    monkeypatch.setattr(call_grammar, "_without_nulls", lambda schema: {key: schema[key] for key in schema if key != "nullable"})
+    monkeypatch.setattr(call_grammar, "without_nulls", lambda schema: {key: schema[key] for key in schema if key != "nullable"})
     assert not nulls()
 
 
