@@ -69,8 +69,7 @@ ROW_EMPTY = 2
 NUMBER_MASK = 0x7FFFFFFF  # of an admission's number, what a result row carries
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """A sequence takes `slot`: all its tokens so far (after a preemption also generated ones) and how it samples. One whose rows in
     flight are dropped takes its own slot again, with the pages that it has.
 
@@ -213,9 +212,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     """Returns the bytes of `plan`; `read_plan` reads them."""
     flags = FLAG_STOP * plan.stop | FLAG_MASKED * plan.masked
     sections = [getattr(plan, name) for name in SECTIONS]
-    admitted = [
-        (each.slot, each.number, pack_tokens(each.tokens), each.prompt, _sent(each.params), each.cached) for each in plan.admissions
-    ]
+    admitted = [new._replace(tokens=pack_tokens(new.tokens), params=_sent(new.params)) for new in plan.admissions]
     admissions = _encode(admitted) if admitted else b""
     header = _PLAN.pack(flags, plan.step, *map(len, sections), len(admissions), plan.drafts)
     return b"".join([header, *map(_packed, sections), admissions])

@@ -406,7 +406,7 @@ def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runne
             admission, pages = admit(2, step, sequence.tokens, SamplingParams(max_tokens=99, adjustments=wanted))
             end = len(sequence.tokens)
             plan = StepPlan(
-                step, admissions=[replace(admission, prompt=len(prompt))], appends=pages, chunks=[PrefillChunk(2, 0, end, end - 1)]
+                step, admissions=[admission._replace(prompt=len(prompt))], appends=pages, chunks=[PrefillChunk(2, 0, end, end - 1)]
             )
         (token,) = run(runner, plan).row(0).tokens
         adjusted = sequence.logits(raw[-1][0], rank.geometry.softcap or 1e9)

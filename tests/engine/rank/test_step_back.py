@@ -1,7 +1,6 @@
 """A sequence that steps back on a real rank: the position that runs again gives the token that it gave the first time."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -75,7 +74,7 @@ def test_a_position_that_runs_again_gives_the_same_token(rank: Rank, monkeypatch
         plan = made(scheduler)
         if plan is None:
             return None
-        late = [replace(each, cached=each.cached - 1 if each.cached else 0) for each in plan.admissions]
+        late = [each._replace(cached=each.cached - 1 if each.cached else 0) for each in plan.admissions]
         return msgspec.structs.replace(plan, admissions=late)
 
     monkeypatch.setattr(Scheduler, "schedule", late)

@@ -67,7 +67,8 @@ def read_stream(path: Path) -> PlanStream:
 
 
 def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
-    made: dict[str, Any] = msgspec.to_builtins(plan)
+    admissions = [admission._asdict() for admission in plan.admissions]
+    made: dict[str, Any] = msgspec.to_builtins({**msgspec.structs.asdict(plan), "admissions": admissions})
     return {name: value for name, value in made.items() if value} | {"rows": [*chain.from_iterable(plan.rows)]}
 
 
