@@ -65,7 +65,8 @@ def build(args: ServeConfig) -> Application:
     settings = Settings.read(args)
     environment.refuse_kernels_distribution()
     check_nodes(settings, gpus_of(ray.nodes()))
-    return Quartet.options(**deployment_options(settings)).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
+    options = deployment_options(settings)
+    return Quartet.options(**options).bind(msgspec.to_builtins(settings))  # type: ignore[attr-defined]
 
 
 def deployment_options(settings: Settings) -> ServeConfig:
@@ -144,11 +145,20 @@ class Quartet:
         self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
         served = ServiceSettings(
-            **{name: getattr(settings, name) for name in ServiceSettings.__struct_fields__ if hasattr(settings, name)},
+            name=settings.name,
             vocab=config.geometry.vocab,
+            max_len=settings.max_len,
             defaults=Defaults.read(folder),
+            limits=settings.limits,
+            media=settings.media,
             media_kinds=frozenset() if settings.language_model_only else media_kinds(folder, text),
             row_samples=audio_row_samples(folder),
+            logs=settings.logs,
+            max_tokens=settings.max_tokens,
+            tool_grammar=settings.tool_grammar,
+            thinking=settings.thinking,
+            capacity=settings.capacity,
+            queue_tokens=settings.queue_tokens,
             fingerprint=fingerprint(folder, settings.build, str(settings.tp), config.dtype, chosen, text.template or ""),
         )
         self._service = Service(

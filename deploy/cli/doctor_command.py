@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
     findings = list(look(args.config, args.architecture, kernels=args.kernels))
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
     fine = not counts["fail"] and not (args.strict and counts["warn"])
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items())
     rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
     value = {**counts, "fine": fine, "findings": [asdict(finding) for finding in findings]}
-    emit(value, [Table(("", "", ""), rows), ", ".join(f"{count} {state}" for state, count in counts.items())], as_json=args.json)
+    emit(value, [Table(("", "", ""), rows), summary], as_json=args.json)
     return OK if fine else NO
 
 

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         _append(args.append, line)
         file = str(args.append)
         where = [f"added to {file}"]
-    emit({"name": entry.name, "key": key, "line": line, "file": file}, ["key, shown only now:", key, *where], as_json=args.json)
+    value = {"name": entry.name, "key": key, "line": line, "file": file}
+    emit(value, ["key, shown only now:", key, *where], as_json=args.json)
     return OK
 
 

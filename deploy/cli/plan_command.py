@@ -84,7 +84,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")
         return Settings.read(given)
-    return Settings.read({**msgspec.to_builtins(read_settings(read_config(args.config), str(args.config))), **given})
+    settings = read_settings(read_config(args.config), str(args.config))
+    return Settings.read({**msgspec.to_builtins(settings), **given})
 
 
 def report(settings: Settings, args: argparse.Namespace) -> Plan:

@@ -246,7 +246,8 @@ class Runner:
         size, slot = self._prefill, self.slots.padding
         for rows in warm_rows(size):
             image = self._images and rows == size
-            plan = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, rows, rows - 1, 0, int(image))], spans=[(0, rows)] * image)))
+            chunk = (slot, 0, rows, rows - 1, 0, int(image))
+            plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
             uploaded = self._inputs.upload(plan)
             self._inputs.apply(uploaded)
             batch = replace(self._inputs.mixed(uploaded, MixedSizes.of(plan))[0], chunks=chunks_of(plan))

@@ -43,7 +43,8 @@ class MixedSizes(NamedTuple):
     @classmethod
     def of(cls, plan: PlanView) -> "MixedSizes":
         """Counts the plan's own, unpadded."""
-        return cls(int((plan.chunks[:, 2] - plan.chunks[:, 1]).sum()), len(plan.chunks), len(plan.rows), len(plan.result_slots))
+        tokens = plan.chunks[:, 2] - plan.chunks[:, 1]
+        return cls(int(tokens.sum()), len(plan.chunks), len(plan.rows), len(plan.result_slots))
 
 
 class StepBuffers:

@@ -43,7 +43,8 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
     prefills = _ascending([(rows, probe.prefill_ms(rows)) for rows in _points(most, (1, 128, 512))])
     counts = [count for count in _points(min(config.max_seqs, most) - 1, (1, 32, 128)) if count]
     mixed = [(count, max(0.0, probe.mixed_ms(count, short, prefills))) for count in counts]
-    context_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1]) / max(1, config.max_seqs * (long - short))
+    slower_ms = max(0.0, probe.decode_ms(config.max_seqs, long) - decodes[-1][1])
+    context_ms = slower_ms / max(1, config.max_seqs * (long - short))
     read_ms, attend_ms, few, many = 0.0, 0.0, prefills[0], prefills[len(prefills) // 2]
     if context := max(0, min(CHUNK_CONTEXT, config.max_len - 1 - many[0])):  # before chunks of few rows and of many
         less, more = (max(0.0, probe.prefill_ms(rows, context) - alone) / context for rows, alone in (few, many))

@@ -37,7 +37,9 @@ _DEMUXERS = {
 def demuxer(data: bytes) -> str | None:
     """Return the name of the demuxer for `data`, by what stands behind an ID3 tag; None: it is no such file."""
     tag = re.match(rb"ID3...(....)", data, re.DOTALL)
-    behind = tag.end() + sum((byte & 127) << shift for byte, shift in zip(tag[1], (21, 14, 7, 0), strict=True)) if tag else 0
+    behind = 0
+    if tag:
+        behind = tag.end() + sum((byte & 127) << shift for byte, shift in zip(tag[1], (21, 14, 7, 0), strict=True))
     heads = [data[start : start + 16] for start in (behind, 0)]
     return next((name for head in heads for name, magic in _DEMUXERS.items() if re.match(magic, head, re.DOTALL)), None)
 

@@ -129,7 +129,8 @@ class Tower(VisionEncoder):
             for layer in range(len(self.blocks)):
                 yield
                 h, normed = self._layers(range(layer, layer + 1), h, normed, rows)
-        pooled = (h.float() / CELL**2).view(-1, CELL**2, h.shape[1]).sum(1).to(self.dtype).float() * self.geometry.hidden**0.5
+        means = (h.float() / CELL**2).view(-1, CELL**2, h.shape[1]).sum(1).to(self.dtype)
+        pooled = means.float() * self.geometry.hidden**0.5
         if self.geometry.standardize:
             pooled = (pooled - self.std_bias.float()) * self.std_scale.float()
         return pooled.to(self.dtype)
@@ -187,7 +188,8 @@ def _patches(pictures: Sequence[Tensor], cell: int) -> Tensor:
     rows of cells, of patches and of pixels in raster order."""
     side = SIDE // cell
     cut = [picture.view(len(picture) // SIDE, cell, side, -1, cell, side, 3) for picture in pictures]
-    return torch.cat([one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]) * (1 / 255)
+    patches = [one.permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, 3 * side**2) for one in cut]
+    return torch.cat(patches) * (1 / 255)
 
 
 def _positions(pictures: Sequence[Tensor], cell: int) -> np.ndarray:

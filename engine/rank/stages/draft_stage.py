@@ -68,7 +68,8 @@ class DraftStage:
 
     def last_drafts(self, sequences: int, count: int) -> Tensor:
         """Returns the drafts made last behind the step's sequences, int32 [sequences, count]."""
-        slots, positions = self._rows.slots[:sequences, None].long(), self._rows.positions[1 : 1 + count, :sequences].T.long()
+        slots = self._rows.slots[:sequences, None].long()
+        positions = self._rows.positions[1 : 1 + count, :sequences].T.long()
         return self._slots.tokens[slots, positions + 1]
 
     def _first_rows(self, sequences: int) -> DraftInputs:
