@@ -5,7 +5,7 @@ A stream's JSON is the same from chunk to chunk but for one string: prefix and s
     data: {"id":...,"choices":[{"index":0,"delta":{"content":   TEXT   },"logprobs":null,"finish_reason":null}],"usage":null}
 
 First chunk: delta.role. Last: finish_reason. With include_usage one more, without choices, and "usage": null in all others; with
-continuous_usage_stats beside it (vLLM's) each says the tokens so far, of all choices together.
+continuous_usage_stats (vLLM's) each of these says the tokens so far, of all choices together.
 Thoughts are `reasoning_content`, and `reasoning` once more: clients read the one or the other.
 """
 

@@ -103,7 +103,7 @@ class SamplingKeys(CommonSamplingKeys):
 
 
 class StreamOptions(FrozenStruct):
-    """Of a stream: its usage at the end, and with `continuous_usage_stats` in each chunk, too."""
+    """Of a stream: its usage at the end, or with `continuous_usage_stats` in each chunk, too."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -118,13 +118,11 @@ class CompletionKeys(SamplingKeys, kw_only=True):
 
     @property
     def usage_chunks(self) -> UsageChunks:
-        """Where a stream says its usage. InvalidRequest: there is no stream, or in each chunk and not at the end."""
+        """Where a stream says its usage. InvalidRequest: there is no stream."""
         if (options := self.stream_options) is None:
             return "none"
         if not self.stream:
             raise invalid("stream_options", "only with stream: true")
-        if options.continuous_usage_stats and not options.include_usage:
-            raise invalid("stream_options.continuous_usage_stats", "only with include_usage: true")
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
 
 

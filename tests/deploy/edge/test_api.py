@@ -53,13 +53,15 @@ def test_a_stream_equals_the_whole_answer(edge: Edge) -> None:
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]].count("stop") == 1
 
 
+@pytest.mark.parametrize("also", [{"include_usage": True}, {}])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_usage_in_each_chunk(edge: Edge, path: str) -> None:
-    """continuous_usage_stats: it grows with the tokens of all choices up to what the last chunk says; without it there is none."""
+def test_usage_in_each_chunk(edge: Edge, path: str, also: dict[str, bool]) -> None:
+    """continuous_usage_stats, also without include_usage: it grows with the tokens of all choices up to what the last chunk says;
+    without options there is none."""
     edge.script("hi there<turn|>")
     edge.core.delay_s = 0.002
     asked = {"messages": HELLO} if "chat" in path else {"prompt": "Hello"}
-    body = {"model": "nano", "n": 2, **asked, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    body = {"model": "nano", "n": 2, **asked, "stream_options": {"continuous_usage_stats": True, **also}}
     usages = [chunk["usage"] for chunk in events(edge, path, body)]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts)

@@ -110,7 +110,7 @@ BAD: list[tuple[str, str, str | None]] = [
     (CHAT, json.dumps({"model": "nano"}), "messages"),
     (CHAT, chat(min_tokens=5, max_tokens=4), "min_tokens"),
     (CHAT, chat(top_logprobs=21, logprobs=True), "top_logprobs"),
-    (CHAT, chat(stream=True, stream_options={"continuous_usage_stats": True}), "stream_options"),
+    (CHAT, chat(stream_options={"continuous_usage_stats": True}), "stream_options"),
     (CHAT, chat(allowed_token_ids=[5, 6], logit_bias={"5": -100, "6": -100}), "allowed_token_ids"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": 5}}], tool_choice="none"), "tools"),
     (TEXT, text(prompt=["a"] * 9, n=8), "n"),
