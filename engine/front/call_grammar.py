@@ -21,7 +21,7 @@ from engine.front.notation import KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, compiles, expressions, lark_regex, repeats
-from engine.front.value_schema import Schema, ValueSchema, are_apart, listed, referred, types_of, without_nulls
+from engine.front.value_schema import Schema, ValueSchema, are_apart, as_json_schema, listed, referred, types_of
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -94,7 +94,7 @@ class CallGrammar:
         size = self._bytes
         referred = dict(self._referred)
         try:
-            known = without_nulls(schema)  # of an object, whether or not it says so
+            known = as_json_schema({**schema, "nullable": False})  # of an object, whether or not it says so
             kind = {} if any(keyword in known for keyword in _REFERRING) else {"type": "object"}
             return f"({self._value({**kind, **known}, 0)})"
         except SchemaError as error:
@@ -138,9 +138,7 @@ class CallGrammar:
             return "value"
         if not isinstance(schema, Mapping):
             raise SchemaError(f"{json.dumps(schema)[:100]} as a schema")
-        schema = without_nulls(schema)
-        if depth and schema.get("nullable") is True:  # as OpenAPI 3.0 says what templates show, too
-            return _either(["any_null", self._by_schema({**schema, "nullable": False}, depth)])
+        schema = as_json_schema(schema)
         for keyword in (*_REFERRING, "const", "enum"):
             if keyword in schema:
                 return self._special(keyword, schema, depth)
@@ -148,7 +146,7 @@ class CallGrammar:
         if types is None:
             _only(schema, ())
             return "value"
-        return _either([self._typed(str(name).lower(), schema, depth) for name in listed(types)])
+        return _either([self._typed(name, schema, depth) for name in listed(types)])
 
     def _special(self, keyword: str, schema: Schema, depth: int) -> str:
         _only(schema, {keyword, "type", *(() if keyword in _REFERRING else (*OF_STRINGS, *_NUMERIC))})
@@ -195,7 +193,7 @@ class CallGrammar:
             yield self._number({"enum": others}, schema)
 
     def _typed(self, kind: str, schema: Schema, depth: int) -> str:
-        known = (_KEYWORDS[str(name).lower()] for name in listed(schema.get("type", kind)))
+        known = (_KEYWORDS[name] for name in listed(schema.get("type", kind)))
         _only(schema, {"type", "" if self._strict else "uniqueItems"}.union(*known))
         match kind:
             case "object":

@@ -23,7 +23,7 @@ from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
-from engine.front.value_schema import Schema, listed, referred, without_nulls
+from engine.front.value_schema import Schema, as_json_schema, listed, referred
 from engine.protocol import JsonObject
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -123,7 +123,7 @@ def _check_patterns(schema: Any) -> None:
 
 def _json(schema: Schema) -> str:
     _check_patterns(schema)
-    kept = _changed(schema, without_nulls)
+    kept = _changed({**schema, "nullable": False}, as_json_schema)  # references begin at the root
     with suppress(_Combination):  # then it stays as it is
         kept = _changed(kept, _close)
     text = json.dumps(dict(kept) | {"x-guidance": _SPACING})

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -15,6 +15,7 @@ from engine.protocol import JsonObject
 _BRANCHES = 64  # of anyOf, oneOf, allOf and $ref together: more are not looked at
 _DIALECT = re.compile(r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 _NOTHING: Mapping[str, Sequence[Any]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
+_IN_URIS = "#%/!$&'()*+,:;=?@"  # beside letters, digits and _ . - ~
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
 _PYTHON_TYPES: dict[type, str] = {
@@ -111,10 +112,25 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def without_nulls(schema: Schema) -> JsonObject:
-    """The keywords that do not allow everything: zod writes of a record that its keys are strings, pydantic a format "password".
-    One that is null is as good as absent: programs write so what they leave open. A dialect that nobody knows is none."""
-    return {keyword: value for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+def as_json_schema(schema: Schema) -> JsonObject:
+    """What a schema says, in JSON Schema's own words: OpenAPI writes `nullable`, Gemini's clients types in capitals.
+
+    Keywords that allow everything are left out: zod writes of a record that its keys are strings, pydantic a format "password". One
+    that is null is as good as absent: programs write so what they leave open. A dialect that nobody knows is none.
+    """
+    kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
+
+
+def _spelled(keyword: str, value: Any) -> Any:
+    match keyword, value:
+        case "type", str():
+            return value.lower()
+        case "type", [*names]:
+            return [str(name).lower() for name in names]
+        case "$ref", str():  # whose names may have brackets: Box[int]
+            return quote(value, safe=_IN_URIS)
+    return value
 
 
 def _says_nothing(keyword: str, value: Any) -> bool:

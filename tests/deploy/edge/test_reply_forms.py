@@ -19,6 +19,7 @@ pytestmark = pytest.mark.pure
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+GEMINIS = {"type": "OBJECT", "properties": {"a": {"type": "ARRAY", "items": {"type": ["STRING"], "nullable": True}}}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 NAMES = ("get_weather", "run-it")
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
@@ -63,6 +64,10 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, 'so <f>{"a":1}</f>', "so <f>"),
     ({"guided_json": json.dumps(SCHEMA)}, '{"a":5}', "{}"),
     ({"guided_json": {"properties": {"a": {"type": "integer", "enum": None}}, "$schema": "x"}}, '{"a":5}', "5"),
+    ({"guided_json": GEMINIS}, '{"a":[null,"x"]}', '{"a":[5]}'),
+    ({"guided_json": GEMINIS | {"nullable": True}}, "{}", "null"),
+    ({"guided_json": {"$ref": "#/$defs/Box[int]", "$defs": {"Box[int]": SCHEMA}}}, '{"a":5}', "{}"),
+    ({"guided_json": {"$ref": "#/$defs/Box%5Bint%5D", "$defs": {"Box[int]": SCHEMA}}}, '{"a":5}', "{}"),
     ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "[1,null]", "[1,"),
     ({"guided_regex": "[0-9]{3}"}, "123", "12"),
     ({"guided_choice": ["a b"]}, "a b", "a"),
