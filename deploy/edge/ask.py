@@ -110,12 +110,12 @@ class ChatPrompt(FrozenStruct):
 
 
 def _with_results_in_order(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Yields the messages, results of one turn's calls in the order of these: templates tell them apart by nothing else."""
+    """Yields the messages, results in the order of the calls before them: templates tell them apart by nothing else."""
     order: dict[str | None, int] = {}
     for is_result, run in groupby(messages, lambda message: message.role == "tool"):
         turns = list(run)
         yield from sorted(turns, key=lambda message: order.get(message.call_id, 0)) if is_result else turns
-        order = {call.id: index for index, call in enumerate(turns[-1].calls)}
+        order = {call.id: index for index, call in enumerate(call for turn in turns for call in turn.calls)}
 
 
 def without_empty_turns(messages: Sequence[ChatMessage], key: str) -> list[ChatMessage]:

@@ -1,7 +1,6 @@
 """What each API's body asks for: the same Ask for the same conversation, tools, form and thinking, whichever way it is written."""
 
 import json
-from dataclasses import replace as changed
 from typing import Any
 
 import pytest
@@ -257,7 +256,7 @@ def test_anthropics_tool_choice(choice: dict[str, Any] | None, wanted: ToolChoic
     """Each of its words; only a named tool, and disable_parallel_tool_use, ask for one call."""
     assert chat_of(MESSAGES, tool_choice=choice).choice == wanted
     if choice is not None:
-        assert chat_of(MESSAGES, tool_choice=choice | {"disable_parallel_tool_use": True}).choice == changed(wanted, one=True)
+        assert chat_of(MESSAGES, tool_choice=choice | {"disable_parallel_tool_use": True}).choice == wanted._replace(one=True)
 
 
 ALLOWED = {"mode": "auto", "tools": [{"type": "function", "name": "f"}]}
@@ -277,7 +276,7 @@ def test_openais_tool_choice(choice: Any, wanted: ToolChoice) -> None:
     """Words, a function, allowed tools, as a chat nests them or as a response does not; parallel_tool_calls: false asks for one."""
     for path in (CHAT, RESPONSES):
         assert chat_of(path, tool_choice=choice).choice == wanted
-        assert chat_of(path, tool_choice=choice, parallel_tool_calls=False).choice == changed(wanted, one=True)
+        assert chat_of(path, tool_choice=choice, parallel_tool_calls=False).choice == wanted._replace(one=True)
 
 
 def test_a_schema_for_the_answer() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,15 @@ class Checkpoint:
 
 
 def _in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every result behind the result of the call before its own, as long as they follow each other."""
+    """Every result behind the result of the call before its own, as long as they follow each other, whatever stands before them."""
     ids = [[call["id"] for call in message.get("tool_calls") or ()] for message in messages]
     ordered = [message | ({"role": "system"} if message["role"] == "developer" else {}) for message in messages]
     for _ in messages:
         for index in range(2, len(messages)):
             before, behind = ordered[index - 1 : index + 1]
-            calls = next((ids[at] for at in reversed(range(index)) if ordered[at]["role"] != "tool"), [])
+            earlier = list(dropwhile(lambda at: ordered[at]["role"] == "tool", reversed(range(index))))
+            turns = takewhile(lambda at: ordered[at]["role"] != "tool", earlier)
+            calls = [call for at in sorted(turns) for call in ids[at]]
             places = [calls.index(each["tool_call_id"]) if each.get("tool_call_id") in calls else 0 for each in (before, behind)]
             if before["role"] == behind["role"] == "tool" and places[0] > places[1]:
                 ordered[index - 1 : index + 1] = behind, before
@@ -126,8 +129,9 @@ def turn(rng: random.Random, number: int) -> list[dict[str, Any]]:
     answer["tool_calls"] = [
         {"id": each, "type": "function", "function": {"name": rng.choice(NAMES), "arguments": arguments(rng)}} for each in ids
     ]
+    between = [{"role": "user", "content": words(rng)}] * rng.randrange(2)
     known = rng.sample(ids, rng.randint(0, len(ids))) + rng.choices(ids, k=rng.randrange(2))
-    return [answer, *({"role": "tool", "tool_call_id": each, "content": content(rng)} for each in known)]
+    return [answer, *between, *({"role": "tool", "tool_call_id": each, "content": content(rng)} for each in known)]
 
 
 def request(rng: random.Random) -> dict[str, Any]:
