@@ -47,15 +47,6 @@ class BlockFormat(OneChoice, abc.ABC):
             yield from map(self.closed, blocks[-1:])
 
 
-def is_json(text: str) -> bool:
-    """Whether a call's arguments are whole: what is cut off an object's text is never JSON."""
-    try:
-        msgspec.json.decode(text, type=msgspec.Raw)  # numbers as they are, however large
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
-
-
 def event(kind: str, **fields: object) -> bytes:
     """A server-sent event of that name, whose data says it once more."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

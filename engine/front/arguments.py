@@ -41,7 +41,7 @@ from engine.front.notation import (
     string_is_over,
     without_quotes,
 )
-from engine.front.value_schema import ValueSchema, json_kind, literal_kind
+from engine.front.value_schema import ValueSchema, json_kind
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -273,6 +273,6 @@ def _literal(text: str, schema: ValueSchema) -> str | None:
     word = text.strip()
     if not schema.allows("string"):
         word = _PYTHON_WORDS.get(word, word)
-    kind = literal_kind(word)
+    kind = json_kind(word)
     allowed = kind == "null" or schema.allows(kind or "") or not schema.allows("string")
     return word if kind and allowed else None

@@ -16,8 +16,7 @@ _BRANCHES = 64  # of anyOf, oneOf, allOf and $ref together: more are not looked 
 _DIALECT = re.compile(r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 _NOTHING: Mapping[str, Sequence[Any]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
 _IN_URIS = "#%/!$&'()*+,:;=?@"  # beside letters, digits and _ . - ~
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
+_KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}  # by the first character
 _PYTHON_TYPES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
@@ -160,22 +159,14 @@ def _with_numbers(types: frozenset[str]) -> frozenset[str]:
     return types | {"number"} if "integer" in types else types
 
 
-def literal_kind(text: str) -> str | None:
-    """The JSON type of a bare literal as JSON writes it: number, integer, boolean or null; None: it is none."""
-    if text in _WORDS:
-        return _WORDS[text]
-    if _NUMBER.fullmatch(text):
-        return "integer" if text.lstrip("-").isdigit() else "number"
-    return None
-
-
 def json_kind(text: str) -> str | None:
-    """The JSON type of `text`; None: it is not JSON."""
+    """The JSON type of `text`; None: it is not JSON, as whatever is cut off an object's text."""
     try:
-        value = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, RecursionError):
+        msgspec.json.decode(text, type=msgspec.Raw)  # numbers as they are, however large
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return None
-    return _PYTHON_TYPES[type(value)]
+    value = text.strip()
+    return _KINDS.get(value[0]) or ("integer" if value.lstrip("-").isdigit() else "number")
 
 
 def types_of(schema: Any) -> list[str]:

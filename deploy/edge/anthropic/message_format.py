@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
-from deploy.edge.blocks import BlockFormat, encode, event, is_json
+from deploy.edge.blocks import BlockFormat, encode, event
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
+from engine.front.value_schema import json_kind
 from engine.protocol import JsonObject
 
 SIGNATURE = "unsigned"  # clients want one, and send it back; nobody looks at it
@@ -46,7 +47,7 @@ class MessageFormat(BlockFormat):
 
     def full(self, usage: Usage) -> bytes:
         """The whole message, without a call that was not completed."""
-        blocks = [block for block in self.choice.blocks if block.kind != "call" or is_json(block.text)]
+        blocks = [block for block in self.choice.blocks if block.kind != "call" or json_kind(block.text)]
         content = [_shown(block, block.text, msgspec.Raw(block.text.encode())) for block in blocks]
         return encode(self._message(content, usage) | self._stopped())
 

@@ -15,7 +15,7 @@ from itertools import count, groupby
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from deploy.edge.blocks import BlockFormat, encode, event, is_json
+from deploy.edge.blocks import BlockFormat, encode, event
 from deploy.edge.error_response import message_of
 from deploy.edge.http_errors import status_of
 from deploy.edge.openai.response_request import DeclaredTool, OfferedFunction, ResponsesRequest, encrypted_content_of
@@ -23,6 +23,7 @@ from deploy.edge.raw_json import copied
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import ReplyBlock
+from engine.front.value_schema import json_kind
 from engine.protocol import JsonObject
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -138,7 +139,7 @@ class ResponseObject(BlockFormat):
         """Return the status of an item that gets no more."""
         if self.choice.finish not in (None, "length") or block is not self.choice.blocks[-1]:
             return "completed"
-        return "completed" if block.kind == "call" and is_json(block.text) else "incomplete"
+        return "completed" if block.kind == "call" and json_kind(block.text) else "incomplete"
 
     def _response(self, status: str, usage: Usage | None = None) -> JsonObject:
         is_over = status != "in_progress"
