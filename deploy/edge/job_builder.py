@@ -151,7 +151,7 @@ class JobBuilder:
             self._check_size(characters([messages, chat.tools]), "messages")
             prompt = self.text.render_chat(
                 messages,
-                tools=chat.tools or None,
+                tools=chat.tools,
                 enable_thinking=self._thinks(chat),
                 add_generation_prompt=chat.add_generation_prompt,
                 most=most,

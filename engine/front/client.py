@@ -69,7 +69,6 @@ class EngineClient(asyncio.Protocol):
         self._waiting_since = 0
         self._transport: asyncio.WriteTransport | None = None
         self._sock = socket.socket(fileno=sock.detach())
-        self._sock.setblocking(False)
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -252,8 +251,6 @@ class EngineClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket ended. The process watcher may report a more specific cause: it has EOF_GRACE_S to do so."""
-        if self.dead is not None:
-            return
         ended = exc is None or isinstance(exc, ConnectionError)  # reset: it left messages unread
         reason = "the core ended" if ended else f"the core's socket broke: {exc}"
         asyncio.get_running_loop().call_later(EOF_GRACE_S, self.fail, reason)

@@ -236,8 +236,7 @@ class Generation:
         self.cached += output.cached
         self.accepted += output.accepted
         self.rejected += output.rejected
-        if self._echo or self._tells_logprobs or output.prompt_logprobs:
-            yield from self._prompt_deltas(output.prompt_logprobs)
+        yield from self._prompt_deltas(output.prompt_logprobs)
         for piece in _split_logprobs(output) if output.logprobs else (output,):
             delta = self._delta(piece)
             self.has_ended = delta.finish is not None

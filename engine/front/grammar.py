@@ -126,7 +126,7 @@ def _json(schema: Schema) -> str:
     kept = _changed({**schema, "nullable": False}, as_json_schema)  # references begin at the root
     with suppress(_Combination):  # then it stays as it is
         kept = _changed(kept, _close)
-    text = json.dumps(dict(kept) | {"x-guidance": _SPACING})
+    text = json.dumps(kept | {"x-guidance": _SPACING})
     if len(text) > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")
     return f"%json {text}"

@@ -15,8 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 KEYWORDS = ("minLength", "maxLength", "pattern", "format")
-MOST = 4096  # characters or elements that a bound may name
-_LONGEST = 4096  # pattern
+MOST = 4096  # characters or elements that a bound may name, and characters of a pattern
 _LONGEST_RULE = 1 << 16  # of which many are kept
 _FUEL = 50_000  # for one string's expressions: two milliseconds; those that people write take a tenth of it
 _ANY = r"(.|\n)*"
@@ -35,13 +34,13 @@ class SchemaError(ValueError):
 def expressions(schema: Mapping[str, Any]) -> list[str]:
     """Regular expressions, all of which a string of this schema, whose `enum` is of strings, matches from its first to its last
     character. SchemaError."""
-    regexes = [] if schema.get("pattern") is None else [_searched(schema["pattern"])]
+    regexes = [_searched(schema["pattern"])] if "pattern" in schema else []
     if "enum" in schema:
         escaped = (re.sub(r"\W", lambda char: f"\\x{{{ord(char[0]):x}}}", text) for text in schema["enum"])
         regexes.append("|".join(escaped))
     if (name := str(schema.get("format"))) in FORMATS:
         regexes += [FORMATS[name], "(.|\\n){1,253}"] if name == "hostname" else [FORMATS[name]]
-    if any(schema.get(keyword) is not None for keyword in ("minLength", "maxLength")):
+    if schema.keys() & {"minLength", "maxLength"}:
         regexes.append(rf"(.|\n){repeats(schema.get('minLength'), schema.get('maxLength'))}")
     if len(regexes) > 1 and not compiles("TEXT\nTEXT: " + " & ".join(map(lark_regex, regexes))):
         raise SchemaError("a pattern, a format, lengths or enum that together are too much, or that no text has,")
@@ -66,8 +65,8 @@ def repeats(least: Any, most: Any) -> str:
 
 def _searched(pattern: Any) -> str:
     """Any text in which the pattern is found."""
-    if not isinstance(pattern, str) or len(pattern) > _LONGEST:
-        raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {_LONGEST} characters,")
+    if not isinstance(pattern, str) or len(pattern) > MOST:
+        raise SchemaError(f"the schema keyword 'pattern' with what is no text, or one of more than {MOST} characters,")
     expression = "(?:" + "|".join(_anchored(branch, pattern) for branch in _alternatives(pattern)) + ")"
     if not compiles(f"TEXT\nTEXT: {lark_regex(expression)}"):
         raise SchemaError(f"{pattern[:100]!r} of the schema keyword 'pattern'")

@@ -49,7 +49,7 @@ class ChatTemplate:
         return unsaid == on != off
 
     def render(
-        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, **switches: bool
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **switches: bool
     ) -> tuple[str, str]:
         """The guarded text, and the sentinel to take out of it. Raises InvalidRequest that names the field.
 

@@ -142,7 +142,7 @@ class TextProcessor:
         self,
         messages: Sequence[JsonObject],
         *,
-        tools: Sequence[JsonObject] | None = None,
+        tools: Sequence[JsonObject] = (),
         add_generation_prompt: bool = True,
         most: int = NO_BOUND,
         media: Sequence[tuple[MediaKind, str]] = (),

@@ -16,6 +16,7 @@ _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_KINDS: Mapping[type[Any], str] = {dict: "an object", list: "a list", str: "a string"}
 _LONGEST_PATH = 200  # characters of where a schema stands
 _ANYTHING = ValueSchema()
 
@@ -73,8 +74,7 @@ def _checked(declaration: JsonObject, where: str) -> tuple[str, Schema]:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise _wrong(f"{where}.function.name", f"{_shown(name)} is no name of 1 to 128 letters, digits and _ - . : /")
-    if not isinstance(function.get("description", ""), str | None):
-        raise _wrong(f"{where}.function.description", "must be a string")
+    _of_kind(str, function, "description", f"{where}.function")
     if parameters is None:
         return name, {"properties": {}}  # OpenAI's: it has no arguments
     _check_parameters(parameters, f"{where}.function.parameters")
@@ -121,8 +121,7 @@ def _check_keywords(schema: Schema, where: str) -> None:
     _of_kind(list, schema, "enum", where)
     if not all(isinstance(name, str) for name in _of_kind(list, schema, "required", where)):
         raise _wrong(f"{where}.required", "must be a list of strings")
-    if not isinstance(schema.get("description", ""), str | None):
-        raise _wrong(f"{where}.description", "must be a string")
+    _of_kind(str, schema, "description", where)
 
 
 def _of_kind(kind: type[Any], schema: Schema, keyword: str, where: str) -> Any:
@@ -131,7 +130,7 @@ def _of_kind(kind: type[Any], schema: Schema, keyword: str, where: str) -> Any:
     if value is None:
         return kind()
     if not isinstance(value, kind):
-        raise _wrong(f"{where}.{keyword}", f"must be {'an object' if kind is dict else 'a list'}")
+        raise _wrong(f"{where}.{keyword}", f"must be {_KINDS[kind]}")
     return value
 
 

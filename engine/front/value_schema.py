@@ -15,7 +15,6 @@ from engine.protocol import JsonObject
 _BRANCHES = 64  # of anyOf, oneOf, allOf and $ref together: more are not looked at
 _DIALECT = re.compile(r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 _NOTHING: Mapping[str, Sequence[Any]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
-_IN_URIS = "#%/!$&'()*+,:;=?@"  # beside letters, digits and _ . - ~
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}  # by the first character
 _PYTHON_TYPES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
@@ -128,7 +127,7 @@ def _spelled(keyword: str, value: Any) -> Any:
         case "type", [*names]:
             return [str(name).lower() for name in names]
         case "$ref", str():  # whose names may have brackets: Box[int]
-            return quote(value, safe=_IN_URIS)
+            return quote(value, safe="#%/:$")
     return value
 
 
@@ -173,7 +172,7 @@ def types_of(schema: Any) -> list[str]:
     """The JSON types that one schema allows, without its alternatives; none where it does not say."""
     branch = _mapping(schema)
     named = [str(name).lower() for name in listed(branch.get("type"))]
-    types = named or [_PYTHON_TYPES.get(type(value), "string") for value in _constants_of(branch) or ()]
+    types = named or [_PYTHON_TYPES[type(value)] for value in _constants_of(branch) or ()]
     return [*types, "null"] if types and branch.get("nullable") is True else types
 
 

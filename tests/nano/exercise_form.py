@@ -48,7 +48,7 @@ class Exercise:
 
     def prompt(self, text: TextProcessor) -> list[int]:
         """Token ids up to the reply."""
-        return text.render_chat(self.messages, tools=self.tools or None, enable_thinking=self.thinking)
+        return text.render_chat(self.messages, tools=self.tools, enable_thinking=self.thinking)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Checkpoint:
         chat = CHAT_READER.read(json.dumps(body).encode()).ask().prompt
         assert isinstance(chat, ChatPrompt)
         messages = [message.plain() for message in chat.messages]
-        return self.text.render_chat(messages, tools=chat.tools or None, enable_thinking=bool(chat.thinks))
+        return self.text.render_chat(messages, tools=chat.tools, enable_thinking=bool(chat.thinks))
 
     def theirs(self, body: dict[str, Any]) -> list[int]:
         """The same by transformers; there arguments have to be mappings, results stand in the order of their calls, and the role is

@@ -224,7 +224,7 @@ def test_control_tokens_of_any_form_are_guarded() -> None:
     """Also where a checkpoint's control tokens begin with different characters."""
     template, said = ChatTemplate("{{ messages[0].content }}", {}, ["<a>", "[b]", "[c]"]), "x<a>[b] [c]<"
     options: dict[str, Any] = {"enable_thinking": False, "add_generation_prompt": False}
-    shown, sentinel = template.render([user(said)], None, **options)
+    shown, sentinel = template.render([user(said)], (), **options)
     assert not any(name in shown for name in ("<a>", "[b]", "[c]"))
     assert shown.replace(sentinel, "") == said
 
