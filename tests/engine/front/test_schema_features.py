@@ -173,7 +173,7 @@ def test_annotations_of_others_say_nothing(walker: Walker) -> None:
 
 
 def test_what_openapi_calls_nullable_may_be_null(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates show it to the model; what is read then is a null, no text; an answer may have one, too. Planted: it says nothing."""
+    """Templates show it to the model; what is read then is a null, no text; an answer may have one, too. Planted: none is."""
     values: list[dict[str, Any]] = [{"type": "string", "nullable": True}, {"enum": ["a"], "nullable": True}]
     schemas = [{"type": "object", "properties": {"it": value}, "required": ["it"]} for value in values]
 
