@@ -95,7 +95,7 @@ class CallGrammar:
         referred = dict(self._referred)
         try:
             known = as_json_schema({**schema, "nullable": False})  # of an object, whether or not it says so
-            kind = {} if any(keyword in known for keyword in _REFERRING) else {"type": "object"}
+            kind = {} if known.keys() & _REFERRING else {"type": "object"}
             return f"({self._value({**kind, **known}, 0)})"
         except SchemaError as error:
             if strict:

@@ -190,7 +190,6 @@ class EngineClient(asyncio.Protocol):
             reason = aborted if output.finish is FinishReason.abort else output.finish
             self._end(output.id, cast("Outcome", reason.value), None)  # outcomes have the names of both kinds of reasons
         if stream.push(output) > MAX_PILED_TOKENS and output.finish is None:
-            stream.drop()
             stream.fail(SlowReader(f"the reader is more than {MAX_PILED_TOKENS} tokens behind"))
             self.abort(output.id, AbortReason.slow_reader)
 

@@ -60,10 +60,6 @@ class Stream:
             self._error = error
             self.on_ready()
 
-    def drop(self) -> None:
-        """The writer's side: forget what has piled up."""
-        self._piled = None
-
     def abort(self, reason: AbortReason) -> None:
         """The reader leaves; the core is told, unless the request has ended. Idempotent: the first reason counts."""
         if self._left:

@@ -18,7 +18,6 @@ _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _KINDS: Mapping[type[Any], str] = {dict: "an object", list: "a list", str: "a string"}
 _LONGEST_PATH = 200  # characters of where a schema stands
-_ANYTHING = ValueSchema()
 
 
 class Tools:
@@ -53,7 +52,7 @@ class Tools:
 
     def parameters(self, name: str) -> ValueSchema:
         """The schema of a tool's arguments; of an undeclared tool one that allows anything."""
-        return self._schemas.get(name, _ANYTHING)
+        return self._schemas.get(name, ValueSchema())
 
     def may_become_call(self, text: str) -> bool:
         """Whether `call:NAME` of a declared tool begins with `text`."""

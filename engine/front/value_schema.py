@@ -117,6 +117,9 @@ def as_json_schema(schema: Schema) -> JsonObject:
     that is null is as good as absent: programs write so what they leave open. A dialect that nobody knows is none.
     """
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    match kept:
+        case {"oneOf": [{"type": "null"}, _] | [_, {"type": "null"}]} if "anyOf" not in kept:
+            kept["anyOf"] = kept.pop("oneOf")  # as C# writes nullable: llguidance does not look behind references
     return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
 
 
