@@ -30,7 +30,7 @@ from tests.support.judge.oracle import judge
 
 AT_ONCE = 48
 PASS = 0.95  # of the questions that must be answered right
-SHARE = 0.05  # of the answers that a fault must change
+SHARE = 0.05  # of the stories that a fault must change
 Verdict = Literal["same", "tie", "differs"]
 
 
