@@ -85,6 +85,7 @@ def test_without_limits_it_goes_on(pool: SidePool, nano: Nano, monkeypatch: pyte
     unbound.start()
     assert unbound._process is not None
     thread.start()
+    until(lambda: children_of(unbound._process.pid), "the process that compiles")
     thread.join(took + 1)
     (child,) = children_of(unbound._process.pid)
     assert not found

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import yaml
@@ -119,9 +120,14 @@ def test_keys_that_are_added_at_once_are_both_there(tmp_path: Path, monkeypatch:
     linked, file = tmp_path / "link", tmp_path / "keys"
     linked.symlink_to(file)
 
+    both_have_read = Barrier(2)
+
     def slow_read(settings: KeySettings) -> str:
         text = read(settings)
-        time.sleep(0.1)
+        if locked:
+            time.sleep(0.1)
+        else:
+            both_have_read.wait(20)
         return text
 
     monkeypatch.setattr(key_command, "read", slow_read)
