@@ -157,11 +157,12 @@ EVERY = [("e2b", 1), ("26b-a4b", 2), ("31b", 4), ("e4b", 2), ("12b", 1)]
 @pytest.mark.parametrize(("member", "tp"), EVERY)
 def test_text_is_that_without_drafts(nano: Nano, tmp_path: Path, member: str, tp: int) -> None:
     """Any number of drafts from step to step, right and wrong ones, with chunks, aborts, grammars, penalties and stop ids, on ranks
-    that must agree."""
+    that must agree; more than the pages hold, so that some are preempted."""
     asked = mixed_requests(member, range(3, 10), 40)
-    compared = same_with_drafts(member, tp, asked, folder_of(nano, tmp_path, member), pages=(30, 20))
+    compared = same_with_drafts(member, tp, asked, folder_of(nano, tmp_path, member), pages=(30, 10))
     assert compared.accepted > compared.tokens / 10
     assert min(compared.aborted, compared.masked) > 0
+    assert compared.preemptions > 0 or member not in ("31b", "26b-a4b")
 
 
 def folder_of(nano: Nano, out: Path, member: str) -> Path:
@@ -187,19 +188,6 @@ def test_many_tokens_are_those_without_drafts(nano: Nano, tmp_path: Path, member
             break
     assert compared.tokens > 20_000
     assert compared.preemptions > 0
-
-
-def test_drafts_through_preemptions_and_aborts(nano: Nano, tmp_path: Path) -> None:
-    """Requests that come at once, more than the pages hold, one of them given up: those that end have the texts without drafts."""
-    assistants.write(SHAPES["31b"], tmp_path)
-    alone, config = config_of(nano("31b"), 1), config_of(nano("31b"), 1, mtp={"model": str(tmp_path), "drafts": 3})
-    asked = [request(number, (100, 90, 80, 100)) for number in range(6)]
-    expected, _, _ = answers(partial(run, build(single(alone), PAGES)), alone, asked, every=1, aborted=(0,))
-    given, _, preemptions = answers(partial(run, build(single(config), PAGES)), config, asked, every=1, aborted=(0,))
-    ends = {number: text for number, text in texts(given).items() if number}
-    assert ends == {number: text for number, text in texts(expected).items() if number}
-    assert given[0][-1].finish is FinishReason.abort
-    assert preemptions > 0
 
 
 @pytest.mark.parametrize(("drafts", "right"), [(1, 1.0), (3, 0.7), (8, 1.0)])
