@@ -1,9 +1,6 @@
 """The launcher: what it starts, records and counts. Its cases run under the interpreter."""
 
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,6 @@ import triton.language as tl
 from kernels import launch as launcher
 from kernels.launch import cdiv, enabled, late_compilations, launch, next_power_of_2, ready, shared_memory, trigger, wait
 from tests.support import interpreter
-from tests.support.engine.groups import alive
 from tests.support.launches import Node, argument_types, compilations, record, without_overlap
 
 pytestmark = pytest.mark.cpu
@@ -55,28 +51,6 @@ def test_a_failing_interpreted_case_is_seen(tmp_path: Any) -> None:
         file.write_text(tier + body)
         with pytest.raises(AssertionError):
             interpreter.run(str(file))
-
-
-def test_no_process_outlives_an_interpreted_file(tmp_path: Path) -> None:
-    """What hangs is ended after its time, with the processes that it started."""
-    file, child = tmp_path / "test_hangs.py", tmp_path / "child"
-    file.write_text(
-        "import multiprocessing, os, pathlib, pytest, time\npytestmark = pytest.mark.cpu\n"
-        "def body():\n"
-        f"    pathlib.Path({str(child)!r}).write_text(str(os.getpid()))\n"
-        "    time.sleep(600)\n"
-        "def interpreted_x():\n"
-        "    multiprocessing.get_context('fork').Process(target=body).start()\n"
-        "    time.sleep(600)\n"
-    )
-    for limit_s in (6, 60):  # the second where the first was too short for it to begin
-        if not child.exists():
-            with pytest.raises(subprocess.TimeoutExpired):
-                interpreter.run(str(file), timeout=limit_s)
-    deadline = time.monotonic() + 20  # a killed process is gone when it is next run
-    while alive(int(child.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def interpreted_a_launch_runs_and_is_recorded() -> None:

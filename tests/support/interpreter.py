@@ -24,19 +24,20 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 800.0
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(file: str, timeout: float = 800, cases: str = "interpreted_*") -> None:
+def run(file: str, cases: str = "interpreted_*") -> None:
     """Runs the cases of `file`, functions of such names; fails with pytest's own output if one fails, is skipped, or if there is
-    none. After `timeout` seconds all its processes are killed, which raises TimeoutExpired."""
+    none. After LIMIT_S all its processes are killed, which raises TimeoutExpired."""
     with tempfile.NamedTemporaryFile("r") as output:
         process = _forks().Process(target=_run, args=(file, cases, output.name))
         process.start()
         try:
-            process.join(timeout)
+            process.join(LIMIT_S)
             if process.exitcode is None:
-                raise subprocess.TimeoutExpired(file, timeout)
+                raise subprocess.TimeoutExpired(file, LIMIT_S)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid or 0, signal.SIGKILL)

@@ -162,50 +162,6 @@ def tokens_of(results: list[StepResult]) -> dict[int, list[int]]:
     return found
 
 
-def test_decoding_equals_asking_for_each_prefix_whole(rank: Rank, runner: Runner) -> None:
-    """A token decoded step by step, greedy or drawn, is the one that the whole prefix gives as one prompt in an empty runner."""
-    results = [run(runner, plan) for plan in stream(9)]
-    found = tokens_of(results)
-    assert [row.slot for row in result_rows(results[0])] == [2, 0]
-    assert [row.slot for row in result_rows(results[1])] == [0, 2]
-    for slot, prompt, params in ((2, PROMPTS[0], GREEDY), (0, PROMPTS[1], SAMPLED)):
-        known = prompt + found[slot]
-        for end in range(len(prompt), len(known)):
-            admission, pages = admit(1, 9, known[:end], params)
-            plan = StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, end, end - 1)])
-            (row,) = result_rows(run(build(rank, PAGES), plan))
-            assert row.tokens == (known[end],), (slot, end)
-
-
-def test_a_wrong_input_token_is_seen(rank: Rank, runner: Runner) -> None:
-    """Planted fault: one token of the table changed between two steps gives other tokens, and far other logprobs."""
-    clean = [run(runner, plan) for plan in stream(9)]
-    with_fault = build(rank, PAGES)
-    dirty = [run(with_fault, plan) for plan in stream(9)[:4]]
-    with_fault.slots.tokens[2, int(with_fault.slots.lengths[2])] += 1
-    dirty += [run(with_fault, plan) for plan in stream(9)[4:]]
-    assert encoded(dirty[:4]) == encoded(clean[:4])
-    pairs = [(one.row(1).logprobs, other.row(1).logprobs) for one, other in zip(dirty[4:], clean[4:], strict=True)]
-    assert max(abs(one[0].chosen - other[0].chosen) for one, other in pairs if one and other) > 1e-2
-
-
-def test_chunks_give_what_the_whole_gives(rank: Rank, runner: Runner) -> None:
-    """A prompt prefilled in chunks gives the whole one's token and, to 1e-4, its logprobs."""
-    whole = run(runner, first_plan((GREEDY, GREEDY))).row(1)
-    other = build(rank, PAGES)
-    admission, pages = admit(1, 1, PROMPTS[1], GREEDY)
-    plans = [StepPlan(1, admissions=[admission], appends=pages, chunks=[PrefillChunk(1, 0, 33, 33)])]
-    plans += [StepPlan(2, chunks=[PrefillChunk(1, 33, 97, 97)]), StepPlan(3, chunks=[PrefillChunk(1, 97, 100, 99)])]
-    results = [run(other, plan) for plan in plans]
-    assert [len(result.table) for result in results] == [0, 0, 1]
-    (row,) = result_rows(results[2])
-    assert row.tokens == whole.tokens
-    (mine,), (theirs,) = row.logprobs, whole.logprobs
-    assert abs(mine.chosen - theirs.chosen) < 1e-4
-    assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
-    assert mine.top[0] == (row.tokens[0], mine.chosen)
-
-
 def scored_plans(prompt: list[int], alternatives: int | None) -> list[StepPlan]:
     """A prompt in chunks of its own in slot 1, which report its tokens' logprobs, beside another prompt that asks for none."""
     params = msgspec.structs.replace(GREEDY, prompt_logprobs=alternatives)
