@@ -91,7 +91,7 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
         sequences, padding,
         WIDTH=width, LANES=next_power_of_2(width), STOPS=stops, BLOCK=min(_BLOCK, next_power_of_2(stops)),
         OFFSETS=len(out.positions), OFFSET_LANES=next_power_of_2(len(out.positions)),
-        HIDDEN=hidden, COLUMNS=min(_COLUMNS, next_power_of_2(hidden)), warps=4,
+        HIDDEN=hidden, COLUMNS=min(_COLUMNS, next_power_of_2(hidden)),
     )  # fmt: skip
     return accepted
 

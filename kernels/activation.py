@@ -34,7 +34,7 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 @cache
 def _configured(n: int, block: int, gate_stride: int, up_stride: int, up_first: int) -> Configured:
-    return configured(_gelu_mul, N=n, BLOCK=block, GATE=gate_stride, UP=up_stride, UP_FIRST=up_first, warps=4)
+    return configured(_gelu_mul, N=n, BLOCK=block, GATE=gate_stride, UP=up_stride, UP_FIRST=up_first)
 
 
 @triton.jit

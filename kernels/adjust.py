@@ -53,7 +53,7 @@ def adjust(logits: Tensor, batch: SamplingBatch, first: int, parts: int = 1) -> 
         batch.softcap or 1.0, batch.width,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, BIASES=tables.bias.shape[1],
         WORD_IDS=tables.bad_words.shape[1], WORDS=tables.word_ends.shape[1], MASK_WORDS=tables.masks.shape[1], WIDE=batch.width > 1,
-        STEP=batch.step, warps=4,
+        STEP=batch.step,
     )  # fmt: skip
     return replace(batch, capped=capped)
 

@@ -34,7 +34,7 @@ def admit(
             _admit, (count, blocks),
             packed, tokens, tokens.shape[1], lengths, first, first.shape[1], last, last.shape[1],
             parameters.integers.view(torch.int32), parameters.floats.view(torch.int32), parameters.stop,
-            RECORD=RECORD, STOPS=stops, BLOCK=_BLOCK, warps=4,
+            RECORD=RECORD, STOPS=stops, BLOCK=_BLOCK,
         )  # fmt: skip
         return
     for record in packed[: count * RECORD].view(count, RECORD):

@@ -53,7 +53,7 @@ def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> 
 
 @cache
 def _configured(heads: int, d: int, eps: float, rotated: bool) -> Configured:
-    return configured(_norm_axial_rope, HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, ROTATED=rotated, warps=4)
+    return configured(_norm_axial_rope, HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, ROTATED=rotated)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -83,7 +83,7 @@ def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> Non
     launch(
         _choose_candidates, (rows,),
         best, batch.slots, batch.positions, batch.parameters.integers, batch.parameters.floats, batch.tokens,
-        batch.tokens.shape[1], chosen, COUNT=count, WIDTH=next_power_of_2(count), warps=4,
+        batch.tokens.shape[1], chosen, COUNT=count, WIDTH=next_power_of_2(count),
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
         logits, batch.slots, batch.positions, *parameters, suppress, suppress.shape[0],
         batch.capped, best, first, batch.softcap or 1.0,
         N=n, PART=cdiv(n, parts), CAP=batch.softcap is not None, STOP=parameters.stop.shape[1],
-        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])), warps=4,
+        SUPPRESS=next_power_of_2(max(1, suppress.shape[0])),
     )  # fmt: skip
     return best
 

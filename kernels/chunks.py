@@ -52,7 +52,7 @@ def chunk_inputs(
         launch(
             _chunk_inputs, (cdiv(prompts, 32),), plan, tokens, tokens.shape[1], padding, *rows, prompts, chunks, len(chunks),
             *results, len(results.rows), HEADER=layout.header, COUNTS=layout.counts, ROW=layout.row, CHUNK=layout.chunk,
-            WIDTH=width, ROWS=32, BLOCK=_BLOCK, warps=4,
+            WIDTH=width, ROWS=32, BLOCK=_BLOCK,
         )  # fmt: skip
         return
     decodes, planned, *_ = plan_sections(plan, layout)
@@ -84,7 +84,7 @@ def extend_tiles(chunks: Tensor, tokens: int, rows: int) -> Tensor:
     """
     tiles = chunks.new_empty((rows // tokens + len(chunks), 4), dtype=torch.int32)
     if enabled(chunks):
-        launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK, warps=4)
+        launch(_tiles, (cdiv(len(tiles), 64),), chunks, len(chunks), tiles, len(tiles), tokens, TILES=64, BLOCK=_BLOCK)
     else:
         cut = [
             (slot, row + done, position + done, min(tokens, count - done))

@@ -36,7 +36,7 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
     launch(
         _best_of_clusters, (rows, chosen),
         x, table, order, clusters, best, n,
-        SIZE=size, LANES=next_power_of_2(size), COLUMNS=min(_COLUMNS, next_power_of_2(n)), warps=4,
+        SIZE=size, LANES=next_power_of_2(size), COLUMNS=min(_COLUMNS, next_power_of_2(n)),
     )  # fmt: skip
     return best
 

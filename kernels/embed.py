@@ -29,7 +29,7 @@ def embed(ids: Tensor, table: Tensor, first: int, placeholders: Tensor, pad: int
     launch(
         _embed, (ids.shape[0], cdiv(table.shape[1], block)),
         ids, table, placeholders, out, first, pad,
-        ROWS=table.shape[0], N=table.shape[1], COUNT=count, WIDTH=next_power_of_2(count), BLOCK=block, warps=4,
+        ROWS=table.shape[0], N=table.shape[1], COUNT=count, WIDTH=next_power_of_2(count), BLOCK=block,
     )  # fmt: skip
     return out
 

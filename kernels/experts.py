@@ -54,7 +54,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, single=single)
     block, other = min(1024, next_power_of_2(n)), dense()
     check_contiguous(other)
-    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block, warps=4)
+    launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
     return out
 
 

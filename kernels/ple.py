@@ -28,7 +28,7 @@ def per_layer_inputs(context: Tensor, tokens: Tensor, norm: Tensor, eps: float, 
     layers = min(next_power_of_2(shape[1]), max(1, _BLOCK // width))
     launch(
         _per_layer, (shape[0], cdiv(shape[1], layers)), context, tokens, norm, out, eps, a, b,
-        LAYERS=shape[1], N=len(norm), HELD=layers, WIDTH=width, warps=4,
+        LAYERS=shape[1], N=len(norm), HELD=layers, WIDTH=width,
     )  # fmt: skip
     return out
 

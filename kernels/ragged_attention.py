@@ -42,7 +42,7 @@ def _configured(heads: int, d: int, itemsize: int) -> tuple[Configured, int]:
     assert rest & (rest - 1) == 0, f"head dim {d}: a power of two, or the sum of one and a smaller one from 16 on, is needed"
     rows, keys = (128, 64) if itemsize == 2 else (16, 16)
     kernel = configured(
-        _attend, HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=rows, KEYS=keys, warps=8 if rows > 16 else 4, stages=3
+        _attend, HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=rows, KEYS=keys, warps=8 if rows > 16 else 4
     )
     return kernel, rows
 

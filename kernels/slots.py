@@ -47,7 +47,7 @@ def apply_plan(plan: Tensor, layout: PlanLayout, tables: Sequence[Tensor], lengt
         first, last = tables[0], tables[-1]
         launch(
             _apply, (1,), plan, first, first.shape[1], last, last.shape[1], lengths, HEADER=layout.header, COUNTS=layout.counts,
-            ROW=layout.row, CHUNK=layout.chunk, APPEND=layout.append, RELEASE=layout.release, BLOCK=128, warps=4,
+            ROW=layout.row, CHUNK=layout.chunk, APPEND=layout.append, RELEASE=layout.release, BLOCK=128,
         )  # fmt: skip
     else:
         _, chunks, appends, releases = plan_sections(plan, layout)

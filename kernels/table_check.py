@@ -70,7 +70,6 @@ def check_rows(
     launch(
         _check_rows, (rows,), group, actual, width, expected, expected.shape[1], pages, slots, positions, violations,
         KIND=kind, PAGE=page, WINDOW=window or 0, BLOCK=min(1024, next_power_of_2(width)), LIMIT=RECORDS,
-        warps=4,
     )  # fmt: skip
 
 
