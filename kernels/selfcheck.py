@@ -125,21 +125,26 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
-    """A plan of two decode rows, a chunk, two appends, one left out and a release, applied; then the inputs of three rows of up to
-    `width` tokens."""
-    layout, counts = PlanLayout(header=5, step=4, counts=0, row=2, chunk=3, append=4, release=4), (2, 1, 3, 1)
-    rows = [[2, 1], [0, width], [1, 0, 33], [0, 2, 3, 9], [1, 0, 1, 4], [-1, 1, 1, 3], [0, 2, 0, 2]]
-    plan = draw.ints(*counts, 7, *(number for row in rows for number in row))
-    tables, lengths = [draw.rising(4, 6), draw.rising(4, 5)], draw.ints(40, 7, 47, 0)
-    ids, positions, slots = draw.filled(-7, 3, 3 * width)
+    """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out and a release, applied; then the
+    inputs of its chunks and, behind them, of three sequences of up to `width` tokens, all padded."""
+    layout, counts = PlanLayout(header=5, step=4, counts=0, row=2, chunk=4, append=4, release=4), (2, 2, 3, 1)
+    decodes, chunked = [[2, 1], [0, width]], [[1, 0, 20, 20], [3, 70, 83, 82]]
+    changes = [[0, 2, 3, 9], [1, 0, 1, 4], [-1, 1, 1, 3], [0, 2, 0, 2]]
+    plan = draw.ints(*counts, 7, *(number for row in decodes + chunked + changes for number in row))
+    tables, tokens, lengths = [draw.rising(5, 6), draw.rising(5, 5)], draw.rising(5, 90), draw.ints(40, 7, 47, 0, 0)
+    padding, prompts = 4, 40
+    rows = StepRows(*(draw.filled(-7, prompts + 3 * width) for _ in range(3)))
+    ids, positions, slots = (column[prompts:] for column in rows)
     apply_plan(plan, layout, tables, lengths)
-    decode_inputs(plan, layout, draw.rising(4, 60), lengths, 3, ids, positions, slots, width)
+    decode_inputs(plan, layout, tokens, lengths, padding, ids, positions, slots, width)
+    chunks, results = draw.filled(9, 5, 4), ResultInputs(draw.filled(9, 10).long(), *draw.filled(9, 2, 10))
+    chunk_inputs(plan, layout, tokens, padding, rows, prompts, chunks, results, width)
     pages, angles = draw.filled(-7, 3, 4), draw.floats(3 * width, 10, dtype=torch.float32)
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
     rotary_table(positions, draw.rising(5) / 10, angles)
     copies, keys = draw.filled(7, 3, 16), draw.ints(9, 9, 9)  # for other libraries
     gather_pages(1 + draw.rising(2, 9), draw.ints(1, 0, 0), draw.ints(100, 15, -1), _PAGE, 40, copies, keys)
-    return *tables, lengths, ids, positions, slots, pages, angles, copies, keys
+    return *tables, lengths, *rows, chunks, *results, extend_tiles(chunks, 8, prompts), pages, angles, copies, keys
 
 
 def _admissions(draw: RandomInputs) -> Outputs:
@@ -222,16 +227,6 @@ def _verify(draw: RandomInputs) -> Outputs:
     return (out,)
 
 
-def _chunks(draw: RandomInputs) -> Outputs:
-    """Two chunks, of which one gives a result, beside two decode rows of two tokens each, padded; and their tiles."""
-    plan = draw.ints(*[0] * 4, 2, 2, *[0] * 10, 1, 2, 0, 3, 1, 0, 0, 0, 20, 20, 0, 0, 2, 70, 83, 82, 0, 0)
-    decodes = [1] * 6, [5, 6, 9, -1, -1, -1], [1, 1, 3, 3, 4, 4]
-    rows = StepRows(*(draw.ints(*[7] * 40, *behind) for behind in decodes))
-    chunks, results = draw.filled(9, 5, 4), ResultInputs(draw.filled(9, 10).long(), *draw.filled(9, 2, 10))
-    chunk_inputs(plan, PlanLayout(16, 2, 4, 3, 6, 4, 4), draw.rising(5, 90), 4, rows, 40, chunks, results, 2)
-    return *rows, chunks, *results, extend_tiles(chunks, 8, 40)
-
-
 def _extend(draw: RandomInputs, heads: int, kv_heads: int, d: int, window: int | None, image: bool = False) -> Outputs:
     """A fresh chunk, one behind a prefix, with an image or without, and padding; rows that no tile names are left."""
     pool, out = draw.pool(17, kv_heads, d), draw.floats(60, heads, d)
@@ -273,18 +268,21 @@ def _adjust(draw: RandomInputs, width: int) -> Outputs:
     logits, batch = sampled_rows(draw)
     if width == 2:
         batch = replace(batch, slots=draw.ints(1, 1, 3, 3), positions=draw.ints(8, 9, 6, 7))
+    alike = {  # in every slot
+        "bias_ids": draw.ints(5, 900, 4999, -1),
+        "bias": torch.tensor([2.5, -math.inf, -3.0, 9.0], device=draw.device),
+        "penalties": torch.tensor([1.3, 0.7, 0.2], device=draw.device),
+        "counts": (draw.rising(20) - 9).short().repeat(_VOCABULARY // 20),
+        "starts": draw.ints(3, 8),
+        "allowed": draw.filled(0x55555555, 157),
+        "bad_words": draw.ints(77, 6, 7, 44, 7, 8, 45),
+        "word_ends": draw.ints(1, 4, 7, 7),
+    }
     tables = SlotAdjustments(
         flags=draw.ints(BIASED, PENALIZED, LIMITED, BAD_WORDS),
-        bias_ids=draw.ints(5, 900, 4999, -1).repeat(4, 1),
-        bias=torch.tensor([2.5, -math.inf, -3.0, 9.0], device=draw.device).repeat(4, 1),
-        penalties=torch.tensor([1.3, 0.7, 0.2], device=draw.device).repeat(4, 1),
-        counts=(draw.rising(20) - 9).repeat(4, _VOCABULARY // 20).short(),
-        starts=draw.ints(3, 8).repeat(4, 1),
-        allowed=draw.filled(0x55555555, 4, 157),
-        bad_words=draw.ints(77, 6, 7, 44, 7, 8, 45).repeat(4, 1),
-        word_ends=draw.ints(1, 4, 7, 7).repeat(4, 1),
         masks=draw.ints(0, 0, 0x33333333, 0x33333333)[:, None].repeat(1, 157),
         mask_rows=draw.ints(-1, 0, -1, 0, -1, 0, 9, 2).view(4, 2),
+        **{name: row.repeat(4, 1) for name, row in alike.items()},
     )
     history = draw.rising(12).repeat(4, 1)
     capped = adjust(logits, replace(batch, tokens=history, adjustments=tables, plan=draw.ints(9), width=width), 0, 2).capped
@@ -372,6 +370,7 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
 
 CHECKS = (
     *(Check("kernels.slots", f"a step's inputs, {width} tokens a row", _step_inputs, (width,)) for width in (1, 3)),
+    Check("kernels.chunks", "inputs of prefill chunks", _step_inputs, (2,)),
     Check("kernels.admissions", "new sequences", _admissions),
     Check("kernels.activation", "the gate", lambda draw: (geglu(draw.floats(3, 2 * 70)),)),
     *(Check("kernels.linear", f"products of {rows} rows", _products, (rows,)) for rows in (1, 2, 5, 30, 64)),
@@ -391,7 +390,6 @@ CHECKS = (
     Check("kernels.decode", "decode attention at head dim 256", _decode, (4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode, (8, 1, 512, 1, None)),
     Check("kernels.verify", "attention of several queries a row", _verify),
-    Check("kernels.chunks", "inputs of prefill chunks", _chunks),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend, (4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend, (8, 1, 512, None)),
     Check("kernels.prefill", "prefill attention over images", _extend, (4, 2, 256, 30, True)),
