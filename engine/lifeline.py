@@ -216,15 +216,10 @@ def run(body: Callable[[Lifeline], None]) -> NoReturn:
         user = isinstance(error, QuartetError)
         text = str(error) if user else f"{type(error).__name__}: {error}"
         trace = text if user else "".join(traceback.format_exception(error))
-        say("".join(f"{lifeline.args.name}: {line}\n" for line in trace.splitlines()))
+        with contextlib.suppress(OSError):  # the disk of the log may be full
+            sys.stderr.write("".join(f"{lifeline.args.name}: {line}\n" for line in trace.splitlines()))
+            sys.stderr.flush()
         with contextlib.suppress(OSError):  # the replica may be gone too
             lifeline.send(Failed(text, user))
         os._exit(1)
     os._exit(0)
-
-
-def say(text: str) -> None:
-    """Write lines to stderr, if they can be: the disk of its log may be full."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(text)
-        sys.stderr.flush()

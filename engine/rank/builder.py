@@ -79,12 +79,12 @@ def load_rank(
     """
     if device.type == "cpu":
         torch.set_num_threads(1)  # ranks share the cores; results must not depend on how many there are
-    folder, dtype, first = Path(config.model), getattr(torch, config.dtype), parallel.rank == 0
+    folder, dtype = Path(config.model), getattr(torch, config.dtype)
     geometry = architecture.read(folder)
     weights = weight_format(folder, config.weights)
     source = "empty" if device.type == "meta" else config.load_format
     if source == "safetensors":
-        geometry = with_head(geometry, architecture.tensors, folder, progress=first)
+        geometry = with_head(geometry, architecture.tensors, folder)
     fallbacks: list[str] = []
     failed_checks: FailedChecks = ()
     new_gpu = checked and is_untried(device)
@@ -94,7 +94,7 @@ def load_rank(
                 check_kernels(device)
             failed_checks, fallbacks = check_attention(parallel, config, geometry, device)
     model = architecture.build(geometry, parallel, dtype, device)
-    reading = partial(load, model, architecture.tensors, folder, progress=first, weights=weights)
+    reading = partial(load, model, architecture.tensors, folder, weights=weights)
     _fill(model, architecture.tensors, source, reading, weights)
     drafter, encoders = _drafter(config, model, source), _encoders(config, model, source)
     inboxes = make_inboxes(parallel, inbox_rows(config, geometry), geometry.summed_width, dtype, sequence_rows(config, geometry))
@@ -113,7 +113,7 @@ def _drafter(config: EngineConfig, model: Model, source: str) -> Assistant | Non
     shape = read_assistant(folder, model.geometry)
     check_shards(shape, model.geometry, model.parallel.size)
     drafter = Assistant(shape, model.parallel, model.dtype, model.device)
-    _fill(drafter, ASSISTANT_TENSORS, source, partial(load_assistant, drafter, folder, progress=model.parallel.rank == 0))
+    _fill(drafter, ASSISTANT_TENSORS, source, partial(load_assistant, drafter, folder))
     return drafter
 
 
@@ -125,7 +125,7 @@ def _encoders(config: EngineConfig, model: Model, source: str) -> dict[MediaKind
     for shape in dict.fromkeys(shapes.values()):
         tower, unified, tensors = _ENCODERS[type(shape)]
         encoder = made[shape] = (unified if shape.unified else tower)(shape, model.dtype, model.device)
-        _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder, progress=model.parallel.rank == 0))
+        _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder))
     return {kind: made[shape] for kind, shape in shapes.items()}
 
 

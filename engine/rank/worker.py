@@ -86,7 +86,8 @@ def _boot(lifeline: Lifeline) -> Runner:
     gc.freeze()
     gc.disable()  # a step makes no cycles, and a collection would hold up every rank
     wait_at_most(rank, config.step_timeout_s)
-    note = f"{rank.weight_bytes / 1e9:.2f} GB of weights, residual rms {rms:.2f}, {seconds:.1f} s"
+    head = "" if rank.geometry.tied else " with a head of their own"
+    note = f"{rank.weight_bytes / 1e9:.2f} GB of weights{head}, residual rms {rms:.2f}, {seconds:.1f} s"
     lifeline.send(Ready(note=note, step_times=times, fallbacks=rank.fallbacks))
     return runner
 

@@ -1,7 +1,6 @@
 """Fills a rank's shard from a checkpoint's safetensors: each tensor in blocks of rows straight into its parameter, converted to the
 parameter's dtype on the way. No rank ever holds more than its own shard and one block."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
-from engine.lifeline import say
 from engine.rank.load.slices import Piece, allocate
 from engine.rank.load.tensor_files import TensorHeader, by_file, checked_headers, headers, opened
 from engine.rank.load.tensor_table import HEAD, TensorTable
@@ -21,20 +19,15 @@ from engine.weight_formats import PLAIN, WeightFormat
 _BLOCK_BYTES = 16 << 20  # copied at once
 
 
-def with_head(geometry: Geometry, tensors: TensorTable, folder: Path, progress: bool = False) -> Geometry:
-    """Returns `geometry`, whose head is tied unless the folder has one that differs from the embedding, whatever config.json says.
-
-    progress: say on stderr what became of a saved head.
-    """
+def with_head(geometry: Geometry, tensors: TensorTable, folder: Path) -> Geometry:
+    """Returns `geometry`, whose head is tied unless the folder has one that differs from the embedding, whatever config.json
+    says."""
     by_name, _ = headers(folder, tensors, geometry)
     head, table = by_name.get(HEAD), by_name.get(tensors.published_name("embed_tokens.weight", geometry))
     if head is None or table is None:
         return geometry
     shape = geometry.vocab, geometry.hidden  # another is refused by `load`
     tied = head.shape == table.shape == shape and head.dtype == table.dtype and _are_equal(head, table)
-    if progress:
-        what = "equals the embedding, dropped" if tied else "differs from the embedding, loaded beside it"
-        say(f"{head.name}: {what}\n")
     return replace(geometry, tied=tied)
 
 
@@ -46,21 +39,16 @@ def _are_equal(one: TensorHeader, two: TensorHeader) -> bool:
         return all(torch.equal(left[row : row + step], right[row : row + step]) for row in range(0, one.shape[0], step))
 
 
-def load(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False, weights: WeightFormat = PLAIN) -> None:
+def load(model: Shard, tensors: TensorTable, folder: Path, weights: WeightFormat = PLAIN) -> None:
     """Copy this rank's slices of the checkpoint in `folder` into the model's parameters, whose dtype decides.
 
-    Its geometry is `with_head`; progress: say on stderr how much was loaded.
-    Raises CheckpointError, which names the file, or every tensor that is missing, unexpected, mis-shaped or of a wrong dtype,
-    before anything is copied; and on the way one of which this rank's slice has NaN or infinity.
+    Its geometry is `with_head`. Raises CheckpointError, which names the file, or every tensor that is missing, unexpected,
+    mis-shaped or of a wrong dtype, before anything is copied; and on the way one of which this rank's slice has NaN or infinity.
     """
     needed, parameters = allocate(model, tensors, weights)
     by_name = checked_headers(folder, needed, tensors, model.geometry)
-    began = time.monotonic()
     for name, header, file in by_file(by_name):
         _copy(file, header, needed[name], parameters[needed[name].parameter])
-    if progress:
-        size = sum(parameter.nbytes for parameter in parameters.values()) / 1e9
-        say(f"loaded {len(needed)} tensors, {size:.2f} GB a rank, in {time.monotonic() - began:.1f} s\n")
 
 
 def _copy(file: Any, header: TensorHeader, piece: Piece, parameter: Tensor) -> None:

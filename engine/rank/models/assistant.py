@@ -99,9 +99,9 @@ class Assistant(Shard):
         return x
 
 
-def load_assistant(model: Assistant, folder: Path, progress: bool = False) -> None:
+def load_assistant(model: Assistant, folder: Path) -> None:
     """Fill a drafter from the checkpoint in `folder`; CheckpointError as `load`, and for clusters that do not hold each id once."""
-    load(model, TENSORS, folder, progress)
+    load(model, TENSORS, folder)
     if isinstance(model.head, OrderedHead):
         header = headers(folder, TENSORS, model.geometry)[0].get(ORDER)
         if header is None:

@@ -33,10 +33,10 @@ class ClippedProduct(Module):
         return functional.linear(x.clamp(low, high), self.weight.weight).clamp_(least, most)
 
 
-def load_encoder(model: Shard, tensors: TensorTable, folder: Path, progress: bool = False) -> None:
+def load_encoder(model: Shard, tensors: TensorTable, folder: Path) -> None:
     """Fill an encoder from the checkpoint in `folder`, with the bounds of products that it calls `*.linear`; CheckpointError as
     `load`. A bound that is not there bounds nothing."""
-    load(model, tensors, folder, progress)
+    load(model, tensors, folder)
     by_name, _ = headers(folder, tensors, model.geometry)
     scalars: dict[str, float] = {}
     for name, header, file in by_file({name: header for name, header in by_name.items() if name.endswith(BOUNDS)}):

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,21 +171,6 @@ def test_what_transformers_saves_loads_alike(nano: Nano, tmp_path: Path) -> None
     load(one, TENSORS, folder)
     load(two, TENSORS, tmp_path)
     assert all(torch.equal(two.get_parameter(name), tensor) for name, tensor in one.named_parameters())
-
-
-def test_progress_is_a_line(nano: Nano, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for progress, the loader says once how much it loaded, and goes on where that cannot be written; else nothing."""
-    geometry = read_geometry(nano("31b"))
-    load(shard(geometry), TENSORS, nano("31b"))
-    assert capsys.readouterr().err == ""
-    load(shard(geometry), TENSORS, nano("31b"), progress=True)
-    assert capsys.readouterr().err.startswith(f"loaded {len(pieces(TENSORS, geometry, 0, 1))} tensors, 0.02 GB a rank")
-
-    def on_a_full_disk(line: str) -> NoReturn:
-        raise OSError(line)
-
-    monkeypatch.setattr(sys.stderr, "write", on_a_full_disk)
-    load(shard(geometry), TENSORS, nano("31b"), progress=True)
 
 
 # ---- refusals
