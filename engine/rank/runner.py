@@ -112,7 +112,7 @@ class Runner:
         chosen = AttentionConfig(*asked, failed_checks, config.flashinfer_download)
         attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
-        self.forward_stage = ForwardStage(model, cache, attention, self._inputs, inboxes, self.pages)
+        self.forward_stage = ForwardStage(model, attention, self._inputs, inboxes, self.pages)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
         large = not all(layer.owns_kv for layer in geometry.layers) or (inboxes is not None and inboxes.sequence is not None)

@@ -98,7 +98,7 @@ def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
         group.table[0, 0] = 1
     batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),))
     attention = attention_backend(AttentionConfig(), geometry, cache, model.parallel.size, (1,), device)
-    rms = model.states(batch, cache, attention)[0].float().pow(2).mean().sqrt().item()
+    rms = model.states(batch, attention)[0].float().pow(2).mean().sqrt().item()
     if not rms >= MIN_RESIDUAL_RMS:
         raise CheckpointError(f"rms of the last residual is {rms:.2e}, below {MIN_RESIDUAL_RMS}: weights missing or zero")
     return rms

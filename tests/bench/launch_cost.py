@@ -76,7 +76,7 @@ def mixed_steps(member: str, decodes: int) -> Callable[[int], Callable[[], objec
         rope = {key: torch.empty((rows, 2 * len(frequency))) for key, frequency in model.frequencies.items()}
         chunks = {"prompts": chunk, "chunk_list": torch.tensor([[0, 0, 0, chunk]], dtype=torch.int32)}
         batch = ForwardBatch(ids, positions, slots, rope, pages, torch.arange(chunk - 1, rows), **chunks)
-        return lambda: model.states(batch, cache, attention)
+        return lambda: model.states(batch, attention)
 
     return step
 

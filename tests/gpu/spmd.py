@@ -147,7 +147,7 @@ def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> li
             batch = make()
             if isinstance(parallel, SkippedReduce):
                 parallel.calls = 0
-            hidden = model.states(batch, cache, attention)[1]
+            hidden = model.states(batch, attention)[1]
             steps += 1
             if not hidden.shape[0]:
                 continue

@@ -78,7 +78,7 @@ def attention_backend(
 
     decodes = [parts("decode", pages.group).decode(pages) for pages in cache]
     extends = [extend(pages) for pages in cache]
-    return AttentionBackend({"decode": decodes, "extend": extends})
+    return AttentionBackend(cache, {"decode": decodes, "extend": extends})
 
 
 def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool) -> AttentionParts:

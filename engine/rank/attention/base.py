@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.backend_entry import RowKind
 from engine.geometry import KVGroup, Layer
 from engine.rank.batch import ForwardBatch, RowBlock
-from engine.rank.kv import GroupCache
+from engine.rank.kv import GroupCache, KVCache
 from kernels.qkv import qkv_post
 
 Norms = tuple[Tensor, Tensor | None]  # weights [head_dim] of q's norm and, where the layer owns K and V, of k's
@@ -92,8 +92,10 @@ def normed_queries(
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Sends each block of a step's rows to the part for its kind of rows and KV group. parts: by kind, in the groups' order."""
+    """Sends each block of a step's rows to the part for its kind of rows and KV group. parts: by kind, in the order of the cache's
+    groups."""
 
+    cache: KVCache
     parts: Mapping[RowKind, Sequence[AttentionPart]]
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
@@ -101,16 +103,13 @@ class AttentionBackend:
         step."""
         return tuple(tuple(part.prepare(block) for part in self.parts[block.kind]) for block in batch.blocks)
 
-    def attend(
-        self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, cache: GroupCache, out: Tensor
-    ) -> None:
+    def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, out: Tensor) -> None:
         """Compute the attention of a layer. qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product: q, then k and
         v, if the layer has its own.
 
-        Writes K and V of every row into the pages of `cache`, which holds those of `layer.kv_source`, and out
-        [T, heads * head_dim].
+        Writes K and V of every row into the cache's pages of `layer.kv_source`, and out [T, heads * head_dim].
         """
-        index = cache.group.index
+        index = self.cache.of(layer).group.index
         for block, prepared in zip(batch.blocks, plan, strict=True):
             rows = LayerRows(qkv[block.rows], layer, norms, block, out[block.rows])
             self.parts[block.kind][index].attend(rows, prepared[index])

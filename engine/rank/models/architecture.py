@@ -12,7 +12,6 @@ from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, RopeTensors
-from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.allreduce_norm import AllReduceNorm, Peers
 from engine.rank.models.layers import Shard, VocabTable
@@ -36,11 +35,9 @@ class Model(Shard, ABC):
         """ids int32 [R] -> the scaled rows [R, hidden] that the layers would begin with."""
 
     @abstractmethod
-    def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers = None
-    ) -> tuple[Tensor, Tensor]:
+    def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
         """[R, hidden] each, of `batch.logit_rows`: the residual stream behind the last layer, and its final-normed form. Writes the
-        batch's K and V into `cache`.
+        batch's K and V into attention's cache.
 
         peers: the ranks' inboxes, or for many rows their sequence-parallel norms; None: sums over ranks are collectives.
         """

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from engine.geometry import Geometry, Layer, read_geometry, shard_kv_heads
 from engine.rank.attention.base import AttentionBackend, AttentionPlan
 from engine.rank.batch import ForwardBatch, SoftTokens, frequencies_of
-from engine.rank.kv import KVCache
 from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import BLOCK_NORMS, TENSORS
@@ -34,11 +33,10 @@ from kernels.ple import per_layer_inputs
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What the layers of one forward share: batch, cache, what attention has prepared, fused norms, per-layer embeddings
+    """What the layers of one forward share: batch, attention and what it has prepared, fused norms, per-layer embeddings
     [T, layers, ple] or None."""
 
     batch: ForwardBatch
-    cache: KVCache
     attention: AttentionBackend
     plan: AttentionPlan
     allreduce_norm: AllReduceNorm
@@ -49,7 +47,8 @@ class LayerStep:
         rows = self.batch.logit_rows
         assert rows is not None
         slots, positions, rope = self.batch.row_inputs(rows)
-        pages = self.cache.gather(slots, positions, self.cache.page_rows(len(rows) // self.batch.width))
+        cache = self.attention.cache
+        pages = cache.gather(slots, positions, cache.page_rows(len(rows) // self.batch.width))
         batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
         return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
@@ -70,9 +69,9 @@ class Attention(Module):
         self.k_norm = shard.parameter(layer.head_dim) if layer.owns_kv else None
 
     def forward(self, x: Rows, step: LayerStep) -> Part:
-        qkv, group = self.qkv(x), step.cache.of(self.layer)
+        qkv = self.qkv(x)
         out = qkv.new_empty(len(qkv), self.o.shape[1])
-        step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, group, out)
+        step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, out)
         return self.o(out, step.allreduce_norm)
 
 
@@ -85,12 +84,12 @@ class Block(Module):
         self.attention = Attention(shard, layer)
         self.mlp = Mlp(shard, layer.intermediate)
         norms = list(BLOCK_NORMS.values())
-        self._moe, self._ple = geometry.moe is not None, geometry.ple > 0
+        self._moe = geometry.moe is not None
         if geometry.moe is not None:
             self.router = Router(shard, geometry.moe)
             self.experts = Experts(shard, geometry.moe)
             norms += ["pre_experts", "post_dense", "post_experts"]
-        if self._ple:
+        if geometry.ple:
             self.ple_gate = shard.matrix(geometry.ple, geometry.hidden)
             self.ple_out = shard.matrix(geometry.hidden, geometry.ple)
             norms += ["post_ple"]
@@ -101,8 +100,7 @@ class Block(Module):
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
         norms = self.norms
         h, x = step.allreduce_norm.add(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
-        after = None if self._ple else next_norm
-        scalar = None if self._ple else self.scalar
+        after, scalar = (next_norm, self.scalar) if step.ple is None else (None, None)
         if self._moe:
             assert isinstance(x, Tensor)
             dense = beside(lambda: self.mlp(x), x)
@@ -126,18 +124,14 @@ def with_next_norms(blocks: nn.ModuleList, last: Tensor) -> tuple[Tensor, list[t
 
 
 class Embedding(Module):
-    """Token rows times sqrt(hidden), the factor rounded to the table's dtype as transformers does, and the per-layer embeddings.
-
-    Ids that stand for images, video or audio embed as pad where they occur in text.
-    """
+    """Token rows times sqrt(hidden), the factor rounded to the table's dtype as transformers does, and the per-layer embeddings."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
         self._geometry = geometry = shard.geometry
         self._parallel = shard.parallel
         self.tokens = VocabTable(shard, geometry.vocab, geometry.hidden)
-        self._placeholders = torch.tensor(geometry.placeholders, dtype=torch.int32, device=shard.device)
-        self._scale = torch.tensor(geometry.embedding_scale, dtype=shard.dtype).item()
+        self.scale = torch.tensor(geometry.embedding_scale, dtype=shard.dtype).item()
         self._ple_scale = torch.tensor(math.sqrt(geometry.ple), dtype=shard.dtype).item()
         if geometry.ple:
             width = len(geometry.layers) * geometry.ple
@@ -145,20 +139,16 @@ class Embedding(Module):
             self.ple_projection = shard.matrix(width, geometry.hidden)
             self.ple_norm = shard.parameter(geometry.ple)
 
-    def rows(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
-        """ids int32 [T] -> the scaled rows [T, hidden] alone."""
-        return allreduce_norm(self.tokens(ids, self._placeholders, self._geometry.pad), None, None, None, scale=self._scale)[0]
-
     def forward(
         self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm, soft: SoftTokens | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None).
 
         soft: rows of encoders, which take the places of the scaled ones; their per-layer embeddings are pad's."""
-        geometry, ple, scale = self._geometry, None, self._scale
-        rows = self.tokens(ids, self._placeholders, geometry.pad)
+        geometry, ple, scale = self._geometry, None, self.scale
+        rows = self.tokens(ids)
         if geometry.ple:
-            ple = self.ple_tokens(ids, self._placeholders, geometry.pad)
+            ple = self.ple_tokens(ids)
             if self._parallel.size > 1:  # one collective for both
                 rows, ple = self._parallel.all_reduce(torch.cat([rows, ple], 1)).split([rows.shape[1], ple.shape[1]], 1)
         if soft is not None:
@@ -191,18 +181,16 @@ class Gemma4(Model):
         return self.embedding.tokens if self.own_head is None else self.own_head
 
     def embed(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
-        return self.embedding.rows(ids, allreduce_norm)
+        return allreduce_norm(self.embedding.tokens(ids), None, None, None, scale=self.embedding.scale)[0]
 
-    def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: Peers = None
-    ) -> tuple[Tensor, Tensor]:
+    def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
         allreduce_norm = AllReduceNorm(
             self.parallel, peers, self.geometry.eps, keep_full_residual=self.geometry.residual_is_read
         )
         first_norm, blocks = with_next_norms(self.blocks, self.norm)
         h, embedded, ple = self.embedding(batch.ids, first_norm, allreduce_norm, batch.soft)
         x: Rows = embedded
-        step = LayerStep(batch, cache, attention, attention.prepare(batch), allreduce_norm, ple)
+        step = LayerStep(batch, attention, attention.prepare(batch), allreduce_norm, ple)
         narrow = batch.logit_rows is not None and (len(batch.logit_rows) < batch.rows or batch.width > 1)
         for index, (block, next_norm) in enumerate(blocks):
             if narrow and index == self._sharing:

@@ -61,11 +61,14 @@ class VocabTable(Module):
         share = vocab_share(rows, parallel.size)
         self._first = parallel.rank * share
         self._filled = len(shard_vocab(rows, parallel.size, parallel.rank))
+        self._placeholders = torch.tensor(shard.geometry.placeholders, dtype=torch.int32, device=shard.device)
+        self._pad = shard.geometry.pad
         self.head = shard.matrix(share, width)
 
-    def forward(self, ids: Tensor, placeholders: Tensor, pad: int) -> Tensor:
-        """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Placeholders are read as pad."""
-        return self.head.rows(ids, self._first, placeholders, pad)
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int [T] -> [T, width]: zero rows for ids of other ranks, to be added over ranks. Ids that stand for images, video or
+        audio are read as pad."""
+        return self.head.rows(ids, self._first, self._placeholders, self._pad)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, width] -> fp32 [T, share]."""

@@ -57,7 +57,7 @@ class DraftStage:
         peers, inbox = inboxes_of(self._inboxes, sequences)
         batch = self._inputs.drafting(rows.slots, rows.positions[0], rows.positions[1])
         norm = AllReduceNorm(drafter.parallel, peers, drafter.geometry.eps)
-        step = LayerStep(batch, self._slots.cache, self._attention, self._attention.prepare(batch), norm, None)
+        step = LayerStep(batch, self._attention, self._attention.prepare(batch), norm, None)
         ids, hidden = rows.ids, rows.hidden
         for index in range(count):
             final = drafter(self._target.embed(ids, norm), hidden, step)

@@ -12,7 +12,6 @@ from torch import Tensor
 from engine.plan import PlanView
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch, SoftTokens
-from engine.rank.kv import KVCache
 from engine.rank.models.allreduce_norm import Peers
 from engine.rank.models.architecture import Model
 from engine.rank.page_check import PageCheck
@@ -54,7 +53,6 @@ class ForwardStage:
     """
 
     model: Model
-    cache: KVCache
     attention: AttentionBackend
     inputs: StepBuffers
     inboxes: Inboxes | None
@@ -116,4 +114,4 @@ class ForwardStage:
         if peers is None and self.inboxes is not None and (sequence := self.inboxes.sequence) is not None:
             least = sequence.rows.start * (sequence.size if batch.chunks else 1)  # not captured: with fewer the host is the bound
             peers = sequence.begin(batch.rows) if least <= batch.rows < sequence.rows.stop else None
-        return self.model.states(batch, self.cache, self.attention, peers)[1]
+        return self.model.states(batch, self.attention, peers)[1]

@@ -19,7 +19,6 @@ from engine.protocol import SamplingParams
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import Rank, build, load_rank
-from engine.rank.kv import KVCache
 from engine.rank.load.tensor_table import Rule, TensorTable
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.layers import VocabTable
@@ -52,13 +51,13 @@ class Bigram(Model):
         return self.second
 
     def embed(self, ids: Tensor, _: object) -> Tensor:
-        return self.first(ids, torch.empty(0, dtype=torch.int32), 0)
+        return self.first(ids)
 
     def states(
-        self, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend, peers: AllReduceInbox | None = None
+        self, batch: ForwardBatch, attention: AttentionBackend, peers: AllReduceInbox | None = None
     ) -> tuple[Tensor, Tensor]:
         ids = batch.ids if batch.logit_rows is None else batch.ids[batch.logit_rows]
-        h = self.first(ids, torch.empty(0, dtype=torch.int32), 0)
+        h = self.first(ids)
         return h, h
 
 

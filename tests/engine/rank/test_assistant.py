@@ -75,7 +75,7 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
     batch = replace(batch, logit_rows=torch.tensor([length - 1]))
     attention = attention_backend(AttentionConfig(), geometry, cache, 1, (1,), CPU)
     with torch.inference_mode():
-        _, hidden = target.states(batch, cache, attention)
+        _, hidden = target.states(batch, attention)
         first = target.head.logits(hidden).argmax(-1).int()
     return Pair(target, drafter, judge, cache, first, hidden.clone())
 
@@ -105,7 +105,7 @@ def step_of(it: Pair, length: int, rotary: int) -> LayerStep:
         rotary_table(torch.tensor([rotary], dtype=torch.int32), it.target.frequencies[key], table)
     attention = attention_backend(AttentionConfig(), it.drafter.geometry, it.cache, 1, (1,), CPU)
     batch = replace(batch, rope=rope)
-    return LayerStep(batch, it.cache, attention, attention.prepare(batch), norm(it), None)
+    return LayerStep(batch, attention, attention.prepare(batch), norm(it), None)
 
 
 def norm(it: Pair) -> AllReduceNorm:

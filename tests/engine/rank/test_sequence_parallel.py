@@ -160,7 +160,7 @@ def layers(parallel: Parallel, folder: Path) -> Forward:
     def forward(rows: int, peers: Peers) -> Tensor:
         ids = (torch.arange(rows) * 7 + 2) % geometry.vocab
         batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), torch.arange(rows), (Chunk(0, 0, rows, 0),))
-        return model.states(batch, cache, attention, peers)[1]
+        return model.states(batch, attention, peers)[1]
 
     return forward
 
@@ -194,7 +194,7 @@ def test_captured_steps_need_fewer_rows(rows: int, captured: object, launched: o
     stage = ForwardStage.__new__(ForwardStage)
     inbox, sequence = MagicMock(rows=8), MagicMock(rows=range(12, 99), size=2, begin=lambda rows: rows)
     stage.inboxes = Inboxes(inbox, MagicMock(), sequence)
-    stage.model, stage.cache, stage.attention = MagicMock(states=lambda *given: (None, given[-1])), MagicMock(), MagicMock()
+    stage.model, stage.attention = MagicMock(states=lambda *given: (None, given[-1])), MagicMock()
 
     def peers(*chunks: Chunk) -> object:
         return stage.run(MagicMock(rows=rows, chunks=chunks))

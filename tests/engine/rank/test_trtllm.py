@@ -146,7 +146,7 @@ def test_decode_rows_by_xqa(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None
 
     def decoded(one: Scene) -> Tensor:
         decode = TrtllmDecode(one.cache, one.settings, scratch)
-        return attended(one, routed(decode, PagedExtend(one.cache, one.settings)))
+        return attended(one, routed(one, decode, PagedExtend(one.cache, one.settings)))
 
     other, want = it.copy(), ours(it)
     assert relative(decoded(other), want) < BF16
@@ -266,7 +266,7 @@ def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
         settings = PartSettings(geometry.heads // tp, geometry.eps, buckets, CPU)
         scratch = TrtllmScratch(pinned(NEWEST, kernel), settings, WORKSPACE)
         decodes = [TrtllmDecode(group, settings, scratch) for group in cache]
-        return AttentionBackend({"decode": decodes, "extend": [TrtllmExtend(group, settings, scratch) for group in cache]})
+        return AttentionBackend(cache, {"decode": decodes, "extend": [TrtllmExtend(group, settings, scratch) for group in cache]})
 
     want, found = logits(attention_backend), logits(made)
     assert len(kernel.calls) > 4 * len(geometry.layers)

@@ -103,24 +103,24 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
 def attended(it: Scene, router: AttentionBackend) -> Tensor:
     """What a step through `router` gives, over NaN; K and V go into the scene's pages."""
     out = it.qkv.new_full((it.batch.rows, it.settings.heads * it.layer.head_dim), torch.nan)
-    router.attend(it.qkv, it.layer, it.norms, it.batch, router.prepare(it.batch), it.cache, out)
+    router.attend(it.qkv, it.layer, it.norms, it.batch, router.prepare(it.batch), out)
     return out
 
 
 def ours(it: Scene) -> Tensor:
     """By the house's own ops."""
-    return attended(it, routed(PagedDecode(it.cache, it.settings), PagedExtend(it.cache, it.settings)))
+    return attended(it, routed(it, PagedDecode(it.cache, it.settings), PagedExtend(it.cache, it.settings)))
 
 
 def theirs(it: Scene, scratch: TrtllmScratch) -> AttentionBackend:
     """A router of FlashInfer's parts alone."""
     decode, extend = (part(it.cache, it.settings, scratch) for part in (TrtllmDecode, TrtllmExtend))
-    return routed(decode, extend)
+    return routed(it, decode, extend)
 
 
-def routed(decode: AttentionPart, extend: AttentionPart) -> AttentionBackend:
+def routed(it: Scene, decode: AttentionPart, extend: AttentionPart) -> AttentionBackend:
     """A router of a part each."""
-    return AttentionBackend({"decode": [decode], "extend": [extend]})
+    return AttentionBackend(KVCache([it.cache]), {"decode": [decode], "extend": [extend]})
 
 
 def relative(found: Tensor, want: Tensor) -> float:

@@ -71,7 +71,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
         rope = {key: torch.empty((rows, 2 * len(frequency)), device=META) for key, frequency in model.frequencies.items()}
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
-        hidden = model.states(ForwardBatch(ids, positions, slots, rope, pages), cache, attention, shared.allreduce)[1]
+        hidden = model.states(ForwardBatch(ids, positions, slots, rope, pages), attention, shared.allreduce)[1]
         sampler.sample(model.head.logits(hidden), sampler.batch(slots, positions, parameters, tokens), shared.argmax)
     return tuple(nodes)
 
@@ -140,5 +140,5 @@ def mixed(chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...
         for key, table in rope.items():
             rotary_table(positions, model.frequencies[key], table)
         batch = ForwardBatch(ids, positions, slots, rope, pages, ends.rows, prompts=chunk, chunk_list=chunks)
-        model.states(batch, cache, attention)
+        model.states(batch, attention)
     return tuple(nodes)

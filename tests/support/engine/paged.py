@@ -151,7 +151,7 @@ def run_steps(
         if plant_fault is not None:
             plant_fault(number, cache)
         batch = _batch(step, ids, model, cache)
-        hidden = model.states(batch, cache, attention)[1]
+        hidden = model.states(batch, attention)[1]
         assert hidden.shape[0] == len(step.wanted)
         logits = model.parallel.all_gather(model.head.logits(hidden))[:, : model.geometry.vocab] if len(step.wanted) else hidden
         where = zip(batch.slots[batch.logit_rows].tolist(), batch.positions[batch.logit_rows].tolist(), strict=True)
