@@ -10,13 +10,15 @@ Tokens of rows that filter (top_k, top_p, min_p) come behind it, from `kernels.c
 top_k need no noise here: they are searched as greedy rows are, for a NaN and for whether any id may come.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.fused_allreduce_norm import polled
+from kernels.fused_allreduce_norm import Inbox, polled
 from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
 from kernels.sample import GREEDY, SMALL, cap, choose_kept, gumbel, gumbel_noise, mask, noise_key, over_temperature
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
@@ -30,23 +32,16 @@ _PART = 4096  # ids of a part at least
 PROGRAMS = 16  # that a processor runs side by side
 
 
-class ArgmaxInbox:
-    """The ranks' inboxes of `choose_best`, for `rows` rows: `memory`, of `bytes(...)`, that all ranks write; `pointers` to each.
+class ArgmaxInbox(Inbox):
+    """One rank's inbox of `choose_best`, of `bytes(...)` bytes. errors: as `AllReduceInbox` has it.
 
     One inbox is enough: a rank writes the next step's choice only after sums of that step, which every rank joins after this
     step's choice was read.
     """
 
-    def __init__(self, memory: Tensor, pointers: Tensor, rank: int, rows: int, errors: Tensor) -> None:
-        self.rank, self.size, self.rows = rank, pointers.shape[0], rows
-        self.pointers, self.errors = pointers, errors
-        self.inbox = memory.view(torch.int32)
-        self.inbox.fill_(_EMPTY.value)
-
-    @property
-    def empty(self) -> bool:
-        """Whether this rank has read all that came. Asks the device."""
-        return bool((self.inbox == _EMPTY.value).all())
+    def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, errors: Tensor) -> None:
+        super().__init__(memories, rank, rows, torch.int32, _EMPTY.value)
+        self.errors = errors
 
     @staticmethod
     def bytes(size: int, rows: int) -> int:

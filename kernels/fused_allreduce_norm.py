@@ -21,7 +21,8 @@ for the rest: a forward may have any number of calls above two, and two forwards
 **Sharded**, for many rows: rank i sums and norms the rows r with r mod n = i, keeps their residual, and writes x to everybody.
 """
 
-from dataclasses import InitVar, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -58,30 +59,38 @@ class InboxPart:
     buffer: int
 
 
-@dataclass(eq=False)
-class AllReduceInbox:
-    """One rank's inbox, for rows of `width` elements at most and `rows` rows at most.
+class Inbox:
+    """One rank's end of `memories`, one of each rank, which all ranks can write, for `rows` rows at most.
 
-    memory    `bytes(...)` bytes that all ranks can write; pointers  int64 [size]: every rank's, own too
-    errors    int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
-    sharded_rows  from which on fused norms are sharded
-    sent_rows     up to which products write their parts themselves (`kernels.linear.linear_send`)
+    inbox     this rank's, in words of `dtype`, which are `nothing` where nothing has come
+    pointers  int64 [size], to every rank's, own too
     """
 
-    memory: InitVar[Tensor]
-    pointers: Tensor
-    rank: int
-    rows: int
-    width: int
-    dtype: torch.dtype
-    sharded_rows: int
-    sent_rows: int = 0
+    def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype, nothing: int) -> None:
+        self.rank, self.size, self.rows = rank, len(memories), rows
+        self.inbox, self._nothing = memories[rank].view(dtype), nothing
+        self.pointers = torch.tensor([memory.data_ptr() for memory in memories], device=self.inbox.device)
+        self.inbox.fill_(nothing)
 
-    def __post_init__(self, memory: Tensor) -> None:
-        self.size = len(self.pointers)
-        self.inbox = memory.view(_BITS[self.dtype])
-        self.inbox.fill_(EMPTY[self.dtype])
-        self.errors = memory.new_zeros(2, dtype=torch.int32)
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has read all that came. Asks the device."""
+        return bool((self.inbox == self._nothing).all())
+
+
+class AllReduceInbox(Inbox):
+    """One rank's inbox, of `bytes(...)` bytes, for rows of `width` elements at most.
+
+    errors  int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
+    """
+
+    sharded_rows = 32  # from which on fused norms are sharded
+    sent_rows = 16  # up to which products write their parts themselves (`kernels.linear.linear_send`)
+
+    def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__(memories, rank, rows, _BITS[dtype], EMPTY[dtype])
+        self.width, self.dtype = width, dtype
+        self.errors = self.inbox.new_zeros(2, dtype=torch.int32)
         self.wait_at_most(WAIT_S)
         self._calls = 0
 
@@ -94,11 +103,6 @@ class AllReduceInbox:
     def failed(self) -> bool:
         """Whether a part did not come in time. Asks the device."""
         return bool(self.errors[0])
-
-    @property
-    def empty(self) -> bool:
-        """Whether this rank has read all that came, and nothing failed to come. Asks the device."""
-        return bool((self.inbox == EMPTY[self.dtype]).all()) and not self.failed
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:

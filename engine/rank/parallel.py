@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -24,8 +23,6 @@ from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_
 from kernels.sequence_parallel import SequenceParallel
 
 SYMMETRIC_BYTES = 512 << 10  # from about here on NCCL is the faster one
-SHARDED_ROWS = 32  # from here on a fused norm's rows are shared out
-SENT_ROWS = 16  # up to here products write their parts to the ranks' inboxes themselves
 
 
 class Parallel(Protocol):
@@ -70,19 +67,16 @@ def make_inboxes(parallel: Parallel, rows: int, width: int, dtype: torch.dtype, 
     """
     rank, size = parallel.rank, parallel.size
     sequence_bytes = SequenceParallel.bytes(size, prompt_rows[-1], width, dtype) if prompt_rows else 0
-    ends = list(accumulate((sequence_bytes, AllReduceInbox.bytes(size, rows, width, dtype), ArgmaxInbox.bytes(size, rows))))
-    memories = parallel.peer_memory(ends[-1])
+    sizes = [sequence_bytes, AllReduceInbox.bytes(size, rows, width, dtype), ArgmaxInbox.bytes(size, rows)]
+    memories = parallel.peer_memory(sum(sizes))
     if memories is None:
         return None
-    memory = memories[rank]
-    pointers = torch.tensor([memory.data_ptr() for memory in memories], device=memory.device)
-    own = memory[ends[0] : ends[1]], pointers + ends[0]
-    allreduce = AllReduceInbox(*own, rank, rows, width, dtype, SHARDED_ROWS, SENT_ROWS)
-    argmax = ArgmaxInbox(memory[ends[1] :], pointers + ends[1], rank, rows, allreduce.errors)
-    shared = [memory[: ends[0]] for memory in memories]
-    sequence = SequenceParallel(shared, rank, prompt_rows, width, dtype, allreduce.errors) if prompt_rows else None
-    if memory.is_cuda:
-        torch.cuda.synchronize(memory.device)
+    of_sequence, of_sums, of_choices = zip(*(memory.split(sizes) for memory in memories), strict=True)
+    allreduce = AllReduceInbox(of_sums, rank, rows, width, dtype)
+    argmax = ArgmaxInbox(of_choices, rank, rows, allreduce.errors)
+    sequence = SequenceParallel(of_sequence, rank, prompt_rows, width, dtype, allreduce.errors) if prompt_rows else None
+    if allreduce.inbox.is_cuda:
+        torch.cuda.synchronize()
         distributed.barrier()
     return Inboxes(allreduce, argmax, sequence)
 

@@ -41,7 +41,7 @@ def check_inboxes(parallel: Parallel, inboxes: Inboxes, n: int, device: torch.de
     wrong. Every rank must call it."""
     wrong = selfcheck.failures(inbox_checks(inboxes.allreduce, inboxes.argmax, n), device, dtype)
     parallel.all_reduce(torch.zeros(64, device=device))  # nobody writes any more
-    if not (inboxes.allreduce.empty and inboxes.argmax.empty):
+    if inboxes.allreduce.failed or not (inboxes.allreduce.empty and inboxes.argmax.empty):
         wrong.append("the ranks' inboxes are not left empty, or a rank's part did not come")
     _refuse(wrong)
 

@@ -14,9 +14,10 @@ import kernels.choose
 import kernels.fused_allreduce_norm
 import kernels.linear
 from engine.errors import ConfigError
-from engine.rank.parallel import SHARDED_ROWS, connect, make_inboxes
+from engine.rank.parallel import connect, make_inboxes
 from engine.rank.start_checks import check_inboxes
 from kernels import launch as launcher
+from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.gpu.exactness import RANKS
 from tests.support.launches import kernel_name
 
@@ -43,7 +44,7 @@ def rank(index: int, folder: str) -> None:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     parallel = connect(index, RANKS, device, -1, f"{folder}/store", 60.0)
-    inboxes = make_inboxes(parallel, 2 * SHARDED_ROWS, 2 * WIDTH, torch.bfloat16)
+    inboxes = make_inboxes(parallel, 2 * AllReduceInbox.sharded_rows, 2 * WIDTH, torch.bfloat16)
     assert inboxes is not None
     said: list[str | None] = []
     times = []

@@ -60,8 +60,8 @@ def chosen(it: Case, size: int, parts: int) -> tuple[Tensor, Tensor]:
     """Token and flags of each row, and the token table, once every rank gave the same."""
     share = VOCAB // size
     memories = [torch.zeros(ArgmaxInbox.bytes(size, 6), dtype=torch.uint8) for _ in range(size)]
-    pointers, errors = torch.tensor([memory.data_ptr() for memory in memories]), torch.zeros(2, dtype=torch.int32)
-    inboxes = [ArgmaxInbox(memory, pointers, rank, 6, errors) for rank, memory in enumerate(memories)]
+    errors = torch.zeros(2, dtype=torch.int32)
+    inboxes = [ArgmaxInbox(memories, rank, 6, errors) for rank in range(size)]
     tokens = [torch.zeros(SLOTS, 200, dtype=torch.int32) for _ in range(size)]
     results = [torch.zeros(6, 2, dtype=torch.int32) for _ in range(size)]
     batches = [SamplingBatch(it.slots, it.positions, it.parameters, table, it.suppress, SOFTCAP) for table in tokens]

@@ -105,7 +105,7 @@ def product_nodes(tile: Tile, shape: GemmShape, target: Target) -> list[Node]:
 def sent_nodes() -> None:
     """Products that write their parts to four inboxes."""
     memory = meta(AllReduceInbox.bytes(4, 64, HIDDEN, torch.bfloat16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, long(4), 2, 64, HIDDEN, torch.bfloat16, sharded_rows=32, sent_rows=16)
+    peers = AllReduceInbox([memory] * 4, 2, 64, HIDDEN, torch.bfloat16)
     for rows in (1, 8):
         linear_send(meta(rows, 2048), meta(HIDDEN, 2048), peers)
 
@@ -115,7 +115,7 @@ def allreduce_norm_nodes() -> None:
     """One rank's, two parts, and over four ranks one-shot, the first one, and sharded."""
     n, bf16 = HIDDEN, torch.bfloat16
     memory = meta(AllReduceInbox.bytes(4, 64, n, bf16) // 2, dtype=torch.int16)
-    peers = AllReduceInbox(memory, long(4), 2, 64, n, bf16, sharded_rows=32)
+    peers = AllReduceInbox([memory] * 4, 2, 64, n, bf16)
     both = Norms(meta(n), meta(n))
     fused_allreduce_norm(meta(ROWS, n), meta(ROWS, n), both, 1e-6, meta(1))
     two = Norms(meta(2816), meta(2816), (meta(2816), meta(2816)))
@@ -182,7 +182,7 @@ def draft_nodes() -> None:
 def choose_nodes() -> None:
     """Sampling over a quarter of the vocabulary, alone and over four ranks; and among 24 clusters, no power of two."""
     parts, batch = parts_of(65536, ROWS, 132), sampling_batch(ROWS, 8)
-    inbox = ArgmaxInbox(ints(ArgmaxInbox.bytes(4, ROWS) // 4), long(4), 2, ROWS, ints(2))
+    inbox = ArgmaxInbox([ints(ArgmaxInbox.bytes(4, ROWS) // 4)] * 4, 2, ROWS, ints(2))
     best = local_best(fp32(ROWS, 65536), batch, 65536, parts)
     for ranks in (None, inbox):
         choose_best(best, batch, ints(ROWS, 2), ranks)

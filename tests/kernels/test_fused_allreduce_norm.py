@@ -70,8 +70,10 @@ def case(seed: int = 0, branches: int = 1, rows: int = ROWS) -> Case:
 def group(width: int, sharded: int = 1 << 30, dtype: torch.dtype = torch.float32) -> list[AllReduceInbox]:
     """SIZE ranks whose inboxes are ordinary memory."""
     memories = [torch.zeros(AllReduceInbox.bytes(SIZE, ROWS, width, dtype), dtype=torch.uint8) for _ in range(SIZE)]
-    pointers = torch.tensor([memory.data_ptr() for memory in memories])
-    return [AllReduceInbox(memory, pointers, rank, ROWS, width, dtype, sharded, ROWS) for rank, memory in enumerate(memories)]
+    ranks = [AllReduceInbox(memories, rank, ROWS, width, dtype) for rank in range(SIZE)]
+    for rank in ranks:
+        rank.sharded_rows, rank.sent_rows = sharded, ROWS
+    return ranks
 
 
 ONE_SHOT = ((True, False), (False, True))  # every rank writes, then every rank reads
@@ -229,7 +231,8 @@ def test_no_two_warps_poll_a_word(dtype: torch.dtype, sharded: int) -> None:
     meta = torch.device("meta")
     for width in (32, 64, 80, 96, 128, 160, 256, 512, 1536, 2560, 2816, 3840, 5376):
         memory = torch.empty(AllReduceInbox.bytes(2, ROWS, width, dtype), dtype=torch.uint8, device=meta)
-        peers = AllReduceInbox(memory, torch.empty(2, dtype=torch.int64, device=meta), 0, ROWS, width, dtype, sharded)
+        peers = AllReduceInbox([memory] * 2, 0, ROWS, width, dtype)
+        peers.sharded_rows = sharded
         part, weight = torch.empty(ROWS, width, dtype=dtype, device=meta), torch.empty(width, dtype=dtype, device=meta)
         with record(target=(9, 0)) as nodes:
             fused_allreduce_norm(part, part, Norms(weight, weight), EPS, peers=peers)

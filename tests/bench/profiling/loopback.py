@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.rank.parallel import SENT_ROWS, FirstOfGroup, Inboxes
+from engine.rank.parallel import FirstOfGroup, Inboxes
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 
@@ -33,12 +33,9 @@ class Loopback(FirstOfGroup):
             return None
         sizes = [AllReduceInbox.bytes(self.size, rows, width, dtype), ArgmaxInbox.bytes(self.size, rows)]
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
-        peers = torch.arange(self.size, dtype=torch.int64, device=self._device)
-        allreduce = AllReduceInbox(
-            memory[: sizes[0]], memory.data_ptr() + peers * rows * width * dtype.itemsize, 0, rows, width, dtype,
-            sharded_rows=1 << 30, sent_rows=SENT_ROWS,
-        )
-        argmax = ArgmaxInbox(
-            memory[sizes[0] :], memory.data_ptr() + sizes[0] + peers * rows * 16, 0, rows, allreduce.errors
-        )
-        return Inboxes(allreduce, argmax)
+        sums, choices = memory.split(sizes)
+        of_sums = [sums[peer * rows * width * dtype.itemsize :] for peer in range(self.size)]
+        allreduce = AllReduceInbox(of_sums, 0, rows, width, dtype)
+        allreduce.sharded_rows = 1 << 30
+        of_choices = [choices[peer * rows * 16 :] for peer in range(self.size)]
+        return Inboxes(allreduce, ArgmaxInbox(of_choices, 0, rows, allreduce.errors))

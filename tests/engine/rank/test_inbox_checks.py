@@ -18,7 +18,7 @@ import kernels.choose
 import kernels.fused_allreduce_norm
 import kernels.linear
 from engine.errors import ConfigError
-from engine.rank.parallel import SENT_ROWS, SHARDED_ROWS, Inboxes
+from engine.rank.parallel import Inboxes
 from engine.rank.start_checks import check_inboxes
 from kernels import launch as launcher
 from kernels.allreduce import MappedCollectives, shared_bytes
@@ -58,10 +58,11 @@ class Shared:
         return cls(mapped(shared_bytes(RANKS)), [torch.frombuffer(mapped(size), dtype=torch.uint8) for _ in range(RANKS)])
 
     def inboxes(self, rank: int) -> Inboxes:
-        pointers = torch.tensor([memory.data_ptr() for memory in self.memories])
         split = AllReduceInbox.bytes(RANKS, ROWS, 2 * N, torch.float32)
-        allreduce = AllReduceInbox(self.memories[rank][:split], pointers, rank, ROWS, 2 * N, torch.float32, SHARDED, sent_rows=ROWS)
-        return Inboxes(allreduce, ArgmaxInbox(self.memories[rank][split:], pointers + split, rank, ROWS, allreduce.errors))
+        sums, choices = ([memory[part] for memory in self.memories] for part in (slice(split), slice(split, None)))
+        allreduce = AllReduceInbox(sums, rank, ROWS, 2 * N, torch.float32)
+        allreduce.sharded_rows, allreduce.sent_rows = SHARDED, ROWS
+        return Inboxes(allreduce, ArgmaxInbox(choices, rank, ROWS, allreduce.errors))
 
 
 def planted(meddle: Meddle) -> None:
@@ -212,10 +213,11 @@ def single_fault_is_found(fault: str) -> None:
 def test_every_kernel_that_writes_to_other_ranks_is_launched(most: int, *, sharded: bool) -> None:
     """At TP=4: fused norms of one part and two, of rows that are shared out where there are so many, products of both kinds that
     send theirs, and the choice, each with the inboxes of four ranks."""
-    meta, bf16, pointers = torch.device("meta"), torch.bfloat16, torch.empty(4, dtype=torch.int64, device="meta")
-    memory = torch.empty(AllReduceInbox.bytes(4, most, 2 * 5376, bf16), dtype=torch.uint8, device=meta)
-    peers = AllReduceInbox(memory, pointers, 0, most, 2 * 5376, bf16, SHARDED_ROWS, SENT_ROWS)
-    inbox = ArgmaxInbox(torch.empty(ArgmaxInbox.bytes(4, most), dtype=torch.uint8, device=meta), pointers, 0, most, peers.errors)
+    meta, bf16 = torch.device("meta"), torch.bfloat16
+    sizes = AllReduceInbox.bytes(4, most, 2 * 5376, bf16), ArgmaxInbox.bytes(4, most)
+    sums, choices = ([torch.empty(size, dtype=torch.uint8, device=meta)] * 4 for size in sizes)
+    peers = AllReduceInbox(sums, 0, most, 2 * 5376, bf16)
+    inbox = ArgmaxInbox(choices, 0, most, peers.errors)
     with record(target=(10, 0)) as nodes:
         for check in inbox_checks(peers, inbox, 5376):
             check.run(RandomInputs(meta, bf16), *check.arguments)

@@ -223,9 +223,8 @@ def test_a_boot_without_memory_says_what_helps(recording: Recording, monkeypatch
 def test_ranks_are_waited_for_as_the_settings_say(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     """While kernels are compiled and captured another rank's part may take as long as the boot may, and then as long as a step."""
     config = config_of(recording.folder, 2, boot_timeout_s=600.0, step_timeout_s=60.0)
-    pointers = torch.zeros(2, dtype=torch.int64)
     memory = torch.zeros(AllReduceInbox.bytes(2, 1, 2, torch.float32), dtype=torch.uint8)
-    peers = AllReduceInbox(memory, pointers, 0, 1, 2, torch.float32, 1)
+    peers = AllReduceInbox([memory] * 2, 0, 1, 2, torch.float32)
     geometry = read_geometry(recording.folder)
     device, model = torch.device("cpu"), cast(Gemma4, type("Bare", (), {"parameters": list, "dtype": torch.float32}))
     inboxes = Inboxes(peers, cast(ArgmaxInbox, None))
