@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.choose import filtered, scaled, store_tokens
+from kernels.choose import filtered, scaled, store_tokens, with_small_top_k
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.sample import GREEDY, SMALL, gumbel_noise, noise_key, over_temperature
-from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
+from kernels.sampling_batch import SMALL_TOP_K, SamplingBatch
 
 BLOCK_IDS = constexpr(64)  # of a block, whose largest value is noted
 CTA_BLOCKS = constexpr(64)
@@ -34,7 +34,7 @@ def block_peaks(logits: Tensor, batch: SamplingBatch) -> Tensor:
     blocks = cdiv(n, BLOCK_IDS.value)
     peaks = logits.new_empty((rows, blocks), dtype=torch.float32)
     if not enabled(logits):
-        small = _with_small_top_k(batch).nonzero().flatten()
+        small = with_small_top_k(batch).nonzero().flatten()
         values = functional.pad(scaled(logits[small], batch, small), (0, -n % BLOCK_IDS.value), value=-torch.inf)
         peaks[small] = values.unflatten(1, (-1, BLOCK_IDS.value)).amax(-1)
         return peaks
@@ -54,7 +54,7 @@ def candidates(logits: Tensor, peaks: Tensor, batch: SamplingBatch, first: int) 
     count = min(SMALL_TOP_K, n)
     if not enabled(logits):
         best[:] = torch.tensor([-torch.inf, 0.0])
-        small = _with_small_top_k(batch).nonzero().flatten()
+        small = with_small_top_k(batch).nonzero().flatten()
         values = scaled(logits[small], batch, small)
         ids = values.argsort(descending=True, stable=True)[:, :count].sort().values
         best[small, :count] = torch.stack([values.gather(1, ids), (first + ids).float()], -1)
@@ -75,7 +75,7 @@ def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> Non
     check_contiguous(best)
     rows, count, _ = best.shape
     if not enabled(best):
-        small = (_with_small_top_k(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
+        small = (with_small_top_k(batch) & (chosen[:, 1] == 0)).nonzero().flatten()
         values, ids = best[small].unbind(-1)
         chosen[small, 0] = filtered(values, ids.long(), batch, small)
         store_tokens(batch, chosen[:, 0])
@@ -85,16 +85,6 @@ def choose_candidates(best: Tensor, batch: SamplingBatch, chosen: Tensor) -> Non
         best, batch.slots, batch.positions, batch.parameters.integers, batch.parameters.floats, batch.tokens,
         batch.tokens.shape[1], chosen, COUNT=count, WIDTH=next_power_of_2(count),
     )  # fmt: skip
-
-
-# ---- references
-
-
-def _with_small_top_k(batch: SamplingBatch) -> Tensor:
-    """bool [R]."""
-    slots = batch.slots.long()
-    top_k = batch.parameters.integers[slots, 1]
-    return (top_k > 0) & (top_k <= SMALL_TOP_K) & (batch.parameters.floats[slots, 0] >= GREEDY_BELOW)
 
 
 # ---- kernels

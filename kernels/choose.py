@@ -67,12 +67,11 @@ def local_best(logits: Tensor, batch: SamplingBatch, first: int, parts: int) -> 
     if not enabled(logits):  # in one part
         slots, ahead = batch.slots.long(), batch.positions.long() + 1
         nan = logits.isnan().any(-1)
-        seeds, top_k, may_stop = parameters.integers[slots].unbind(1)
+        seeds, _, may_stop = parameters.integers[slots].unbind(1)
         stop = parameters.stop[slots].long().masked_fill((ahead >= may_stop)[:, None], -1)
         logits.copy_(mask(logits, torch.cat([stop, suppress.long().expand(rows, -1)], 1), first))
         values = logits.clone()
-        small = (top_k > 0) & (top_k <= SMALL_TOP_K)
-        drawn = ((parameters.floats[slots, 0] >= GREEDY_BELOW) & ~small).nonzero().flatten()
+        drawn = ((parameters.floats[slots, 0] >= GREEDY_BELOW) & ~with_small_top_k(batch)).nonzero().flatten()
         if len(drawn):
             ids = torch.arange(first, first + n, device=logits.device)
             values[drawn] = scaled(logits[drawn], batch, drawn) + gumbel(seeds[drawn], ahead[drawn], ids)
@@ -128,6 +127,13 @@ def scaled(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
         soft = torch.where(batch.capped[rows, None] != 0, logits, soft)
     temperature = batch.parameters.floats[batch.slots[rows].long(), :1]
     return torch.where(logits == -torch.inf, logits, soft / temperature)
+
+
+def with_small_top_k(batch: SamplingBatch) -> Tensor:
+    """bool [R]: the rows that `kernels.candidates` decides."""
+    slots = batch.slots.long()
+    top_k = batch.parameters.integers[slots, 1]
+    return (top_k > 0) & (top_k <= SMALL_TOP_K) & (batch.parameters.floats[slots, 0] >= GREEDY_BELOW)
 
 
 def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:

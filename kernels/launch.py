@@ -199,10 +199,10 @@ def processors(device: torch.device) -> int:
 
 
 @contextmanager
-def recorded(recorder: Recorder, target: tuple[int, int] | None = None, processors: int = 132) -> Iterator[None]:
+def recorded(recorder: Recorder, target: tuple[int, int] | None, processors: int) -> Iterator[None]:
     """Inside the `with` each launch calls `recorder` with its kernel, grid and arguments. With a `target` (compute capability)
     none is started, and ops called on tensors of the meta device choose kernels, tiles and grids as they would on such a GPU of so
-    many streaming multiprocessors, by default an H200's. AssertionError inside another recorder's `with`."""
+    many streaming multiprocessors. AssertionError inside another recorder's `with`."""
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:

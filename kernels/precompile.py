@@ -76,10 +76,9 @@ def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
 
 
 def _listed(configured: Configured, grid: tuple[int, ...], args: tuple[Any, ...]) -> ListedLaunch:
-    kernel, constexprs = configured.kernel, configured.with_pdl()
-    specialization = () if INTERPRET else _binder(kernel)(*args, **constexprs)[1]
-    options = {"warps": configured.warps, "stages": configured.stages}
-    return ListedLaunch(kernel.__name__, grid, {**constexprs, **options}, kernel, tuple(specialization))
+    kernel, choices = configured.kernel, {**configured.with_pdl(), "warps": configured.warps, "stages": configured.stages}
+    specialization = () if INTERPRET else _binder(kernel)(*args, **choices)[1]
+    return ListedLaunch(kernel.__name__, grid, choices, kernel, tuple(specialization))
 
 
 @cache
