@@ -213,7 +213,7 @@ def read_geometry(folder: Path) -> Geometry:
     """Read the geometry of the checkpoint in `folder`; CheckpointError names the file or the key that is wrong, or a
     quantisation."""
     path = folder / "config.json"
-    with _naming(str(path)):
+    with naming(str(path)):
         weight_format(folder)  # refuses a quantisation that no format reads
     return parse_config(read_json(path), str(path))
 
@@ -227,7 +227,7 @@ def read_section(folder: Path, name: str, implemented: Implemented, make: Callab
     section = read_json(path).get(name)
     if not section:
         return None
-    with _naming(f"{path}: {name}"):
+    with naming(f"{path}: {name}"):
         _check_implemented(section, implemented)
         return make(section, read_geometry(folder))
 
@@ -238,7 +238,7 @@ def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
     model_type = config.get("model_type")
     if model_type not in _ARCHITECTURES:
         raise CheckpointError(f"{source}: model_type {model_type!r} is not a Gemma 4 text model")
-    with _naming(source):
+    with naming(source):
         _check_implemented(text, IMPLEMENTED)
         geometry = _geometry(config, text)
         msgspec.convert(msgspec.to_builtins(geometry), Geometry)  # every number is one
@@ -246,7 +246,7 @@ def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:
 
 
 @contextmanager
-def _naming(source: str) -> Iterator[None]:
+def naming(source: str) -> Iterator[None]:
     """Have what is wrong with a config raised as a CheckpointError that names its source, and the key."""
     try:
         yield

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.checkpoint import read_json
 from engine.errors import CheckpointError
-from engine.geometry import Geometry, Layer, parse_config, shard_kv_heads
+from engine.geometry import Geometry, Layer, naming, parse_config, shard_kv_heads
 
 _SUFFIX = "_assistant"
 
@@ -33,7 +33,7 @@ def read_assistant(folder: Path, target: Geometry) -> AssistantGeometry:
     kind = str(config.get("model_type"))
     if not kind.endswith(_SUFFIX):
         raise CheckpointError(f"{path}: model_type {kind!r} is no Gemma 4 assistant")
-    try:
+    with naming(str(path)):
         text = {**config["text_config"], "num_kv_shared_layers": 0}
         ordered, backbone = config["use_ordered_embeddings"], config["backbone_hidden_size"]
         centroids = (config["num_centroids"], config["centroid_intermediate_top_k"]) if ordered else (0, 0)
@@ -42,10 +42,6 @@ def read_assistant(folder: Path, target: Geometry) -> AssistantGeometry:
         fields = {**vars(shape), "prefix": "model.", "layers": layers}
         assistant = AssistantGeometry(**fields, backbone=backbone, centroids=centroids[0], centroid_top_k=centroids[1])
         msgspec.convert(msgspec.to_builtins(assistant), AssistantGeometry)  # every number is one
-    except KeyError as error:
-        raise CheckpointError(f"{path}: the key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
     if wrong := _unlike(assistant, target):
         raise CheckpointError(f"{folder} is no drafter of this model: {'; '.join(wrong)}")
     return assistant
