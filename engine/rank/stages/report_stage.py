@@ -1,7 +1,7 @@
 """The report of a step: an asynchronous copy of what it sampled, the bytes of its result, the state hash."""
 
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,8 +79,6 @@ class Launched:
         """Fold this step into the rank's state hash: a checksum of the finished steps, of each (plan | its masks | tokens and flags
         | with debug_hash the bits of its last hidden rows), chained. Ranks that ran the same plans and sampled the same tokens
         agree on it, and so does a replay."""
-        expected = self.stage.launched.popleft()
-        assert self.step == expected, f"step {self.step} finished before step {expected}"
         host, value = self.outputs(), self.stage.state_hash
         for given in self.hashed:
             value = checksum(given, value)
@@ -116,7 +114,6 @@ class ReportStage:
         self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage | None, *, debug_hash: bool
     ) -> None:
         self._device, self.pages, self.encodes, self.debug_hash = device, pages, encodes, debug_hash
-        self.launched: deque[int] = deque()  # steps that are not folded yet
         self.state_hash = 0
         self._host = staging(device, rows, 2)
         self.last_end: DeviceEvent | None = None  # of the step started last
@@ -136,7 +133,6 @@ class ReportStage:
         copies = {name: downloaded(output, pinned.get(name)) for name, output in self._outputs(sampled, hidden, rows).items()}
         clock = StepClock(self.last_end if len(plan.rows) else None, start, record_event(self._device))
         self.last_end = clock.end
-        self.launched.append(plan.step)
         scored = sampled.scored if sampled is not None else ()
         return Launched(plan.step, hashed, None if sampled is None else rows, scored, copies, clock, self)
 

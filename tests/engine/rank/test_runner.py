@@ -266,14 +266,6 @@ def test_hash_sees_plan_tokens_and_hidden_bits(rank: Rank, debug: bool) -> None:
     assert (nudged != plain) is debug
 
 
-def test_steps_finish_in_order(runner: Runner) -> None:
-    """Finishing the second of two steps first is an error, not another hash."""
-    plans = stream(2)
-    launched = [runner.launch(encode_plan(plan)) for plan in plans]
-    with pytest.raises(AssertionError, match="step 2 finished before step 1"):
-        finish(launched[1])
-
-
 def test_a_plan_without_rows_has_an_empty_result(runner: Runner) -> None:
     """Releases alone run no forward, and still move the hash."""
     result = run(runner, StepPlan(1))
