@@ -23,6 +23,7 @@ class GroupCache:
 
     group  what it holds
     pool   [owned layers, pages, 2, kv_heads, page, head_dim] of its dtype: K at [..., 0, ...], V at [..., 1, ...]; page 0 is null
+    layers the pool's [pages, 2, kv_heads, page, head_dim] by index of the model's layers that own their K and V
     table  int32 [slots, width], contiguous; width covers `max_len` and is a multiple of 256 // page
     read_width  page ids that a sequence of `queries` queries reads at most: the table's width, or those of a window
     """
@@ -42,11 +43,7 @@ class GroupCache:
         width = -(-max_len // ROW_TOKENS) * (ROW_TOKENS // group.page)
         self.table = torch.zeros((slots, width), dtype=torch.int32, device=device)
         self.read_width = min(width, group.worst_pages(width * group.page) - (1 - queries) // group.page)
-        self._layers = {layer: self.pool[index] for index, layer in enumerate(group.layers)}
-
-    def layer(self, layer_index: int) -> Tensor:
-        """Returns the view [pages, 2, kv_heads, page, head_dim] of the model's layer `layer_index`, which must own its K and V."""
-        return self._layers[layer_index]
+        self.layers = dict(zip(group.layers, self.pool, strict=True))
 
 
 class KVCache:

@@ -85,7 +85,7 @@ def normed_queries(
     and the pool that they read."""
     qkv, layer, norms, block, _ = rows
     q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim) if q is None else q
-    pool, rope = cache.layer(layer.kv_source), block.rope[layer.rope, layer.head_dim]
+    pool, rope = cache.layers[layer.kv_source], block.rope[layer.rope, layer.head_dim]
     qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
     return q, pool
 

@@ -46,7 +46,7 @@ class PagedDecode:
         index = bisect.bisect_left(settings.buckets, len(pages))
         if block.width == 1:
             splits, tile = self._cuts[index]
-            reads = qkv, cache.layer(layer.kv_source), pages, block.positions, block.rope[layer.rope, layer.head_dim]
+            reads = qkv, cache.layers[layer.kv_source], pages, block.positions, block.rope[layer.rope, layer.head_dim]
             decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, splits, tile)
             return
         q, pool = normed_queries(cache, settings, rows)

@@ -118,7 +118,7 @@ def visible(layers: Iterable[Layer], cache: KVCache, length: int, slot: int = 0)
     for layer in layers:
         group = cache.of(layer)
         first = 0 if group.group.window is None else max(0, length - group.group.window)
-        pool = group.layer(layer.kv_source)[group.table[slot, : -(-length // 32)].long()]  # [pages, 2, heads, page, d]
+        pool = group.layers[layer.kv_source][group.table[slot, : -(-length // 32)].long()]  # [pages, 2, heads, page, d]
         keys = pool.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, first:length]
         shared[f"{layer.kind}_attention"] = (keys[0], keys[1])
     return shared
