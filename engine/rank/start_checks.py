@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Collection, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from engine.attention.backend_entry import ROW_KINDS, RowKind
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, KVGroup
-from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend, make_parts, parts_check
+from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend, parts_check
 from engine.rank.attention.base import PartSettings
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -59,8 +60,7 @@ def check_attention(
     Every rank must call it.
     """
     own = OWN[device.type]
-    named = {kind: BACKENDS[config.attention_of(kind) or own.name] for kind in ROW_KINDS}
-    used = {kind: entry for kind, entry in named.items() if entry.parts != own.parts}
+    used = {kind: entry for kind in ROW_KINDS if (entry := BACKENDS[config.attention_of(kind) or own.name]).parts != own.parts}
     if not used:
         return (), []
     groups = config.kv_groups(geometry)
@@ -68,7 +68,7 @@ def check_attention(
     names = [(kind, group.index) for kind in used for group in groups]
     errors: dict[tuple[RowKind, int], float] = {}
     for kind, entry in used.items():
-        parts = make_parts(entry, settings, download=config.flashinfer_download)
+        parts = import_module(entry.parts).parts(settings, download=config.flashinfer_download)
         errors |= parts_check.mismatches(kind, geometry, groups, settings, parts)
     failed, sentences = failed_on_any_rank(parallel, names, errors, device), []
     for kind, index in sorted(failed):

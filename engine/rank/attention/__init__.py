@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from engine.attention import BACKENDS, OWN, REFERENCE
-from engine.attention.backend_entry import BackendEntry, RowKind
+from engine.attention import BACKENDS, REFERENCE
+from engine.attention.backend_entry import RowKind
 from engine.geometry import Geometry, KVGroup
 from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, LayerRows, PartSettings
 from engine.rank.batch import RowBlock
@@ -20,7 +20,7 @@ FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Backends by kind of rows; None: the device's. failed_checks: (kind, KV group) that run our own ops whatever was asked for.
+    """Backends by kind of rows; None: our own ops. failed_checks: (kind, KV group) that run our own ops whatever was asked for.
     download: FlashInfer may fetch kernels that it lacks."""
 
     decode: str | None = None
@@ -62,16 +62,16 @@ def attention_backend(
     buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
     width: decode rows of a sequence at most
     """
-    ours = OWN.get(device.type, REFERENCE)
-    entries = {kind: BACKENDS[name] if name else ours for kind, name in (("decode", config.decode), ("extend", config.extend))}
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)
-    made = functools.cache(lambda entry: make_parts(entry, settings, download=config.download))
+    made = functools.cache(lambda module: import_module(module).parts(settings, download=config.download))
+    own, asked = made(REFERENCE.parts), {"decode": config.decode, "extend": config.extend}
 
     def parts(kind: RowKind, group: KVGroup) -> AttentionParts:
-        return made(ours if (kind, group.index) in config.failed_checks else entries[kind])
+        name = asked[kind]
+        return own if name is None or (kind, group.index) in config.failed_checks else made(BACKENDS[name].parts)
 
     def extend(pages: GroupCache) -> AttentionPart:
-        usual, own = parts("extend", pages.group), made(ours)
+        usual = parts("extend", pages.group)
         if usual is own or not pages.group.bidirectional:
             return usual.extend(pages)
         return SpanExtend(usual.extend(pages), own.extend(pages))
@@ -79,8 +79,3 @@ def attention_backend(
     decodes = [parts("decode", pages.group).decode(pages) for pages in cache]
     extends = [extend(pages) for pages in cache]
     return AttentionBackend(cache, {"decode": decodes, "extend": extends})
-
-
-def make_parts(entry: BackendEntry, settings: PartSettings, *, download: bool) -> AttentionParts:
-    """Import the backend's module, and make its parts as `AttentionParts` says."""
-    return import_module(entry.parts).parts(settings, download=download)
