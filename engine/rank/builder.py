@@ -157,4 +157,4 @@ def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], dev
 def build(rank: Rank, pages: Sequence[int]) -> Runner:
     """Build the runner of a loaded rank, over a new `kv_cache`."""
     cache = kv_cache(rank.config, rank.geometry, pages, rank.device)
-    return Runner(rank.model, cache, rank.config, rank.geometry, rank.inboxes, rank.failed_checks, rank.drafter, rank.encoders)
+    return Runner(rank.model, cache, rank.config, rank.inboxes, rank.failed_checks, rank.drafter, rank.encoders)

@@ -20,9 +20,9 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from engine.attention import BACKENDS, OWN
+from engine.attention import TRITON
 from engine.config import EngineConfig
-from engine.geometry import Geometry, vocab_share
+from engine.geometry import vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaKind
@@ -47,8 +47,8 @@ from engine.rank.step import (
     LARGE_PROMPT_ROWS,
     MOST_PADDED_CHUNKS,
     PROMPT_ROWS,
-    MixedSizes,
     StepBuffers,
+    StepSizes,
     chunks_of,
 )
 from engine.rank.step_clock import DeviceEvent, record_event
@@ -88,13 +88,13 @@ class Runner:
         model: Model,
         cache: KVCache,
         config: EngineConfig,
-        geometry: Geometry,
         inboxes: Inboxes | None,
         failed_checks: FailedChecks,
         drafter: Assistant | None,
         encoders: Mapping[MediaKind, MediaEncoder],
     ) -> None:
-        device = self._device = next(iter(cache)).table.device
+        device, geometry = next(iter(cache)).table.device, model.geometry
+        self._device = device
         on_gpu = config.device == "cuda"  # or, on the meta device, as if
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))
         share, parallel = vocab_share(geometry.vocab, model.parallel.size), model.parallel
@@ -128,8 +128,7 @@ class Runner:
         rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, self.encode_stage, debug_hash=config.debug_hash)
         self._prefill = min(prefill, config.max_len)
-        own = BACKENDS[config.attention_of("extend") or OWN[config.device].name].parts == OWN[config.device].parts
-        self._pads_chunks = on_gpu and own
+        self._pads_chunks = on_gpu and config.attention_of("extend") in (None, TRITON.name)
         self.capturable = device.type == "cuda" and config.graphs
         self.graphs: StageGraphs | None = None
 
@@ -148,7 +147,7 @@ class Runner:
         for sizes, width in self._steps(buckets):
             # A step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`). With chunks one is enough:
             # `warm` has run all that samplers launch.
-            for name in LARGEST_SAMPLERS[isinstance(sizes, MixedSizes) :]:
+            for name in LARGEST_SAMPLERS[sizes.prompts > 0 :]:
                 graphs.warm(partial(self.repeat, sizes, name, width))
             plan = self._inputs.plan
             state = graphs.capture("forward", sizes, partial(self.forward_stage.padded, sizes, plan, width), width)
@@ -162,14 +161,14 @@ class Runner:
         if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
-    def _steps(self, buckets: Sequence[int] | None = None) -> Iterator[tuple[int | MixedSizes, int]]:
+    def _steps(self, buckets: Sequence[int] | None = None) -> Iterator[tuple[StepSizes, int]]:
         """Yields sizes and widths of the steps that are captured, largest first, of all or of decode steps of these buckets alone.
         They run the empty plan uploaded here, which fits all."""
         self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
         for sizes, width in product(() if buckets else self._mixed_sizes, reversed(self._mixed_widths)):
             if width == 1 or sizes.decodes:
                 yield sizes, width
-        yield from product(sorted(buckets or self._buckets, reverse=True), reversed(self._widths))
+        yield from product(map(StepSizes.decoding, sorted(buckets or self._buckets, reverse=True)), reversed(self._widths))
 
     @torch.inference_mode()
     def list_launches(self, share: int, shares: int) -> None:
@@ -182,20 +181,20 @@ class Runner:
             self.repeat(sizes, name, width)
 
     @torch.inference_mode()
-    def repeat(self, sizes: int | MixedSizes, sampler: str = "argmax", width: int = 1) -> None:
+    def repeat(self, sizes: StepSizes, sampler: str = "argmax", width: int = 1) -> None:
         """Run the plan uploaded last eagerly, padded to `sizes` with decode rows of `width` tokens, and behind decode rows alone
-        the drafts of the next step; on a GPU. sizes: a number of sequences that decode, or the sizes of a step with chunks."""
+        the drafts of the next step; on a GPU."""
         plan = self._inputs.plan
         batch, hidden = self.forward_stage.padded(sizes, plan, width)
         sampled = self._sampled(sampler, plan, batch, hidden)
-        if self.draft_stage is not None and isinstance(sizes, int):
+        if self.draft_stage is not None and not sizes.prompts:
             if width == 1:
                 self.draft_stage.accept(batch, sampled.chosen, hidden, adjusted=False)
             else:
-                self.draft_stage.draft(sizes, width - 1)
+                self.draft_stage.draft(sizes.decodes, width - 1)
 
     @cached_property
-    def _mixed_sizes(self) -> list[MixedSizes]:
+    def _mixed_sizes(self) -> list[StepSizes]:
         """Lists the sizes that plans with chunks are padded to, largest first; none on a CPU, or where another backend has the
         chunks."""
         if not self._pads_chunks:
@@ -203,18 +202,18 @@ class Runner:
         most = self._buckets[-1]
         decodes = [rows for rows in DECODES_BESIDE_PROMPTS if rows < most] + [most]
         return [
-            MixedSizes(prompts, chunks := max(MOST_PADDED_CHUNKS, prompts // 128), rows, min(chunks + rows, most))
+            StepSizes(prompts, chunks := max(MOST_PADDED_CHUNKS, prompts // 128), rows, min(chunks + rows, most))
             for prompts in reversed(self._prompt_rows)
             for rows in reversed(decodes)
         ]
 
-    def _padded_sizes(self, plan: PlanView) -> int | MixedSizes | None:
-        """Returns what a plan is padded to, a bucket of decode rows or the sizes of a step with chunks. None: it runs unpadded, as
+    def _padded_sizes(self, plan: PlanView) -> StepSizes | None:
+        """Returns what a plan is padded to. None: it runs unpadded, as
         it has no rows, or too many, or the host must know its chunks (spans, logprobs of prompts, soft tokens)."""
         if not len(plan.chunks):
-            return self._inputs.bucket(len(plan.rows)) if len(plan.rows) else None
-        has, slots = MixedSizes.of(plan), plan.chunks[:, 0].tolist()
-        if not self._pads_chunks or len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
+            return StepSizes.decoding(self._inputs.bucket(len(plan.rows))) if len(plan.rows) else None
+        has, slots = StepSizes.of(plan), plan.chunks[:, 0].tolist()
+        if len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
             return None
         if self.encode_stage is not None and self.forward_stage.soft_tokens is None and self.encode_stage.has_items(slots):
             return None
@@ -250,7 +249,7 @@ class Runner:
             plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
             uploaded = self._inputs.upload(plan)
             self._inputs.apply(uploaded)
-            batch = replace(self._inputs.mixed(uploaded, MixedSizes.of(plan))[0], chunks=chunks_of(plan))
+            batch = replace(self._inputs.batch(uploaded, StepSizes.of(plan))[0], chunks=chunks_of(plan))
             every = self.forward_stage.run(replace(batch, logit_rows=None))
             record_event(self._device).synchronize()  # the plan's staging memory is used again
         assert batch.logit_rows is not None
@@ -296,10 +295,10 @@ class Runner:
             self.slots.cache.groups[group].pool[:, page] = 0
         uploaded = self._inputs.upload(plan)
         sizes = self._padded_sizes(plan)
-        widths = self._mixed_widths if isinstance(sizes, MixedSizes) else self._widths
+        widths = self._mixed_widths if sizes and sizes.prompts else self._widths
         width = next(width for width in widths if width >= plan.width)
         if sizes:
-            if self.encode_stage is not None and isinstance(sizes, MixedSizes) and self.forward_stage.soft_tokens is not None:
+            if self.encode_stage is not None and sizes.prompts and self.forward_stage.soft_tokens is not None:
                 self.forward_stage.set_soft_tokens(self.encode_stage.soft_tokens(chunks_of(plan)))
             final = self._padded_forward(sizes, width, uploaded)
         else:
@@ -361,7 +360,7 @@ class Runner:
             assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
             self.encode_stage.encode(plan.encodes[:, 0].tolist(), media)
 
-    def _padded_forward(self, sizes: int | MixedSizes, width: int, uploaded: Tensor) -> FinalRows:
+    def _padded_forward(self, sizes: StepSizes, width: int, uploaded: Tensor) -> FinalRows:
         """Run the forward of a plan padded to `sizes`, as a graph if there is one and the plan lies where it reads."""
         if self.graphs is not None and ("forward", sizes, width) in self.graphs and uploaded is self._inputs.plan:
             batch, hidden = self.graphs.replay("forward", sizes, width)

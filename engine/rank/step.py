@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.plan import PlanView
 from engine.plan_layout import COUNTS, HEADER, SECTIONS, STEP
 from engine.rank.batch import Chunk, ForwardBatch, RopeTensors, chunk_rows
-from engine.rank.kv import PageIds
 from engine.rank.slots import SlotState
 from engine.rank.upload import staging
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
@@ -32,8 +31,8 @@ MOST_PADDED_CHUNKS = 16  # of a padded step of up to 2048 prompt tokens, in prop
 LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))
 
 
-class MixedSizes(NamedTuple):
-    """The sizes of a step with chunks: rows of its chunks, chunks, sequences that decode, sequences that give results."""
+class StepSizes(NamedTuple):
+    """The sizes of a step: rows of its chunks, chunks, sequences that decode, sequences that give results."""
 
     prompts: int
     chunks: int
@@ -41,24 +40,29 @@ class MixedSizes(NamedTuple):
     results: int
 
     @classmethod
-    def of(cls, plan: PlanView) -> "MixedSizes":
+    def of(cls, plan: PlanView) -> "StepSizes":
         """Counts the plan's own, unpadded."""
         tokens = plan.chunks[:, 2] - plan.chunks[:, 1]
         return cls(int(tokens.sum()), len(plan.chunks), len(plan.rows), len(plan.result_slots))
 
+    @classmethod
+    def decoding(cls, sequences: int) -> "StepSizes":
+        """Returns those of a step of decode rows alone."""
+        return cls(0, 0, sequences, sequences)
+
 
 class StepBuffers:
-    """Inputs of a rank's steps: at most `prefill` chunk tokens, and sequences up to the largest of `sizes` that decode, each with
+    """Inputs of a rank's steps: at most `prefill` chunk tokens, and sequences up to the largest of `buckets` that decode, each with
     at most `widest` tokens.
 
     frequencies  fp32 [pairs] of each rotary embedding of the model
     """
 
     def __init__(
-        self, slots: SlotState, frequencies: RopeTensors, prefill: int, sizes: tuple[int, ...], widest: int = 1
+        self, slots: SlotState, frequencies: RopeTensors, prefill: int, buckets: tuple[int, ...], widest: int = 1
     ) -> None:
-        device, self._most = slots.device, sizes[-1]
-        self._slots, self._frequencies, self.sizes = slots, frequencies, sizes
+        device, self._most = slots.device, buckets[-1]
+        self._slots, self._frequencies, self.buckets = slots, frequencies, buckets
         rows = prefill + self._most * widest
         self._rows = torch.zeros((3, rows), dtype=torch.int32, device=device)  # ids, positions and slots
         self._pages = slots.cache.page_rows(self._most)
@@ -75,7 +79,7 @@ class StepBuffers:
 
     def bucket(self, decodes: int) -> int:
         """Returns the rows that `decodes` decode rows are padded to."""
-        return self.sizes[bisect.bisect_left(self.sizes, decodes)]
+        return self.buckets[bisect.bisect_left(self.buckets, decodes)]
 
     def upload(self, plan: PlanView) -> Tensor:
         """Copy the plan to the device: int32 [n] in `self.plan`, or in memory of its own if it is larger."""
@@ -91,26 +95,28 @@ class StepBuffers:
         """Apply an uploaded plan to page tables and lengths."""
         apply_plan(plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
-    def decodes(self, plan: Tensor, sequences: int, width: int = 1) -> ForwardBatch:
-        """Make the plan's decode rows, padded to `sequences` of `width` tokens each; lengths advance by one. Capturable."""
-        pages, rows = self._decoding(plan, sequences, 0, width), sequences * width
-        ids, positions, slots = self._rows[:, :rows]
-        return ForwardBatch(ids, positions, slots, self._rotary(positions), pages, width=width)
-
     def drafting(self, slots: Tensor, positions: Tensor, rope_positions: Tensor) -> ForwardBatch:
         """Make a drafter's rows: they read what positions int32 [n] of `slots` see, with queries roped as at `rope_positions`.
         Capturable."""
-        pages, unread = self._gathered(slots, positions, len(slots)), slots  # a drafter begins with tokens of its own, not with ids
+        pages = self._slots.cache.gather(slots, positions, tuple(page_ids[: len(slots)] for page_ids in self._pages))
+        unread = slots  # a drafter begins with tokens of its own, not with ids
         return ForwardBatch(unread, positions, slots, self._rotary(rope_positions), pages)
 
-    def mixed(self, plan: Tensor, sizes: MixedSizes, width: int = 1) -> tuple[ForwardBatch, ForwardBatch]:
-        """Make the plan's chunk rows and behind them its decode rows, padded to `sizes`; and a batch of the rows that give
-        results, `width` a sequence (`logit_rows` of the first). Capturable."""
-        first, total = sizes.prompts, sizes.prompts + sizes.decodes * width
-        pages = tuple(page_ids[:0] for page_ids in self._pages)
+    def batch(self, plan: Tensor, sizes: StepSizes, width: int = 1) -> tuple[ForwardBatch, ForwardBatch]:
+        """Make the plan's chunk rows and behind them its decode rows, of `width` tokens a sequence, padded to `sizes`; and a batch
+        of the rows that give results, `width` a sequence (`logit_rows` of the first): the same one where there are no chunks.
+        Lengths of sequences that decode advance by one. Capturable."""
+        first = sizes.prompts
+        rows = StepRows(*self._rows[:, : first + sizes.decodes * width])
+        pages = tuple(page_ids[: sizes.decodes] for page_ids in self._pages)
         if sizes.decodes:
-            pages = self._decoding(plan, sizes.decodes, first, width)
-        rows = StepRows(*self._rows[:, :total])
+            ids, positions, slots = (column[first:] for column in rows)
+            tokens, lengths = self._slots.tokens, self._slots.lengths
+            decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
+            self._slots.cache.gather(slots, positions, pages)
+        if not first:
+            batch = ForwardBatch(*rows, self._rotary(rows.positions), pages, width=width)
+            return batch, batch
         chunks, results = self._chunks[: sizes.chunks + 1], ResultInputs(*(x[: sizes.results * width] for x in self._results))
         chunk_inputs(plan, LAYOUT, self._slots.tokens, self._slots.padding, rows, first, chunks, results, width)
         batch = ForwardBatch(
@@ -118,17 +124,6 @@ class StepBuffers:
         )
         ends = replace(batch, slots=results.slots, positions=results.positions)
         return batch, replace(ends, ids=rows.ids[results.rows]) if width > 1 else ends
-
-    def _decoding(self, plan: Tensor, sequences: int, first: int, width: int) -> PageIds:
-        """Make decode rows from row `first` on; returns the page ids that they read, of each KV group. Lengths advance."""
-        ids, positions, slots = self._rows[:, first : first + sequences * width]
-        tokens, lengths = self._slots.tokens, self._slots.lengths
-        decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
-        return self._gathered(slots, positions, sequences)
-
-    def _gathered(self, slots: Tensor, positions: Tensor, sequences: int) -> PageIds:
-        """Gather the page ids that each of the rows' sequences reads, of each KV group."""
-        return self._slots.cache.gather(slots, positions, tuple(page_ids[:sequences] for page_ids in self._pages))
 
     def _rotary(self, positions: Tensor) -> RopeTensors:
         """Make cos and sin of the positions of a batch's rows, int32 [T], for each rotary embedding."""

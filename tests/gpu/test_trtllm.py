@@ -257,7 +257,7 @@ def shard_runner(rank: BareRank, backend: str) -> Runner:
     dtype = rank.cache.groups[0].pool.dtype
     assert isinstance(rank.parallel, Loopback)
     inboxes = rank.parallel.inboxes(buckets(config.max_seqs)[-1], rank.geometry.hidden, dtype)
-    made = Runner(rank.model, rank.cache, config, rank.geometry, inboxes, (), None, {})
+    made = Runner(rank.model, rank.cache, config, inboxes, (), None, {})
     if made.capturable:
         made.capture([made._inputs.bucket(ROWS)])
     return made

@@ -31,7 +31,7 @@ class DraftStage:
     ) -> None:
         self._drafter, self._attention, self._inputs = drafter, attention, inputs
         self._target, self._sampler, self._slots, self._inboxes = sampling.model, sampling.sampler, sampling.slots, sampling.inboxes
-        rows, device = inputs.sizes[-1], self._slots.device
+        rows, device = inputs.buckets[-1], self._slots.device
         ids, of_slots, *positions = torch.zeros((3 + count, rows), dtype=torch.int32, device=device)
         hidden = ids.new_zeros((rows, self._target.geometry.hidden), dtype=self._target.dtype)
         self._rows = DraftInputs(ids, of_slots, torch.stack(positions), hidden)

@@ -18,7 +18,7 @@ from engine.rank.page_check import PageCheck
 from engine.rank.parallel import Inboxes, inboxes_of
 from engine.rank.prompt_logprobs import PromptScoring, ScoredRows, scored_rows
 from engine.rank.stages.encode_stage import EncodeStage
-from engine.rank.step import MixedSizes, StepBuffers, chunks_of
+from engine.rank.step import StepBuffers, StepSizes, chunks_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FinalRows:
 
     hidden: Tensor
     batch: ForwardBatch | None = None
-    captured: int | MixedSizes | None = None
+    captured: StepSizes | None = None
     prompts: ScoredBatch | None = None
 
 
@@ -66,21 +66,18 @@ class ForwardStage:
         if soft is not None:
             rows[: len(soft.rows)], values[: len(soft.rows)] = soft.rows, soft.values
 
-    def padded(self, sizes: int | MixedSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
-        """Returns inputs and final hidden rows of a plan's result rows, padded to `sizes`: a number of sequences that decode, of
-        `width` tokens each, or chunks and all. Capturable."""
+    def padded(self, sizes: StepSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
+        """Returns inputs and final hidden rows of a plan's result rows, padded to `sizes`, with decode rows of `width` tokens.
+        Capturable."""
         batch, ends = self._inputs_of(sizes, plan, width)
-        if (soft := self.soft_tokens) is not None and isinstance(sizes, MixedSizes):
+        if (soft := self.soft_tokens) is not None and sizes.prompts:
             batch = replace(batch, soft=SoftTokens(soft.rows[: sizes.prompts], soft.values[: sizes.prompts]))
         return ends, self.run(batch)
 
-    def _inputs_of(self, sizes: int | MixedSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
+    def _inputs_of(self, sizes: StepSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
         """Apply a plan; returns its rows, and those that give results."""
         self.inputs.apply(plan)
-        if isinstance(sizes, MixedSizes):
-            batch, ends = self.inputs.mixed(plan, sizes, width)
-        else:
-            batch = ends = self.inputs.decodes(plan, sizes, width)
+        batch, ends = self.inputs.batch(plan, sizes, width)
         if self.pages is not None:
             self.pages.check(batch)
         return batch, ends
@@ -101,7 +98,7 @@ class ForwardStage:
             self.inputs.apply(uploaded)
             return FinalRows(uploaded[:0])
         chunks = chunks_of(plan)
-        batch, ends = self._inputs_of(MixedSizes.of(plan), uploaded, width)
+        batch, ends = self._inputs_of(StepSizes.of(plan), uploaded, width)
         batch = replace(batch, chunks=chunks, soft=None if media is None else media.soft_tokens(chunks))
         if not (scored := scored_rows(batch.chunks, scorings)):
             return FinalRows(self.run(batch), ends)

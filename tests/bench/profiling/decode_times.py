@@ -10,6 +10,7 @@ import torch
 
 from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.graphs import StageGraphs
+from engine.rank.step import StepSizes
 from tests.bench.profiling.bare_rank import BareRank
 
 WARM_STEPS = 8
@@ -70,8 +71,9 @@ def replay_ms(rank: BareRank, step: Callable[[], object], steps: int) -> float:
 
 def replay(graphs: StageGraphs, rows: int, width: int = 1) -> None:
     """A decode step without its drafts."""
-    graphs.replay("forward", rows, width)
-    graphs.replay("argmax", rows, width)
+    sizes = StepSizes.decoding(rows)
+    graphs.replay("forward", sizes, width)
+    graphs.replay("argmax", sizes, width)
 
 
 @contextmanager

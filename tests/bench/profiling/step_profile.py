@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.geometry import Layer
 from engine.rank.models.architecture import Model
+from engine.rank.step import StepSizes
 from tests.bench.profiling.bare_rank import BareRank
 from tests.bench.profiling.decode_times import admit, lengths_kept, replay, replay_ms
 from tests.support.launches import without_overlap
@@ -72,7 +73,7 @@ def profile_step(
     admit(rank, batch, context, steps, step)
     rows, graphs = rank.runner._inputs.bucket(batch), rank.runner.graphs
     with lengths_kept(rank), without_overlap(), recorded(rank.model) as names:
-        seen = _profiled(partial(rank.runner.repeat, rows), 1)
+        seen = _profiled(partial(rank.runner.repeat, StepSizes.decoding(rows)), 1)
     spans, scopes = spans_of(seen, names)
     modules = modules_of(spans, scopes)
     step_ms = 1e-3 * (max(span.end for span in spans) - spans[0].start)

@@ -13,6 +13,7 @@ from engine.rank import runner as rank_runner
 from engine.rank.builder import build
 from engine.rank.runner import Runner
 from engine.rank.stages.sample_stage import LARGEST_SAMPLERS, SAMPLERS
+from engine.rank.step import StepSizes
 from tests.conftest import Nano
 from tests.support.engine import drafters
 from tests.support.engine.answers import answers, requests, texts
@@ -65,13 +66,14 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     runner._device, runner._inputs, runner.draft_stage, runner._inboxes = MagicMock(), MagicMock(), None, None
     runner._widths = runner._mixed_widths = (1,)
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
-    runner.forward_stage.padded = lambda rows, *_: ran.append(f"forward {rows}") or (rows, None)
-    runner._sampled = lambda name, _, rows, __: ran.append(f"{name} {rows}")  # type: ignore[method-assign,assignment,return-value]
+    runner.forward_stage.padded = lambda sizes, *_: ran.append(f"forward {sizes.decodes}") or (sizes, None)
+    runner._sampled = lambda name, _, sizes, __: ran.append(f"{name} {sizes.decodes}")  # type: ignore[method-assign,assignment,return-value]
     runner.capture((1, 8))
     made: Any = runner.graphs
     warmed = [entry for name in LARGEST_SAMPLERS for entry in ("forward 8", f"{name} 8")]
     recorded = ["forward 8", *(f"{name} 8" for name in SAMPLERS)]
     assert ran == [*warmed, *recorded, *(name.replace("8", "1") for name in warmed + recorded)]
-    assert made.replay("forward", 8) == (8, None)
+    eight, four = map(StepSizes.decoding, (8, 4))
+    assert made.replay("forward", eight) == (eight, None)
     with pytest.raises(KeyError):
-        made.replay("forward", 4)
+        made.replay("forward", four)

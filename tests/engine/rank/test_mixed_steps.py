@@ -19,7 +19,7 @@ from engine.rank.parallel import Inboxes
 from engine.rank.prompt_logprobs import PromptScoring
 from engine.rank.runner import Runner
 from engine.rank.stages.forward_stage import FinalRows
-from engine.rank.step import MOST_PADDED_CHUNKS, MixedSizes
+from engine.rank.step import MOST_PADDED_CHUNKS, StepSizes
 from kernels.chunks import chunk_inputs
 from tests.engine.rank.test_graphs import Rerun
 from tests.golden.record import load
@@ -45,7 +45,7 @@ def replayed(folder: Path, *, padded: bool) -> tuple[list[StepResult], list[Tens
         hidden.append(final[: len(rows.slots)].clone())
         return start(plan, rows, sampled, final, *rest)
 
-    def counted(size: int | MixedSizes, *rest: Any) -> FinalRows:
+    def counted(size: StepSizes, *rest: Any) -> FinalRows:
         sizes[size] += 1
         return padded_forward(size, *rest)
 
@@ -64,8 +64,8 @@ def test_padded_steps_give_what_they_give_as_they_are(nano: Nano, member: str, t
     but for products of experts and of single rows, which a CPU adds in another order when there are more."""
     plain, rows, few = replayed(nano(member), padded=False)
     results, others, many = replayed(nano(member), padded=True)
-    assert not any(isinstance(size, MixedSizes) for size in few)
-    steps = {size: count for size, count in many.items() if isinstance(size, MixedSizes)}
+    assert not any(size.prompts for size in few)
+    steps = {size: count for size, count in many.items() if size.prompts}
     assert sum(steps.values()) == len(rows) - sum(few.values())
     assert {size.decodes > 0 for size in steps} == {True, False}
     assert all(size.chunks == MOST_PADDED_CHUNKS and size.results == 4 for size in steps)
@@ -105,11 +105,11 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
     assert [run(captured, plan).step for plan in PLANS] == [run(eager, plan).step for plan in PLANS]
     assert captured.state_hash == eager.state_hash
     graphs: Any = captured.graphs
-    replayed = {stage for stage, size, _ in graphs.replayed if isinstance(size, MixedSizes)}
+    replayed = {stage for stage, sizes, _ in graphs.replayed if sizes.prompts}
     assert replayed >= {"forward", "argmax", "small_top_k"}
     stages: Any = wrong.graphs
     for key, (_, kept) in stages.stages.items():
-        if isinstance(key[1], MixedSizes) and key[0] == "forward":
+        if key[0] == "forward" and key[1].prompts:
             stages.stages[key] = partial(lambda given: given, kept), kept
     for plan in PLANS:
         run(wrong, plan)
@@ -144,7 +144,7 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
         assert texts(given) == texts(expected)
     assert captured.state_hash == eager.state_hash
     graphs: Any = captured.graphs
-    forwards = {width for stage, size, width in graphs.replayed if stage == "forward" and isinstance(size, MixedSizes)}
+    forwards = {width for stage, size, width in graphs.replayed if stage == "forward" and size.prompts}
     assert forwards == {1, 1 + DRAFTS}
     monkeypatch.setattr(step, "chunk_inputs", early)
     wrong = texts(answers(partial(run, eager), config, asked[:3], every=1)[0])
@@ -159,7 +159,7 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     by_rows = build(replace(single(config_of(nano("31b"), 1, prefill_budget=4096)), inboxes=inboxes), PAGES)
     made._pads_chunks = sharing._pads_chunks = by_rows._pads_chunks = True
 
-    def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> MixedSizes | None:
+    def padded(*chunks: tuple[int, ...], spans: list[tuple[int, ...]] | None = None, rows: int = 0) -> StepSizes | None:
         plan = StepPlan(1, chunks=list(chunks), spans=spans or [], rows=single_rows(range(rows)))
         return made._padded_sizes(read_plan(encode_plan(plan)))
 

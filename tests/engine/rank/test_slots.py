@@ -16,7 +16,7 @@ from engine.rank.kv import GroupCache, KVCache
 from engine.rank.parallel import Single
 from engine.rank.sampler import Sampler, SpecialRows
 from engine.rank.slots import ResultRows, SlotState
-from engine.rank.step import MixedSizes, StepBuffers, chunks_of
+from engine.rank.step import StepBuffers, StepSizes, chunks_of
 from kernels.sampling_batch import SMALL_TOP_K
 from tests.support.engine.plans import DecodeRow, PageAppend, PageRelease, PrefillChunk, decode_slots
 
@@ -41,9 +41,10 @@ class Rank:
         self.slots.admit(view.admissions)
         uploaded = self.step.upload(view)
         self.step.apply(uploaded)
-        if plan.chunks:
-            return self.step.mixed(uploaded, MixedSizes.of(view))[0]
-        return self.step.decodes(uploaded, len(plan.rows) + padding) if plan.rows else None
+        if not plan.chunks and not plan.rows:
+            return None
+        sizes = StepSizes.of(view) if plan.chunks else StepSizes.decoding(len(plan.rows) + padding)
+        return self.step.batch(uploaded, sizes)[0]
 
     def results(self, plan: StepPlan) -> ResultRows:
         """How the rows of the plan's results sample."""

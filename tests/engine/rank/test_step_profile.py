@@ -19,6 +19,7 @@ from engine.plan import encode_plan
 from engine.rank.builder import load_rank
 from engine.rank.models.layers import VocabTable
 from engine.rank.parallel import Parallel, Single
+from engine.rank.step import StepSizes
 from tests.bench.profiling import bare_rank, step_profile
 from tests.bench.profiling.bare_rank import BareRank, pages_held
 from tests.bench.profiling.loopback import Loopback
@@ -205,12 +206,12 @@ def test_a_slow_module_is_seen(nano: Nano) -> None:
 class Replays:
     """Stands in for captured steps: replaying one runs it."""
 
-    def __init__(self, step: Callable[[int], object]) -> None:
+    def __init__(self, step: Callable[[StepSizes], object]) -> None:
         self._step = step
 
-    def replay(self, stage: str, rows: int, _: int) -> None:
+    def replay(self, stage: str, sizes: StepSizes, _: int) -> None:
         if stage == "forward":
-            self._step(rows)
+            self._step(sizes)
 
 
 def test_captured_steps(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +224,7 @@ def test_captured_steps(nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
     profiled = profile_of(rank)
     assert profiled.step_ms == 0.5
     assert {"full attention.o", "head"} <= {stage.name for stage in profiled.stages if stage.us > 0}
-    rank.runner.graphs = cast(Any, Replays(lambda rows: (rank.runner.repeat(rows), torch.zeros(1))))
+    rank.runner.graphs = cast(Any, Replays(lambda sizes: (rank.runner.repeat(sizes), torch.zeros(1))))
     with pytest.raises(RuntimeError, match=r"saw \d+ kernels in a step that starts \d+"):
         profile_of(rank)
 
