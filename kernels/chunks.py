@@ -46,8 +46,6 @@ def chunk_inputs(
 
     tokens int32 [slots, max_len + ..];  padding: the slot of padding rows;  width: decode rows of a sequence, behind `prompts`
     """
-    assert rows.ids.shape == rows.positions.shape == rows.slots.shape, (rows.ids.shape, rows.positions.shape, rows.slots.shape)
-    assert results.rows.shape == results.slots.shape == results.positions.shape, (results.rows.shape, results.slots.shape)
     if enabled(plan):
         launch(
             _chunk_inputs, (cdiv(prompts, 32),), plan, tokens, tokens.shape[1], padding, *rows, prompts, chunks, len(chunks),

@@ -47,11 +47,10 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     check_contiguous(x, weights, chosen, gate_up, down)
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
     up_tile, down_tile = choose(rows * top_k, count, shared_memory(x) * 2 // x.element_size())
-    single = rows == 1
-    tiles, order, position = (chosen, None, None) if single else _sorted(chosen, count, up_tile.rows)
+    tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
     inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
-    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k, single=single)
-    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1, single=single)
+    _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k)
+    _launch_grouped(down_tile, inner, down, None, tiles, parts, 1)
     block, other = min(1024, next_power_of_2(n)), dense()
     check_contiguous(other)
     launch(_combine, (rows, cdiv(n, block)), parts, position, weights, other, out, N=n, TOP=top_k, BLOCK=block)
@@ -97,14 +96,14 @@ def _sorted(chosen: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _launch_grouped(
-    tile: Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int, *, single: bool
+    tile: Tile, x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, out: Tensor, top_k: int
 ) -> None:  # fmt: skip
     """out [assignments, m], sorted by expert. With `top_k` above 1, x are tokens' rows, else sorted rows. tiles: as `_sorted`; of
-    a `single` token, its experts."""
+    a single token its experts, int32 [top_k]."""
     m = out.shape[1]
     launch(
-        _grouped, (cdiv(m, tile.bn), len(out) if single else len(tiles)), x, weight, order, tiles, out,
-        M=m, K=x.shape[1], TOP=top_k, GATED=weight.shape[1] > m, SINGLE=single, SWAP=tile.swap, BM=tile.rows, BN=tile.bn,
+        _grouped, (cdiv(m, tile.bn), len(tiles)), x, weight, order, tiles, out,
+        M=m, K=x.shape[1], TOP=top_k, GATED=weight.shape[1] > m, SINGLE=tiles.ndim == 1, SWAP=tile.swap, BM=tile.rows, BN=tile.bn,
         BK=tile.bk, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 

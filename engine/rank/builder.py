@@ -85,14 +85,11 @@ def load_rank(
     source = "empty" if device.type == "meta" else config.load_format
     if source == "safetensors":
         geometry = with_head(geometry, architecture.tensors, folder)
-    fallbacks: list[str] = []
-    failed_checks: FailedChecks = ()
     new_gpu = checked and is_untried(device)
-    if checked:
-        with torch.inference_mode():
-            if new_gpu:
-                check_kernels(device)
-            failed_checks, fallbacks = check_attention(parallel, config, geometry, device)
+    with torch.inference_mode():
+        if new_gpu:
+            check_kernels(device)
+        failed_checks, fallbacks = check_attention(parallel, config, geometry, device) if checked else ((), ())
     model = architecture.build(geometry, parallel, dtype, device)
     reading = partial(load, model, architecture.tensors, folder, weights=weights)
     _fill(model, architecture.tensors, source, reading, weights)
@@ -102,7 +99,7 @@ def load_rank(
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         with torch.inference_mode():
             check_inboxes(parallel, inboxes, geometry.hidden, device, dtype)
-    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, tuple(fallbacks), drafter, encoders)
+    return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, fallbacks, drafter, encoders)
 
 
 def _drafter(config: EngineConfig, model: Model, source: str) -> Assistant | None:

@@ -25,12 +25,10 @@ class PromptScoring(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows [row, row + count) of a step's batch, of a slot from position `first` on."""
+    """The first `count` rows of a step's chunk, which give logprobs of the tokens behind them."""
 
-    slot: int
+    chunk: Chunk
     scoring: PromptScoring
-    row: int
-    first: int
     count: int
 
 
@@ -41,7 +39,7 @@ def scored_rows(chunks: Sequence[Chunk], scorings: Mapping[int, PromptScoring]) 
         if (scoring := scorings.get(chunk.slot)) is not None:
             count = min(chunk.end, scoring.prompt - 1) - chunk.start
             if count > 0:
-                rows.append(ScoredRows(chunk.slot, scoring, chunk.offset, chunk.start, count))
+                rows.append(ScoredRows(chunk, scoring, count))
     return rows
 
 
@@ -52,7 +50,7 @@ def prompt_rows(scored: Sequence[ScoredRows], words: np.ndarray) -> list[PromptR
     for part in scored:
         own, count = words[first : first + part.count], part.scoring.alternatives
         cut = np.concatenate([own[:, : 2 + count], own[:, 2 + most : 2 + most + count]], axis=1)
-        reported = PromptLogprobs(part.first + 1, count, cut.astype("<i4", copy=False).tobytes())
-        reports.append(PromptRow(part.slot, part.scoring.number, reported))
+        reported = PromptLogprobs(part.chunk.start + 1, count, cut.astype("<i4", copy=False).tobytes())
+        reports.append(PromptRow(part.chunk.slot, part.scoring.number, reported))
         first += part.count
     return reports

@@ -113,7 +113,7 @@ class Runner:
         attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         self.forward_stage = ForwardStage(model, attention, self._inputs, inboxes, self.pages)
-        self.sample_stage = SampleStage(model, sampler, self.slots, inboxes, share)
+        self.sample_stage = SampleStage(model, sampler, self.slots, inboxes)
         self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
         large = not all(layer.owns_kv for layer in geometry.layers) or (inboxes is not None and inboxes.sequence is not None)
         most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
@@ -261,7 +261,7 @@ class Runner:
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
             for plan_of_masks in (None, uploaded):
                 self.sample_stage.sample(plan_of_masks, ends, hidden[-1:].repeat(rows, 1), everything)
-        scored = [ScoredRows(slot, PromptScoring(0, size + 1, MAX_ALTERNATIVES), 0, 0, size)]
+        scored = [ScoredRows(batch.chunks[0], PromptScoring(0, size + 1, MAX_ALTERNATIVES), size)]
         self.sample_stage.prompt_logprobs(ScoredBatch(scored, batch, every))
         self.slots.lengths[slot] = 0
         for group in self.slots.cache:

@@ -54,7 +54,7 @@ def _refuse(wrong: Sequence[str]) -> None:
 
 def check_attention(
     parallel: Parallel, config: EngineConfig, geometry: Geometry, device: torch.device
-) -> tuple[FailedChecks, list[str]]:
+) -> tuple[FailedChecks, tuple[str, ...]]:
     """Check parts of backends that are not of our own ops; returns those that any rank found wrong, and a sentence for each.
 
     Every rank must call it.
@@ -62,7 +62,7 @@ def check_attention(
     own = OWN[device.type]
     used = {kind: entry for kind in ROW_KINDS if (entry := BACKENDS[config.attention_of(kind) or own.name]).parts != own.parts}
     if not used:
-        return (), []
+        return (), ()
     groups = config.kv_groups(geometry)
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (parts_check.ROWS,), device)
     names = [(kind, group.index) for kind in used for group in groups]
@@ -75,7 +75,7 @@ def check_attention(
         how = f"by {errors[kind, index]:.2g}" if (kind, index) in errors else "on another rank"
         rows = "decode rows" if kind == "decode" else "prefill chunks"
         sentences.append(f"{used[kind].name} is wrong {how} for {rows} of {groups[index].name} layers: {own.name} in its place")
-    return failed, sentences
+    return failed, tuple(sentences)
 
 
 def failed_on_any_rank(parallel: Parallel, names: Sequence[Any], failed: Collection[Any], device: torch.device) -> set[Any]:

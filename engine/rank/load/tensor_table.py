@@ -3,14 +3,14 @@ random one is drawn. No torch: shapes are asked for without it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from engine.geometry import Geometry, Layer
 
 HEAD = "lm_head.weight"
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a clipped product, beside its weight
 
-AxisSizes = Callable[[Geometry, Layer], dict[str, int]]
+AxisSizes = Callable[[Any, Layer], dict[str, int]]  # of the architecture's own kind of geometry
 Part = Literal["whole", "vocab", "columns", "depth", "q", "k", "v", "gate", "up", "gate_up"]
 Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_norm", "scalar", "one"]
 

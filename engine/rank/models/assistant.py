@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import CheckpointError
-from engine.geometry import Geometry
 from engine.rank.batch import RopeTensors, frequencies_of
 from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
@@ -76,8 +75,7 @@ class OrderedHead(Module):
 class Assistant(Shard):
     """One rank's shard of a drafter."""
 
-    def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        assert isinstance(geometry, AssistantGeometry), geometry
+    def __init__(self, geometry: AssistantGeometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, parallel, dtype, device)
         self.pre = self.matrix(geometry.hidden, 2 * geometry.backbone)
         self.blocks = nn.ModuleList(Block(self, layer) for layer in geometry.layers)

@@ -1,6 +1,6 @@
 """The tensors of Gemma 4's assistants. No torch: shapes are asked for without it."""
 
-from engine.geometry import Geometry, Layer
+from engine.geometry import Layer
 from engine.rank.load.tensor_table import HEAD, Rule, TensorTable
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.gemma4_weights import block_rules
@@ -18,8 +18,7 @@ _RULES = (
 )
 
 
-def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
-    assert isinstance(geometry, AssistantGeometry), geometry
+def _sizes(geometry: AssistantGeometry, layer: Layer) -> dict[str, int]:
     return {
         "hidden": geometry.hidden,
         "backbone": geometry.backbone,

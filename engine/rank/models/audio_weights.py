@@ -1,7 +1,7 @@
 """The tensors of Gemma 4's audio encoders. No torch: shapes are asked for without it."""
 
 from engine.audio_geometry import AudioGeometry
-from engine.geometry import Geometry, Layer
+from engine.geometry import Layer
 from engine.rank.load.tensor_table import Rule, TensorTable
 
 _T, _I, _B = "audio_tower.", "audio_tower.layers.{i}.", "blocks.{i}."
@@ -46,8 +46,7 @@ _RULES = (
 )
 
 
-def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
-    assert isinstance(geometry, AudioGeometry), geometry
+def _sizes(geometry: AudioGeometry, layer: Layer) -> dict[str, int]:
     first, second = geometry.channels
     tower = 0 if geometry.unified else geometry.hidden
     return {

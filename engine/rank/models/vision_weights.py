@@ -1,6 +1,6 @@
 """The tensors of vision towers, and of the 12B's embedder. No torch: shapes are asked for without it."""
 
-from engine.geometry import Geometry, Layer
+from engine.geometry import Layer
 from engine.rank.load.tensor_table import Rule, TensorTable
 from engine.rank.models.gemma4_weights import BLOCK_NORMS
 from engine.vision_geometry import PATCH, SIDE, VisionGeometry
@@ -32,8 +32,7 @@ _RULES = (
 )
 
 
-def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
-    assert isinstance(geometry, VisionGeometry), geometry
+def _sizes(geometry: VisionGeometry, layer: Layer) -> dict[str, int]:
     tower, embedder = (0, geometry.hidden) if geometry.unified else (geometry.hidden, 0)
     return {
         "axes": 2,

@@ -51,13 +51,12 @@ def captured_sampler(rows: ResultRows) -> str | None:
 
 @dataclass
 class SampleStage:
-    """Samples from this rank's slice of the logits. inboxes: the group's, if it has any; share: logits of a row on this rank."""
+    """Samples from this rank's slice of the logits. inboxes: the group's, if it has any."""
 
     model: Model
     sampler: Sampler
     slots: SlotState
     inboxes: Inboxes | None
-    share: int
 
     def sample(self, plan: Tensor | None, batch: ForwardBatch, hidden: Tensor, special: SpecialRows) -> StepTokens:
         """Sample the batch's rows from their final hidden rows; with the step's `plan`, logits are adjusted as their slots say."""
@@ -73,10 +72,11 @@ class SampleStage:
         alternatives as any asks for. Rows go through the head in pieces of `PIECE_LOGITS`: 64 of 262 144 ids on one rank, 256 on
         four."""
         scored, batch, tokens = prompts.scored, prompts.batch, self.slots.tokens
-        rows = np.concatenate([np.arange(part.row, part.row + part.count) for part in scored])
+        rows = np.concatenate([part.chunk.offset + np.arange(part.count) for part in scored])
         index = uploaded(torch.from_numpy(rows), tokens.device)
         ids = tokens[batch.slots[index].long(), batch.positions[index].long() + 1].long()
-        most, size, reports = max(part.scoring.alternatives for part in scored), max(1, PIECE_LOGITS // self.share), []
+        most, reports = max(part.scoring.alternatives for part in scored), []
+        size = max(1, PIECE_LOGITS // len(self.slots.adjustments.ids))
         for piece, of_piece in zip(index.split(size), ids.split(size), strict=True):
             reports.append(self.sampler.token_logprobs(self.model.head.logits(prompts.hidden[piece]), of_piece, most))
         return torch.cat(reports)

@@ -111,7 +111,7 @@ def test_it_is_chosen() -> None:
 def test_it_is_checked_at_start(nano: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its decode rows are compared with our own in every group; off by a tenth, they are left out, in words."""
     shape = read_geometry(nano("31b"))
-    assert check_attention(Single(), CONFIG, shape, CPU) == (frozenset(), [])
+    assert check_attention(Single(), CONFIG, shape, CPU) == (frozenset(), ())
     checked = FakeDecode.rows
     assert checked > 0
     monkeypatch.setattr(FakeDecode, "error", 0.1)
@@ -120,7 +120,7 @@ def test_it_is_checked_at_start(nano: Callable[[str], Path], monkeypatch: pytest
     said = r"fake is wrong by \S+ for decode rows of (sliding|full) layers: reference in its place"
     assert [bool(re.fullmatch(said, sentence)) for sentence in sentences] == [True, True]
     FakeDecode.rows = 0
-    assert check_attention(Single(), EngineConfig(model="", device="cpu"), shape, CPU) == ((), [])
+    assert check_attention(Single(), EngineConfig(model="", device="cpu"), shape, CPU) == ((), ())
     assert FakeDecode.rows == 0
 
 

@@ -173,5 +173,5 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     assert said[1] == "trtllm_mha is wrong on another rank for decode rows of full layers: triton in its place"
     kernel.calls.clear()
     plain = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16")
-    assert start_checks.check_attention(Single(), plain, geometry, torch.device("cuda", 0)) == ((), [])
+    assert start_checks.check_attention(Single(), plain, geometry, torch.device("cuda", 0)) == ((), ())
     assert not kernel.calls

@@ -100,7 +100,7 @@ def sampling(shape: Geometry, drafts: int) -> SampleStage:
     slots = SlotState(SLOTS - 1, MAX_LEN, cache, range(shape.vocab // TP), META, drafts)
     sampler = Sampler(model.parallel, shape.vocab, shape.softcap, (), META)
     inboxes = make_inboxes(FirstOfGroup(TP), 256, shape.hidden, model.dtype)
-    return SampleStage(model, sampler, slots, inboxes, shape.vocab // TP)
+    return SampleStage(model, sampler, slots, inboxes)
 
 
 def final(shape: Geometry, rows: int, width: int) -> tuple[ForwardBatch, torch.Tensor]:
