@@ -20,7 +20,7 @@ from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import Inbox, polled
 from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
-from kernels.sample import GREEDY, SMALL, cap, choose_kept, gumbel, gumbel_noise, mask, noise_key, over_temperature
+from kernels.sample import GREEDY, SMALL, cap, gumbel, gumbel_noise, keep, mask, noise_key, over_temperature
 from kernels.sampling_batch import GREEDY_BELOW, SMALL_TOP_K, SamplingBatch
 
 ROW_HAS_NAN, ROW_ERROR = 1, 2  # a row's flags; an error: a rank's part of a sum or a choice did not come within the bound
@@ -137,12 +137,16 @@ def with_small_top_k(batch: SamplingBatch) -> Tensor:
 
 
 def filtered(values: Tensor, ids: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """Returns int32 [n]: tokens of the batch's rows int64 [n], from what their filters keep of `values`, scaled logits of `ids`, as
-    `choose_kept` takes them."""
+    """Returns int32 [n]: tokens of the batch's rows int64 [n], from what their filters keep of `values`, scaled logits fp32 [n, m]
+    of ids int64 [n, m], ascending where logits are equal."""
     slots = batch.slots[rows].long()
     seeds, top_k, _ = batch.parameters.integers[slots].unbind(1)
     _, top_p, min_p = batch.parameters.floats[slots].unbind(1)
-    return choose_kept(values, ids, seeds, batch.positions[rows].long() + 1, top_k, top_p, min_p).int()
+    values, order = values.sort(descending=True, stable=True)
+    ids = ids.gather(1, order)
+    kept = values.masked_fill(~keep(values, top_k, top_p, min_p), -torch.inf)
+    best = (kept + gumbel(seeds, batch.positions[rows].long() + 1, ids)).argmax(-1, keepdim=True)
+    return ids.gather(1, best).squeeze(1).int()
 
 
 def store_tokens(batch: SamplingBatch, chosen: Tensor) -> None:

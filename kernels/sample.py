@@ -57,18 +57,6 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-v.clamp(max=_HIGHEST)))
 
 
-def choose_kept(
-    scaled: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    """Token ids int64 [R], from what top_k (int64 [R]), top_p and min_p (fp32 [R]) keep of scaled logits fp32 [R, n] of ids int64
-    [R, n], ascending where logits are equal; seeds and positions int64 [R]."""
-    scaled, order = scaled.sort(descending=True, stable=True)
-    ids = ids.gather(1, order)
-    kept = scaled.masked_fill(~keep(scaled, top_k, top_p, min_p), -torch.inf)
-    best = (kept + gumbel(seeds, positions, ids)).argmax(-1, keepdim=True)
-    return ids.gather(1, best).squeeze(1)
-
-
 def keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """bool [R, V]: what the filters keep of `scaled`, fp32 [R, V], each row in descending order. The first is always kept."""
     width = scaled.shape[1]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.sample import choose_kept, gumbel
+from kernels.sample import gumbel, keep
 
 
 def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -22,5 +22,6 @@ def choose_filtered(
     min_p: Tensor,
 ) -> Tensor:
     """As `choose`, from what top_k (int64 [R]), top_p and min_p (fp32 [R]) keep."""
-    ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
-    return choose_kept(logits / temperature[:, None], ids, seeds, positions, top_k, top_p, min_p)
+    scaled, ids = (logits / temperature[:, None]).sort(descending=True, stable=True)  # the lower id first of equal ones
+    noisy = scaled.masked_fill(~keep(scaled, top_k, top_p, min_p), -torch.inf) + gumbel(seeds, positions, ids)
+    return ids.gather(1, noisy.argmax(-1, keepdim=True)).squeeze(1)
