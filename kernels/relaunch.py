@@ -22,9 +22,8 @@ import torch
 import triton
 from triton.runtime import driver
 
-# In these versions `run` and specialisation are as here; any other launches everything itself, and so does one for AMD, whose
-# kernels are compiled apart by the size of a tensor too.
-_KNOWN_TRITON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")) and torch.version.hip is None
+# In these versions `run` and specialisation are as here, on NVIDIA's GPUs; any other launches everything itself.
+_KNOWN_TRITON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN = frozenset({bool, float, type(None)})
 

@@ -71,15 +71,6 @@ class GatheredRows:
         return self.rows
 
 
-class _Piece(NamedTuple):
-    """rows: of all; own: those of all that this rank norms; parts [size - 1, own rows, n]: of other ranks; x: own rows."""
-
-    rows: slice
-    own: slice
-    parts: Tensor
-    x: Tensor
-
-
 class _Copy(NamedTuple):
     """To one other rank: this rank's part of those `rows` of a piece that it owns, and this rank's own rows of x; a flag behind
     each."""
@@ -89,6 +80,17 @@ class _Copy(NamedTuple):
     x: Tensor
     part_flag: Tensor
     x_flag: Tensor
+
+
+class _Piece(NamedTuple):
+    """rows: of all; own: those of all that this rank norms; parts [size - 1, own rows, n]: of other ranks; x: own rows; copies: one
+    to each other rank."""
+
+    rows: slice
+    own: slice
+    parts: Tensor
+    x: Tensor
+    copies: list[_Copy]
 
 
 class SequenceParallel:
@@ -109,7 +111,6 @@ class SequenceParallel:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._number = 0
         self.pieces: list[_Piece] = []
-        self._copies: list[list[_Copy]] = []  # of each piece
 
     @staticmethod
     def bytes(size: int, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -126,11 +127,11 @@ class SequenceParallel:
         ranks = [(self.rank + i) % self.size for i in range(1, self.size)]  # no two ranks copy to the same one first
         firsts = list(accumulate((cdiv(cut.stop - cut.start, self.size) * (self.size - 1) for cut in cuts), initial=0))
         self.pieces = []
-        for rows_of, first in zip(cuts, firsts, strict=False):
-            inside = self._own(rows_of, self.rank)
-            own = slice(rows_of.start + inside.start, rows_of.start + inside.stop)
-            self.pieces.append(_Piece(rows_of, own, self._parts_of(self.rank, rows_of, first), self._x[self.rank][own]))
-        self._copies = [[self._copy(index, firsts[index], peer) for peer in ranks] for index in range(len(cuts))]
+        for index, (cut, first) in enumerate(zip(cuts, firsts, strict=False)):
+            inside = self._own(cut, self.rank)
+            own = slice(cut.start + inside.start, cut.start + inside.stop)
+            copies = [self._copy(index, cut, own, first, peer) for peer in ranks]
+            self.pieces.append(_Piece(cut, own, self._parts_of(self.rank, cut, first), self._x[self.rank][own], copies))
         return self
 
     def _own(self, rows: slice, rank: int) -> slice:
@@ -144,12 +145,10 @@ class SequenceParallel:
         count, others = own.stop - own.start, self.size - 1
         return self._parts[owner][first : first + others * count].view(others, count, self.width)
 
-    def _copy(self, index: int, first: int, peer: int) -> _Copy:
+    def _copy(self, index: int, rows: slice, own: slice, first: int, peer: int) -> _Copy:
         slot = self.rank - (self.rank > peer)  # of this rank, among the others of `peer`
-        piece = self.pieces[index]
         flags = self._flags[peer][:, index, slot : slot + 1].unbind()
-        part = self._parts_of(peer, piece.rows, first)[slot]
-        return _Copy(self._own(piece.rows, peer), part, self._x[peer][piece.own], *flags)
+        return _Copy(self._own(rows, peer), self._parts_of(peer, rows, first)[slot], self._x[peer][own], *flags)
 
     def cut(self, x: Tensor | Pieces) -> Pieces:
         """Returns the pieces of x [T, n]."""
@@ -157,7 +156,7 @@ class SequenceParallel:
 
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
         """Begin to copy this rank's part [piece's rows, n] to their other owners."""
-        self._send([(copy.part, part[copy.rows], copy.part_flag) for copy in self._copies[piece]], number)
+        self._send([(copy.part, part[copy.rows], copy.part_flag) for copy in self.pieces[piece].copies], number)
 
     def join(self) -> None:
         """Let what follows on the current stream wait for this rank's copies."""
@@ -183,10 +182,10 @@ class SequenceParallel:
 
         def norm(index: int) -> None:
             """Norm own rows of a piece, and begin to copy them to all other ranks."""
-            rows, own, parts, x = self.pieces[index]
+            rows, own, parts, x, copies = self.pieces[index]
             self.wait_for(_PARTS, index, number)
             sum_norm(sent[index][self._own(rows, self.rank)], parts, self.rank, residual[own], norms, eps, scalar, h[own], x)
-            self._send([(copy.x, x, copy.x_flag) for copy in self._copies[index]], number)
+            self._send([(copy.x, x, copy.x_flag) for copy in copies], number)
 
         for index, rows in enumerate(part):
             self.scatter(rows, index, number)

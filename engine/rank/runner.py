@@ -93,7 +93,7 @@ class Runner:
         drafter: Assistant | None,
         encoders: Mapping[MediaKind, MediaEncoder],
     ) -> None:
-        device, geometry = next(iter(cache)).table.device, model.geometry
+        device, geometry = model.device, model.geometry
         self._device = device
         on_gpu = config.device == "cuda"  # or, on the meta device, as if
         self._buckets = buckets(config.max_seqs) if on_gpu else tuple(range(1, config.max_seqs + 1))

@@ -57,17 +57,19 @@ def _source(layer: Layer, target: Geometry, path: Path) -> int:
 
 def _unlike(assistant: AssistantGeometry, target: Geometry) -> list[str]:
     """What keeps an assistant from drafting for `target`."""
-    pairs: dict[str, tuple[object, object]] = {
-        "hidden size of its model": (assistant.backbone, target.hidden),
-        "vocabulary": (assistant.vocab, target.vocab),
-        "window": (assistant.window, target.window),
-    }
+    pairs: list[tuple[str, object, object]] = [
+        ("hidden size of its model", assistant.backbone, target.hidden),
+        ("vocabulary", assistant.vocab, target.vocab),
+        ("window", assistant.window, target.window),
+    ]
     for layer in assistant.layers:
         source = target.layers[layer.kv_source]
-        pairs[f"head size of layer {layer.index}"] = (layer.head_dim, source.head_dim)
-        pairs[f"KV heads of layer {layer.index}"] = (layer.kv_heads, source.kv_heads)
-        pairs[f"rotary embedding of layer {layer.index}"] = (layer.rope, source.rope)
-    wrong = [f"{name} {own}, not {other}" for name, (own, other) in pairs.items() if own != other]
+        pairs += [
+            (f"head size of layer {layer.index}", layer.head_dim, source.head_dim),
+            (f"KV heads of layer {layer.index}", layer.kv_heads, source.kv_heads),
+            (f"rotary embedding of layer {layer.index}", layer.rope, source.rope),
+        ]
+    wrong = [f"{name} {own}, not {other}" for name, own, other in pairs if own != other]
     if assistant.centroids and assistant.vocab % assistant.centroids:
         wrong.append(f"{assistant.vocab} ids are no whole number for each of {assistant.centroids} centroids")
     if assistant.centroids and not 0 < assistant.centroid_top_k <= assistant.centroids:

@@ -76,7 +76,7 @@ class EarlyFlags(Pausing):
     """A planted fault: a part's flag comes before the part."""
 
     def scatter(self, part: Tensor, piece: int, number: int) -> None:
-        for copy in self._copies[piece]:
+        for copy in self.pieces[piece].copies:
             copy.part_flag.fill_(number)
         time.sleep(0.02)
         super().scatter(part, piece, number)
