@@ -53,12 +53,12 @@ class KeyGate(FrozenStruct):
 
 
 def credentials(headers: Headers) -> list[bytes]:
-    """The keys that a request presents; an Authorization header that holds none counts as an empty one."""
+    """The different keys that a request presents; an Authorization header that holds none counts as an empty one."""
     presented = [value.strip() for value in values_of(headers, b"x-api-key")]
     for value in values_of(headers, b"authorization"):
         scheme, _, token = value.strip().partition(b" ")
         presented.append(token.strip() if scheme.lower() == b"bearer" else b"")
-    return presented
+    return list(dict.fromkeys(presented))
 
 
 def check_right(key: ApiKey, scope: Scope) -> None:

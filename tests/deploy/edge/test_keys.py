@@ -154,19 +154,19 @@ def test_every_route_has_a_right(edge: Edge) -> None:
 
 ACCEPTED = [
     {"authorization": f"Bearer {ALICE}"}, {"authorization": f"bearer {ALICE}"}, {"AUTHORIZATION": f"BEARER   {ALICE}"},
-    {"x-api-key": ALICE}, {"X-Api-Key": ALICE},
+    {"x-api-key": ALICE}, {"X-Api-Key": ALICE}, {"authorization": f"Bearer {ALICE}", "x-api-key": ALICE},
 ]  # fmt: skip
 REFUSED = [
     [("authorization", ALICE)], [("authorization", f"Basic {ALICE}")], [("authorization", "Bearer")],
     [("authorization", f"Bearer {ALICE} x")], [("authorization", f"Bearer {ALICE.upper()}")], [("x-api-key", "")],
-    [("authorization", f"Bearer {ALICE}"), ("x-api-key", ALICE)], [("x-api-key", ALICE), ("x-api-key", ALICE)],
-    [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {ALICE}")], [("authorization", f"Bearer {LATE}")],
+    [("authorization", f"Bearer {ALICE}"), ("x-api-key", READER)], [("x-api-key", ALICE), ("x-api-key", READER)],
+    [("authorization", f"Bearer {ALICE}"), ("authorization", ALICE)], [("authorization", f"Bearer {LATE}")],
     [("authorization", f"Bearer {sha256(ALICE.encode()).hexdigest()}")], [("cookie", f"authorization=Bearer {ALICE}")],
 ]  # fmt: skip
 
 
 def test_a_key_is_sent_one_way(edge: Edge) -> None:
-    """As a bearer token in any case or as x-api-key: exactly one, whole, and not expired; its hash is none."""
+    """As a bearer token in any case, as x-api-key or as both: exactly one, whole, and not expired; its hash is none."""
     for headers in ACCEPTED:
         assert edge.get("/v1/models", headers=headers).status_code == 200, headers
     for pairs in REFUSED:
