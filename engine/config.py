@@ -83,9 +83,6 @@ class EngineSettings(FrozenStruct, kw_only=True):
         tuple[int, ...] | None, Meta(description="pages of each KV group, null page included; none: sized by need")
     ] = None
     prefix_cache: Annotated[bool, Meta(description="keep the KV pages of prompts and answers for requests that begin alike")] = True
-    prefix_cache_share: Annotated[
-        float, Meta(gt=0, le=1, description="share of each pool that idle cached pages may take; running sequences take it back")
-    ] = 1.0
     policy: Annotated[
         Literal["fair", "arrival"], Meta(description="who is served when: fair, or arrival (strictly in order)")
     ] = "fair"

@@ -18,15 +18,14 @@ from engine.plan import StepPlan
 
 
 class Allocator:
-    """`pages` counts each group's pages with its null page; `share`: how much of each pool the prefix cache may keep idle; None:
-    nothing is cached."""
+    """`pages` counts each group's pages with its null page; `caches`: prefixes are kept for others."""
 
-    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], share: float | None) -> None:
+    def __init__(self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], *, caches: bool) -> None:
         self.pools = [PagePool(group, count) for group, count in zip(groups, pages, strict=True)]
         self.page = groups[0].page
         self._full = self.pools[-1]
-        self._caches = share is not None
-        self.cache = PrefixCache(self._full, self.pools[0], share or 0.0)
+        self._caches = caches
+        self.cache = PrefixCache(self._full, self.pools[0])
 
     def holds_span(self, length: int) -> bool:
         """Whether empty pools have the pages of a chunk of `length` tokens, wherever it begins, with its window (`first_page`)."""
@@ -90,7 +89,6 @@ class Allocator:
             certain = 0 if sequence.not_finite else sequence.low // self.page if written > sequence.low else run.end
             pool.note_not_finite(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
             pool.give(run.pages)
-        self.cache.trim()
 
     # -- prefixes
 

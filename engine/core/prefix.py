@@ -95,17 +95,16 @@ def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
 
 
 class PrefixCache:
-    """Segments of both pools, which are one for a model without sliding layers. `share`: the part of each pool that may lie idle.
+    """Segments of both pools, which are one for a model without sliding layers.
 
     version         grows with each change of what can be found
     evicted_pages   evicted since boot
     """
 
-    def __init__(self, full: PagePool, sliding: PagePool, share: float) -> None:
+    def __init__(self, full: PagePool, sliding: PagePool) -> None:
         self.evicted_pages = 0
         self._full = full
         self._sliding = sliding
-        self._share = share
         self.version = 0
         self._root = Segment(cast("Segment", None), 0, [], array("i"), array("i"))
         self._root.parent = self._root
@@ -166,7 +165,6 @@ class PrefixCache:
         self._touch(segment)
         if supersedes:
             self._supersede(segment)
-        self.trim()
 
     def _grow(self, keys: list[bytes], full: list[int]) -> Segment:
         """The segment that ends where `keys` do; what is missing is added."""
@@ -206,12 +204,6 @@ class PrefixCache:
         """Evict until `count` pages of `pool` are free; the caller has checked `available`."""
         while pool.free < count:
             self._evict(pool)
-
-    def trim(self) -> None:
-        """Evict idle pages beyond each pool's share."""
-        for pool in (self._full, self._sliding):
-            while pool.idle > self._share * pool.total:
-                self._evict(pool)
 
     def discard(self, keys: list[bytes]) -> None:
         """Forget the last segment on the path of `keys`, and all that follows it: values computed behind it were not finite.

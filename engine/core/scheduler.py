@@ -63,7 +63,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.encoder_rows = ENCODER_ROWS  # positions of media items that a step encodes at most; one item may have more
-        self.allocator = Allocator(groups, pages, config.prefix_cache_share if config.prefix_cache else None)
+        self.allocator = Allocator(groups, pages, caches=config.prefix_cache)
         self.requests = Requests(self.allocator, config.max_seqs, config.max_len, longest_sequence(groups, pages), encoders)
         self._drafting = Drafting(config.drafts, buckets(config.max_seqs), times.drafts if times else ())
         self._results = Results(self.requests, self._drafting)

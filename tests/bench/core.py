@@ -73,7 +73,7 @@ def scheduler(sequences: int, tokens: int, waiting: int) -> Scheduler:
     longs = (LONG + LONG_CACHED + tokens) // groups[1].page if waiting else 0
     pages = (sequences * 40 + 400, sequences * (tokens // groups[1].page + 2) + 200 + longs)
     max_len = LONG + tokens if waiting else 2048
-    return scheduler_of(SchedulerConfig(groups, pages, sequences + 1 + waiting, max_len, 4096, cache_share=1.0))
+    return scheduler_of(SchedulerConfig(groups, pages, sequences + 1 + waiting, max_len, 4096, prefix_cache=True))
 
 
 def wait(core: Scheduler, rings: Rings, watch: Stopwatch, waiting: int) -> None:

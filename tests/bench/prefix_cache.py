@@ -127,7 +127,7 @@ def admission_ms(tokens: int) -> tuple[float, float]:
     """Core milliseconds, CPU, from the message of such a prompt to its plan in the ring: of one never seen, of one cached whole."""
     groups = kv_groups(parse_config(config(PUBLIC["31b"], "bfloat16")), 4)
     pages = (4000, 2 * tokens // 32 + 4000)
-    core, rings = scheduler_of(SchedulerConfig(groups, pages, 4, 2 * tokens, 8192, cache_share=1.0)), Rings()
+    core, rings = scheduler_of(SchedulerConfig(groups, pages, 4, 2 * tokens, 8192, prefix_cache=True)), Rings()
     prompt = np.random.default_rng(0).integers(0, 200_000, tokens).tolist()
     spent = []
     for number in range(4):
@@ -170,7 +170,7 @@ def cached_mb(pages: int, each: int = 100) -> float:
 def caches(full_pages: int, sliding_pages: int) -> tuple[PrefixCache, PagePool, PagePool]:
     """A cache and its pools."""
     sliding, full = PagePool(GROUPS[0], sliding_pages), PagePool(GROUPS[1], full_pages)
-    return PrefixCache(full, sliding, 1.0), full, sliding
+    return PrefixCache(full, sliding), full, sliding
 
 
 def costs() -> list[Row]:

@@ -143,7 +143,7 @@ def hit_rate(*, cache: bool) -> float:
     trace = Trace(conversations=14, system=200, turns=8)
     settings = sized(AT_ONCE, trace.length + 1, 256, cache=cache)
     pages = pool_pages(settings, groups, 4 << 30)
-    config = SchedulerConfig(GROUPS, pages, AT_ONCE, settings.max_len, settings.prefill_budget, cache_share=1.0)
+    config = SchedulerConfig(GROUPS, pages, AT_ONCE, settings.max_len, settings.prefill_budget, prefix_cache=True)
     return Server(trace, scheduler_of(config)).run().hit / unlimited(trace).hit
 
 

@@ -59,7 +59,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "engine/core/prefix.py": (
         ("any-pages-may-be-a-prefix", "engine/core/test_prefix.py", "key = sha256(key + content", "key = sha256(content"),
-        ("cache-exceeds-its-share", "engine/core/test_prefix.py", "pool.idle > self._share * pool.total", "pool.idle > pool.total"),
+        ("superseded-tails-stay", "engine/core/test_prefix.py", "self._tails.move_to_end(above, last=False)", "pass"),
         ("cache-evicts-what-is-used", "engine/core/test_prefix.py", "self._order.move_to_end(ancestor)", "pass"),
     ),
     "engine/core/masks.py": (

@@ -62,7 +62,7 @@ class CountingCore(Core):
 
 def serve_long_prompts(count: int) -> TimedRanks:
     """Serve streams, and so many long prompts that come at once."""
-    scheduler = scheduler_of(SchedulerConfig(GROUPS, (2000, 40_000), 32, LONG + 100, 8192, cache_share=1.0))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, (2000, 40_000), 32, LONG + 100, 8192, prefix_cache=True))
     ranks = TimedRanks()
 
     def core_at(sock: socket.socket) -> Core:

@@ -182,13 +182,13 @@ def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
     assert differs()
 
 
-@pytest.mark.parametrize("cache_share", [None, 1.0])
-def test_a_begun_call_computes_one_position_again(model: Model, cache_share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_begun_call_computes_one_position_again(model: Model, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a trigger comes, the row in flight is dropped and its position runs again as a decode row: no step has a chunk for it,
     with or without a prefix cache. The tokens are those of a sequence that is queued anew for it, which computes chunks."""
     rules = calls_of(model, {"get_weather": wanted(0)})
     asked = [request(model, at, rules) for at in range(5)]
-    served = serve(model, asked, pages=(PAGES[0], 400), cache_share=cache_share)
+    served = serve(model, asked, pages=(PAGES[0], 400), prefix_cache=prefix_cache)
     assert served.prefill == sum(len(each.tokens) for each in asked)
     calls = [served.tokens(at).count(model.markers.begin_call) for at in range(5)]
     assert min(calls) > 1
@@ -206,7 +206,7 @@ def test_a_begun_call_computes_one_position_again(model: Model, cache_share: flo
             masks._requests.preempt(stepped.pop())
 
     monkeypatch.setattr(Masks, "advance", queue_anew)
-    queued = serve(model, asked, pages=(PAGES[0], 400), cache_share=cache_share)
+    queued = serve(model, asked, pages=(PAGES[0], 400), prefix_cache=prefix_cache)
     assert [served.tokens(at) for at in range(5)] == [queued.tokens(at) for at in range(5)]
     assert queued.prefill >= served.prefill + sum(calls)
 

@@ -86,7 +86,7 @@ class Bench:
     """A scheduler whose ranks answer at once."""
 
     def __init__(self, pages: tuple[int, ...] = (60, 60), budget: int = 16) -> None:
-        self.scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 4, 100, budget, cache_share=1.0))
+        self.scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 4, 100, budget, prefix_cache=True))
         self.outputs: list[Output] = []
 
     def ask(self, tokens: list[int], media: list[MediaItem], number: int = 1) -> int:
@@ -318,7 +318,7 @@ def test_a_span_is_taken_where_its_pages_fit_wherever_it_begins(window: int) -> 
     group = replace(SLIDING, window=window)
     for length in range(1, 30):
         pages = max(-(-(low + length) // PAGE) - first_page(group, low) for low in range(100, 100 + PAGE))
-        held = [Allocator((group, GROUPS[1]), (count + 1, 60), None).holds_span(length) for count in (pages - 1, pages)]
+        held = [Allocator((group, GROUPS[1]), (count + 1, 60), caches=False).holds_span(length) for count in (pages - 1, pages)]
         assert held == [False, True], length
 
 

@@ -16,14 +16,14 @@ PAGES = (20, 9)
 END = 9
 
 
-def begun(cache_share: float | None = None) -> tuple[Scheduler, KVMachine]:
-    scheduler = scheduler_of(SchedulerConfig(GROUPS, PAGES, 4, 64, 16, cache_share=cache_share))
+def begun(prefix_cache: bool = False) -> tuple[Scheduler, KVMachine]:
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, PAGES, 4, 64, 16, prefix_cache=prefix_cache))
     return scheduler, KVMachine(GROUPS, PAGES, 4, 64, lambda prefix, position, seed: position)
 
 
 def test_a_prompt_is_not_cached() -> None:
     """Neither its end nor that of a turn in it that the same step computed: asked again, all of it is computed."""
-    scheduler, machine = begun(cache_share=1.0)
+    scheduler, machine = begun(prefix_cache=True)
     prompt, found = [10, 10, 10, 10, 11, 11, 11, END, 12, 12, 12, END, 8], []
     for number in range(3):
         machine.nan = lambda prefix, first=not number: first

@@ -37,7 +37,7 @@ class Bench:
     def __init__(
         self, pages: tuple[int, ...] = (40, 60), groups: tuple[KVGroup, ...] = GROUPS, **settings: float | None
     ) -> None:
-        self.config = SchedulerConfig(groups, pages, 4, 200, 16, **{"cache_share": 1.0, **settings})
+        self.config = SchedulerConfig(groups, pages, 4, 200, 16, **{"prefix_cache": True, **settings})
         self.scheduler = scheduler_of(self.config)
         self.machine = KVMachine(groups, pages, 4, 200, lambda prefix, position, seed: 50 + prefix % 40)
         self.plans: list[StepPlan] = []
@@ -267,7 +267,7 @@ def test_equal_keys_are_counted_as_one_by_one() -> None:
 
 def side_by_side() -> Scheduler:
     """Four sequences that share a prefix, in pools that do not hold it twice."""
-    config = SchedulerConfig(GROUPS, (40, 24), 4, 80, 64, cache_share=1.0)
+    config = SchedulerConfig(GROUPS, (40, 24), 4, 80, 64, prefix_cache=True)
     scheduler = scheduler_of(config)
     machine = KVMachine(GROUPS, config.pages, 4, 80, lambda prefix, position, seed: 50)
     prefix = tokens(*range(10, 24))
@@ -358,18 +358,6 @@ def test_a_model_of_full_layers_alone_has_a_cache_too() -> None:
     assert bench.scheduler.allocator.cache.evicted_pages > 0
 
 
-def test_the_share_bounds_what_lies_idle() -> None:
-    """No pool has more idle pages than its share, at the end of every request."""
-    bench = Bench(cache_share=0.25)
-    for start in range(0, 80, 10):
-        bench.ask(tokens(*range(start, start + 6)))
-        assert all(pool.idle <= 0.25 * pool.total for pool in bench.scheduler.allocator.pools)
-    bench = Bench(cache_share=1.0)
-    for start in range(0, 80, 10):
-        bench.ask(tokens(*range(start, start + 6)))
-    assert any(pool.idle > 0.25 * pool.total for pool in bench.scheduler.allocator.pools)
-
-
 def test_pages_that_held_nan_are_not_found_and_are_zeroed() -> None:
     """Requests whose logits are not finite leave nothing, and take away what they began with; their pages are zeroed before use."""
     bench = Bench()
@@ -413,7 +401,7 @@ def test_an_unzeroed_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_cache(world: World) -> World:
     """A world with a cache and follow-up turns."""
-    world.config, world.follow_chance = replace(world.config, cache_share=1.0), 0.9
+    world.config, world.follow_chance = replace(world.config, prefix_cache=True), 0.9
     return world
 
 

@@ -184,7 +184,7 @@ def test_a_release_by_what_is_planned_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("tests.support.engine.worlds.check_windows", lambda scheduler: None)
 
     def uncached(world: World) -> World:
-        world.config = replace(world.config, cache_share=None)
+        world.config = replace(world.config, prefix_cache=False)
         return world
 
     assert caught(300, 10, uncached, simulate, KVFault)
@@ -269,7 +269,7 @@ def bound_of(config: SchedulerConfig) -> int:
 
 def cached_at_once() -> tuple[int, int]:
     """Bytes of the largest plan, and the bound, when 64 prompts of 301 tokens come that are all cached."""
-    config = SchedulerConfig(two_groups(), (1000, 12000), 64, 512, 64, cache_share=1.0)
+    config = SchedulerConfig(two_groups(), (1000, 12000), 64, 512, 64, prefix_cache=True)
     scheduler = scheduler_of(config)
     machine = KVMachine(config.groups, config.pages, 64, 512, lambda prefix, position, seed: position)
     for number in range(128):
@@ -383,7 +383,7 @@ def test_a_queued_prompt_takes_eight_bytes_a_token(monkeypatch: pytest.MonkeyPat
     """Its ids as int32 and the keys of its pages; as Python's numbers it takes several times that."""
 
     def size(count: int = 40_000) -> float:
-        scheduler = scheduler_of(SchedulerConfig(two_groups(1024, 32), (100, 2000), 4, count + 9, 64, cache_share=1.0))
+        scheduler = scheduler_of(SchedulerConfig(two_groups(1024, 32), (100, 2000), 4, count + 9, 64, prefix_cache=True))
         message = encode_message(request_of(1, range(1000, 1000 + count)))
         tracemalloc.start()
         scheduler.requests.add(decode_front_message(message))

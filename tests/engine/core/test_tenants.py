@@ -59,7 +59,7 @@ def observed(seed: int, shift: int) -> Seen:
     pages = (rng.choice((12, 40)), rng.choice((24, 60)))
     target = rng.choice((None, 8.0))
     scheduler = scheduler_of(
-        SchedulerConfig(GROUPS, pages, SLOTS, MAX_LEN, 16, cache_share=1.0, step_times=TIMES, tpot_target_ms=target)
+        SchedulerConfig(GROUPS, pages, SLOTS, MAX_LEN, 16, prefix_cache=True, step_times=TIMES, tpot_target_ms=target)
     )
     machine = KVMachine(GROUPS, pages, SLOTS, MAX_LEN, lambda prefix, position, seed: 500 + mixed(position, seed) % 40)
     waiting, seen, step = asked(seed, shift), Seen(), 0

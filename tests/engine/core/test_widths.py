@@ -29,7 +29,7 @@ class Served:
     """One request of 6 prompt tokens, whose rows are 4 wide where they may be."""
 
     def __init__(self, **params: Any) -> None:
-        self.scheduler = scheduler_of(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, 3, cache_share=1.0))
+        self.scheduler = scheduler_of(SchedulerConfig(GROUPS, (20, 20), 2, 64, 16, 3, prefix_cache=True))
         asked = SamplingParams(**{"max_tokens": 20, "stop_ids": (END,)} | params)
         self.scheduler.requests.add(request_of(1, [1] * 6, asked))
         self.sequence = next(iter(self.scheduler.requests.unfinished.values()))

@@ -137,12 +137,12 @@ class Server:
             yield ResultRow(slot, sequence.number, (next(self._answers[sequence.id]),))
 
 
-def serve(trace: Trace, pages: tuple[int, int], share: float | None = 1.0) -> tuple[Found, Scheduler]:
+def serve(trace: Trace, pages: tuple[int, int]) -> tuple[Found, Scheduler]:
     """Run the trace through pools of so many pages beyond what running sequences need."""
     running = (AT_ONCE * (TAIL + 2 + 512 // PAGE), 2 * AT_ONCE * (-(-trace.length // PAGE) - trace.system // PAGE + 1))
     total = tuple(count + extra + 1 for count, extra in zip(pages, running, strict=True))
     total = (total[0], max(total[1], trace.length // PAGE + 2))
-    scheduler = scheduler_of(SchedulerConfig(GROUPS, total, AT_ONCE, trace.length + 1, 4096, cache_share=share))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, total, AT_ONCE, trace.length + 1, 4096, prefix_cache=True))
     return Server(trace, scheduler).run(), scheduler
 
 

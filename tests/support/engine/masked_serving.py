@@ -54,13 +54,13 @@ def serve(
     plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
     pages: tuple[int, ...] = PAGES,
     marks: tuple[int, ...] = (),
-    cache_share: float | None = 1.0,
+    prefix_cache: bool = True,
     drafts: int = 0,
     known: Known | None = None,
 ) -> MaskedRun:
     """As the core's loop does it, two plans out at a time. known: what another run gave, which is drafted."""
     served = MaskedRun(known=dict(known or {}))
-    scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, drafts, cache_share=cache_share))
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, drafts, prefix_cache=prefix_cache))
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,), served.known)
     machine.plant_masks = plant

@@ -28,7 +28,7 @@ ANY_MEDIA: Any = dict.fromkeys(get_args(MediaKind), Unchecked())
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What `scheduler_of` makes a scheduler of, without a model. `cache_share` None: there is no prefix cache."""
+    """What `scheduler_of` makes a scheduler of, without a model."""
 
     groups: tuple[KVGroup, ...]
     pages: tuple[int, ...]
@@ -36,7 +36,7 @@ class SchedulerConfig:
     max_len: int
     prefill_budget: int
     drafts: int = 0
-    cache_share: float | None = None
+    prefix_cache: bool = False
     policy: Any = "fair"
     step_times: StepTimes | None = None
     tpot_target_ms: float | None = None
@@ -58,8 +58,7 @@ def scheduler_of(config: SchedulerConfig) -> Scheduler:
         max_len=config.max_len,
         prefill_budget=config.prefill_budget,
         mtp=Mtp(model="" if config.drafts else None, drafts=config.drafts),
-        prefix_cache=config.cache_share is not None,
-        prefix_cache_share=config.cache_share or 1.0,
+        prefix_cache=config.prefix_cache,
         policy=config.policy,
         tpot_target_ms=config.tpot_target_ms,
     )

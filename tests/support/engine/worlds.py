@@ -60,10 +60,10 @@ class World:
             KVGroup(1, "full", (1,), 1, 512, None, page),
         )
         drafts = rng.choice((0, 0, 0, 1, 3))
-        share = rng.choice((None, 1.0, 1.0, 0.3))
+        caches = rng.choice((False, True, True, True))
         two_windows = 2 * self.groups[0].worst_pages(max_len)
         pages = (two_windows + rng.choice((0, 1, 8)) + 1, -(-max_len // page) * rng.randint(1, 2) + rng.randint(-2, 3) + 1)
-        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, share)
+        self.config = SchedulerConfig(self.groups, pages, rng.randint(1, 6), max_len, rng.choice((3, 8, 32)), drafts, caches)
         self.config = replace(self.config, policy=rng.choice(("fair", "fair", "arrival")))
         if rng.random() < 0.3:
             self.config = replace(self.config, step_times=TIMES, tpot_target_ms=rng.choice((1.0, 8.0, 30.0)))
