@@ -41,7 +41,7 @@ class AdmissionBudget:
             return True
         for pool, promised in self._promised.items():
             cached = hit.full if pool.group.window is None else hit.tail
-            need = max(0, pool.group.worst_pages(len(sequence.tokens) + 1) - len(cached))
+            need = pool.group.worst_pages(len(sequence.tokens) + 1) - len(cached)
             left = pool.available - promised - self._running - need
             if left < len(cached) and pool.idle_in(cached) > left:
                 return False

@@ -35,20 +35,20 @@ class Allocator:
 
     def fitting(self, sequence: Sequence, count: int, headroom: int = 0) -> int:
         """How many of the next `count` positions the available pages allow, with `headroom` pages left over; 0 if not one fits."""
-        pages = min(run.end + max(0, run.pool.available - headroom) for run in sequence.runs)
-        return max(0, min(count, pages * self.page - sequence.high))
+        pages = max(0, min(pool.available for pool in self.pools) - headroom)
+        return min(count, sequence.held + pages * self.page - sequence.high)
 
     def hold(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
         """Take the pages for positions up to `end`."""
+        count = max(0, -(-(end - sequence.held) // self.page))
+        sequence.held += count * self.page
         for run in sequence.runs:
             pool = run.pool
-            count = max(0, -(-end // self.page) - run.end)
             self.cache.make_free(pool, count)
             pages = pool.take(count)
             run.pages += pages
             self._append(sequence, run, pages, plan)
             plan.zeros.extend((pool.group.index, page) for page in pool.take_not_finite(pages))
-        self._note_bounds(sequence)
 
     def _append(self, sequence: Sequence, run: PageRun, pages: list[int], plan: StepPlan) -> None:
         """Append the last of a run's pages to the ranks' tables."""
@@ -69,12 +69,7 @@ class Allocator:
             if dropped:
                 pool.give(dropped)
                 plan.releases.append((pool.group.index, sequence.slot, first, len(dropped)))
-        self._note_bounds(sequence)
-
-    def _note_bounds(self, sequence: Sequence) -> None:
-        """Note the `high` up to which no page must be taken, and the `low` up to which none can be given back."""
-        sequence.held = min(run.end for run in sequence.runs) * self.page
-        sequence.release_at = min(map(_release_at, sequence.runs))
+        sequence.release_at = (sequence.low // self.page + 1) * self.page
 
     def give_all(self, sequence: Sequence) -> None:
         """Give back every page of a sequence that leaves its slot.
@@ -99,13 +94,13 @@ class Allocator:
             return self.cache.find([])
         if sequence.hit is None or sequence.hit.version != self.cache.version:
             self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
-            sequence.hit = self._find(sequence, sequence.reusable // self.page)
+            sequence.hit = self._find(sequence)
         return sequence.hit
 
-    def _find(self, sequence: Sequence, pages: int) -> Hit:
-        """The longest cached prefix of at most so many pages that ends within no span."""
-        hit = self.cache.find(self._keys(sequence, self._uncut_pages(sequence, pages)))
-        return hit if self._uncut_pages(sequence, hit.count) == hit.count else self._find(sequence, hit.count)
+    def _find(self, sequence: Sequence) -> Hit:
+        """The longest cached prefix that it may use. It ends within no span: equal keys mean equal spans, and where a prefix was
+        left there was none."""
+        return self.cache.find(self._keys(sequence, self._uncut_pages(sequence, sequence.reusable // self.page)))
 
     def _uncut_pages(self, sequence: Sequence, pages: int) -> int:
         """The most of its first pages, at most so many, that end within no span."""
@@ -121,8 +116,7 @@ class Allocator:
             run.first = hit.count - len(run.pages)
             run.pool.share(run.pages)
             self._append(sequence, run, run.pages, plan)
-        sequence.low = sequence.high = hit.count * self.page
-        self._note_bounds(sequence)
+        sequence.low = sequence.high = sequence.held = hit.count * self.page
         if self._caches:
             points = {hit.branch, (sequence.prompt - 1) // self.page, *turn_ends(sequence, self.page)}
             points = {self._uncut_pages(sequence, point) for point in points}
@@ -163,7 +157,7 @@ class Allocator:
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
         if len(sequence.keys) < count:
             extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page, count, sequence.media)
-        return sequence.keys if len(sequence.keys) == count else sequence.keys[:count]
+        return sequence.keys[:count]
 
 
 def first_page(group: KVGroup, low: int) -> int:
@@ -184,12 +178,3 @@ def turn_ends(sequence: Sequence, page: int) -> set[int]:
     tokens = np.frombuffer(sequence.tokens, np.int32, sequence.prompt)
     ends = np.flatnonzero(np.isin(tokens, tuple(sequence.params.stop_ids))) + 1
     return {int(ends[0]) // page, int(ends[-2]) // page} if len(ends) > 1 else set()
-
-
-def _release_at(run: PageRun) -> int:
-    """The least `low` at which the run's first page is no longer held."""
-    group = run.pool.group
-    if group.window is None:
-        return 1 << 62
-    seen = (run.first + 1) * group.page + group.window - 1
-    return -(-seen // group.page) * group.page

@@ -44,8 +44,8 @@ class Sequence(msgspec.Struct, eq=False):
     drafted     those behind its last token, where masks are made for them
     rejected    tokens by which its rows have given fewer than planned
     dropped     end of the positions that rejected drafts, and rows whose results are dropped, may have written
-    held        positions for which it holds pages in every group;   runs: those pages, by group
-    release_at  the `low` from which on a page can be given back
+    held        positions up to whose end it has pages in every group;   runs: those that it still holds, by group
+    release_at  the `low` from which on a page can be given back: the next page's edge
     started     it was admitted once;   not_finite: its values were not finite
     """
 
@@ -152,7 +152,7 @@ class Sequence(msgspec.Struct, eq=False):
         """Take a slot under a new admission number; the allocator gives it pages (`attach`)."""
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
-        self.drafts = self.encoded = self.dropped = 0
+        self.drafts = self.encoded = self.dropped = self.release_at = 0
         self.cache_points = []
         self.drafted = []
         self.hit = None

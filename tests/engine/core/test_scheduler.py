@@ -177,10 +177,9 @@ def test_a_release_by_what_is_planned_is_noticed(monkeypatch: pytest.MonkeyPatch
     def by_high(self: Allocator, sequence: Sequence, plan: StepPlan) -> None:
         low, sequence.low = sequence.low, sequence.high
         honest(self, sequence, plan)
-        sequence.low = low
+        sequence.low, sequence.release_at = low, 0
 
     monkeypatch.setattr(Allocator, "release", by_high)
-    monkeypatch.setattr("engine.core.allocator._release_at", lambda run: 0)
     monkeypatch.setattr("tests.support.engine.worlds.check_windows", lambda scheduler: None)
 
     def uncached(world: World) -> World:
