@@ -60,7 +60,6 @@ class Core:
         self._report = False
         self._log = StepLog(scheduler.load)
         self._idle = True  # nothing to do until the front sends something
-        self._submitted = 0
 
     def run(self) -> None:
         """Serve until the front says stop; then the ranks get a stop plan."""
@@ -78,7 +77,7 @@ class Core:
                 self._waiter.wait()
         for masks in self._masks.discard():
             self._executor.submit_masks(masks)
-        self._executor.submit(StepPlan(step=self._submitted + 1, stop=True))
+        self._executor.submit(StepPlan(step=self._scheduler.planned + 1, stop=True))
 
     def _read(self) -> bool:
         """Handle the front's messages; when idle, sleep on its socket. Returns whether a message came."""
@@ -116,7 +115,6 @@ class Core:
                 self._masks.planned(plan)
                 self._send_masks()
             self._executor.submit(plan)
-            self._submitted = plan.step
             self._log.planned(plan, time.monotonic())
             self._report |= bool(plan.admissions)  # the front learns of admissions at once
             self._progress()
@@ -146,9 +144,9 @@ class Core:
             self._executor.submit_masks(masks)
 
     def _progress(self) -> None:
-        status = self._lifeline.status
-        committed = self._submitted - self._scheduler.in_flight
-        status.progress(self._lifeline.args.index, self._submitted, committed, time.monotonic_ns(), 0)
+        planned = self._scheduler.planned
+        committed = planned - self._scheduler.in_flight
+        self._lifeline.status.progress(self._lifeline.args.index, planned, committed, time.monotonic_ns(), 0)
 
     def _send(self) -> None:
         """One TokenBatch for everything that happened in this turn."""

@@ -75,6 +75,11 @@ class Scheduler:
         self._plan = StepPlan(1)  # the next one: pages may change without one that is sent
 
     @property
+    def planned(self) -> int:
+        """The step of the last plan."""
+        return self._plan.step - 1
+
+    @property
     def in_flight(self) -> int:
         """Plans scheduled and not yet committed."""
         return len(self._results.in_flight)
@@ -140,7 +145,7 @@ class Scheduler:
         """The figures for the front's admission and for metrics."""
         requests = self.requests
         return Load(
-            step=self._results.done,
+            step=self.planned - self.in_flight,
             waiting=len(requests.waiting),
             running=len(requests.running),
             encoder_waiting=len(self._encoder_waits),
