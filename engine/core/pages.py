@@ -124,10 +124,10 @@ class PageRun:
         return self.pages[first - self.first : end - self.first]
 
     def drop_before(self, index: int) -> list[int]:
-        """Forget and return the pages of entries before `index`."""
-        count = max(0, min(index, self.end) - self.first)
+        """Forget and return the pages of entries before `index`, which is one of the run, or its end."""
+        count = index - self.first
         dropped, self.pages = self.pages[:count], self.pages[count:]
-        self.first += count
+        self.first = index
         return dropped
 
 

@@ -97,7 +97,7 @@ def equal_keys(keys: list[bytes], others: list[bytes], offset: int = 0) -> int:
 class PrefixCache:
     """Segments of both pools, which are one for a model without sliding layers.
 
-    version         grows with each change of what can be found
+    version         grows with each tail that comes or goes: so changes what can be found
     evicted_pages   evicted since boot
     """
 
@@ -155,8 +155,6 @@ class PrefixCache:
         `supersedes`: a conversation has grown to here; tails on its path that no other branch uses are evicted first from now on.
         """
         segment = self._grow(keys, full)
-        if segment is self._root:
-            return
         if segment.tail is None:
             segment.tail = array("i", tail)
             self._tails[segment] = None
@@ -174,7 +172,6 @@ class PrefixCache:
         return self._add(segment, keys[known:], full[known:]) if known < len(keys) else segment
 
     def _add(self, parent: Segment, keys: list[bytes], pages: list[int]) -> Segment:
-        self.version += 1
         self._full.keep(pages)
         segment = Segment(parent, parent.end, keys, array("i", pages))
         parent.children[keys[0]] = segment
@@ -255,7 +252,6 @@ class PrefixCache:
 
     def _remove(self, segment: Segment) -> None:
         assert not segment.children
-        self.version += 1
         if segment.tail is not None:
             self._drop_tail(segment)
         self.evicted_pages += self._full.drop(segment.pages)

@@ -46,18 +46,16 @@ class InFlightStep(msgspec.Struct):
 
 
 class Results:
-    """Commits results. `in_flight`: plans sent and not yet committed, oldest first; `done`: the step of the last result."""
+    """Commits results. `in_flight`: plans sent and not yet committed, oldest first."""
 
     def __init__(self, requests: Requests, drafting: Drafting) -> None:
         self._requests, self._drafting = requests, drafting
         self.in_flight: deque[InFlightStep] = deque()
-        self.done = 0
 
     def commit(self, result: StepResult) -> InFlightStep:
         """Commit one result; returns its step."""
         step = self.in_flight.popleft()
         assert result.step == step.plan.step, (result.step, step.plan.step)
-        self.done = result.step
         self._requests.counters.prefill_tokens += step.plan.prompt_tokens
         self._commit_prompts(step.chunks, result)
         first = self._commit_chunks(step.chunks, result)
@@ -91,7 +89,7 @@ class Results:
             if sequence.number != number:
                 continue
             sequence.low = end
-            if sequence.cache_points and (row is None or not row.nan):
+            if row is None or not row.nan:
                 self._requests.allocator.cache_passed_points(sequence)
             if row is not None:
                 self._take(sequence, row, *_cut(sequence, row.tokens))
@@ -120,10 +118,8 @@ class Results:
         given = len(row.tokens)
         assert given <= width, (row, width)
         taken, finish = _cut(sequence, row.tokens)
-        if width > 1:
-            self._drafting.verified(width - 1, max(0, given - 1))
-        if len(taken) < width:
-            sequence.dropped = max(sequence.dropped, sequence.low + width)
+        self._drafting.verified(width - 1, max(0, given - 1))
+        sequence.dropped = max(sequence.dropped, sequence.low + width)
         sequence.low += len(taken)
         sequence.high -= width - given
         sequence.rejected += width - given

@@ -43,7 +43,7 @@ class Sequence(msgspec.Struct, eq=False):
     drafts      that ranks have made behind it with its last planned row
     drafted     those behind its last token, where masks are made for them
     rejected    tokens by which its rows have given fewer than planned
-    dropped     end of the positions that rejected drafts, and rows whose results are dropped, may have written
+    dropped     end of the positions that rows of several tokens, and those whose results are dropped, may have written
     held        positions up to whose end it has pages in every group;   runs: those that it still holds, by group
     release_at  the `low` from which on a page can be given back: the next page's edge
     started     it was admitted once;   not_finite: its values were not finite
@@ -153,7 +153,6 @@ class Sequence(msgspec.Struct, eq=False):
         self.slot, self.number = slot, number
         self.target = len(self.tokens)
         self.drafts = self.encoded = self.dropped = self.release_at = 0
-        self.cache_points = []
         self.drafted = []
         self.hit = None
         self.runs = [PageRun(pool) for pool in pools]
