@@ -162,9 +162,9 @@ class Matcher:
         """Another at the beginning of the same grammar, which this one must not have left."""
         return Matcher(self.inner.deep_copy(), self._size, frees=frees)
 
-    def consume(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens that were sampled. Raises GenerationFailed for one that its mask forbids."""
-        self.inner.consume_tokens(list(tokens))
+    def consume(self, token: int) -> None:
+        """Go on by a token that was sampled. Raises GenerationFailed if its mask forbids it."""
+        self.inner.consume_token(token)
         self._check()
 
     def _check(self) -> None:

@@ -128,8 +128,7 @@ class Core:
         committed = False
         while (result := self._executor.poll()) is not None:
             self._scheduler.commit(result)
-            if self._masks.active:
-                self._advance_masks()
+            self._advance_masks()
             self._progress()
             committed = True
         return committed

@@ -126,7 +126,7 @@ class MaskState:
         self.update_drafts()
         if not self.ending:
             sequence.waits.add("mask")
-        if sequence.running and sequence.high >= length:
+        if sequence.high >= length:
             sequence.step_back()
 
     def unconstrain(self) -> None:
@@ -143,13 +143,11 @@ class MaskState:
     def consume(self, tokens: "array[int]") -> "array[int]":
         """Consume tokens of the grammar; returns those behind its end, if tokens are free there."""
         matcher = present(self.matcher)
-        while tokens:
-            count = 1 if matcher.frees else len(tokens)
-            matcher.consume(tokens[:count])
-            tokens = tokens[count:]
+        for count, token in enumerate(tokens, 1):
+            matcher.consume(token)
             if matcher.frees and matcher.complete:
-                break
-        return tokens
+                return tokens[count:]
+        return tokens[:0]
 
     def update_wait(self) -> None:
         """Unless masks are late, the next row waits for its own: one that is made, and that no row in flight uses."""
@@ -212,11 +210,6 @@ class Masks:
         self._planned: deque[tuple[int, list[MaskedRow]]] = deque()  # steps whose masks have not gone out
         self._compiler = ThreadPoolExecutor(threads(4), thread_name_prefix="grammar")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-mask")
-
-    @property
-    def active(self) -> bool:
-        """Whether there are requests that need masks, or steps that wait for some."""
-        return bool(self._states or self._planned)
 
     @property
     def making(self) -> bool:
@@ -318,12 +311,11 @@ class Masks:
         return not state.slow
 
     def _read_free_tokens(self, state: MaskState, tokens: "array[int]") -> None:
-        """No grammar holds now; if the last token is the trigger, it starts."""
+        """No grammar holds now; if the last token is the trigger, it holds from here, and starts with the next `advance`."""
         if state.trigger in tokens:
             assert tokens[-1] == state.trigger, (tokens, state.trigger)
             state.ending = False
             state.constrain(len(state.sequence.tokens))
-            self._start_grammar(state)
         else:
             self._end_thought_in_time(state)
 

@@ -46,7 +46,7 @@ def accepts(matcher: Matcher, tokens: list[int]) -> bool:
     for token in tokens:
         if not matcher.mask().tobytes()[token >> 3] >> (token & 7) & 1:
             return False
-        matcher.consume([token])
+        matcher.consume(token)
     return matcher.complete
 
 

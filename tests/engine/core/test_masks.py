@@ -423,11 +423,11 @@ def test_an_aborted_request_leaves_nothing(model: Model) -> None:
     """Masks of a request that has ended are not kept."""
     scheduler, masks = masked_scheduler(model.vocabulary)
     masks.add(matching(model, 1, "a+"))
-    assert masks.active
+    assert masks._states
     assert masks.making
     scheduler.requests.abort(1, AbortReason.client_gone)
     masks.advance()
-    assert not masks.active
+    assert not masks._states
 
 
 def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

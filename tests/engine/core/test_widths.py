@@ -183,7 +183,13 @@ def masks_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def free_behind_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of a row behind its grammar's end are read as the grammar's."""
-    monkeypatch.setattr(MaskState, "consume", lambda self, tokens: self.matcher.consume(tokens) or tokens[:0])
+
+    def consume(self: MaskState, tokens: Any) -> Any:
+        for token in tokens:
+            self.matcher.consume(token)
+        return tokens[:0]
+
+    monkeypatch.setattr(MaskState, "consume", consume)
 
 
 def drafts_while_ending(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,7 @@ def test_bombs_cost_little(walker: Walker, bomb: str) -> None:
         matcher.mask()
         assert refused is None
         for _ in range(20):
-            matcher.consume([walker._next(matcher, rng, hurry=False)])
+            matcher.consume(walker._next(matcher, rng, hurry=False))
     except GenerationFailed as error:
         print(f"{bomb}: {error}")
     assert time.process_time() - began < 1
@@ -382,7 +382,7 @@ def test_nothing_is_tokenized_for_a_mask(monkeypatch: pytest.MonkeyPatch) -> Non
     matcher = known.matcher(rules)
     for _ in range(20):
         assert matcher.mask().tobytes()[0] == 0b011
-        matcher.consume([1])
+        matcher.consume(1)
     assert not asked
     known.matcher(rules.replace('{"no_forcing": true}', "{}", 1)).mask()
     assert max(map(len, asked)) > 1000

@@ -51,7 +51,7 @@ class Walker:
             if token in self.text.eos_ids:
                 assert matcher.complete
                 return tokens
-            matcher.consume([token])
+            matcher.consume(token)
             tokens.append(token)
         raise AssertionError(f"no end: {self.text.decode(tokens, skip_special_tokens=False)[:500]}")
 

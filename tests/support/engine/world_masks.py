@@ -58,7 +58,7 @@ class Grammars:
     def matcher(self, text: str) -> "WorldMatcher":
         """Compiled. GenerationFailed: it cannot be."""
         matcher = WorldMatcher(self, int(text))
-        matcher.consume([])
+        matcher._fail_if(refusing=True)
         return matcher
 
     def masks(self, matchers: Sequence["WorldMatcher"], drafts: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -106,9 +106,8 @@ class WorldMatcher:
                 masks.append(mask_of(self.grammar, consumed))
         return masks
 
-    def consume(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self.consumed = self.consumed.then(token)
+    def consume(self, token: int) -> None:
+        self.consumed = self.consumed.then(token)
         self._fail_if(refusing=True)
 
     def mask(self) -> np.ndarray:
@@ -253,15 +252,15 @@ class Host:
 
     def committed(self) -> None:
         """A result was."""
-        if self.masks.active:
-            self._advance()
+        self._advance()
         waiting = [state for state in self.masks._states if state.ending and state.sequence.waits]
         assert not waiting, f"{waiting} wait for the end of a thought"
 
     def close(self) -> None:
         """All requests have ended, and nothing of them is kept."""
         self.masks.advance()
-        assert not self.masks.active
+        assert not self.masks._states
+        assert not self.masks._planned
 
     def _advance(self) -> None:
         self.masks.advance()
