@@ -115,7 +115,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     ] = False
     core_log: Annotated[
         Literal["debug", "info", "warning"],
-        Meta(description="the core's log on stderr; info: a line a second and class of step; debug: a line a step"),
+        Meta(description="the core's log on stderr; info: a line a second; debug: a line a step, too"),
     ] = "info"
     step_timeout_s: Annotated[float, Meta(gt=0, description="a step that makes no progress for so long ends the group")] = 60.0
     heartbeat_timeout_s: Annotated[

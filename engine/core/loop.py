@@ -14,7 +14,7 @@ import logging
 import socket
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class Core:
         self._unread: deque[bytes] = deque()
         self._stopping = False
         self._report = False
-        self._log = StepLog(scheduler.load)
+        self._log = StepLog(scheduler.load, time.monotonic())
         self._idle = True  # nothing to do until the front sends something
 
     def run(self) -> None:
@@ -115,7 +115,7 @@ class Core:
                 self._masks.planned(plan)
                 self._send_masks()
             self._executor.submit(plan)
-            self._log.planned(plan, time.monotonic())
+            self._log.planned(plan)
             self._report |= bool(plan.admissions)  # the front learns of admissions at once
             self._progress()
             planned = True
@@ -157,40 +157,30 @@ class Core:
 
 
 class StepLog:
-    """At level debug a line a step, at level info a line a second for each class of step. `load` gives the figures, times are in s.
+    """At level debug a line a step, at level info a line a second. `load` gives the figures, times are in s."""
 
-        prefill   steps of prompt chunks alone      decode   of decode rows alone      mixed   of both
-    """
-
-    def __init__(self, load: Callable[[], Load]) -> None:
+    def __init__(self, load: Callable[[], Load], now: float) -> None:
         self._load = load
-        self._steps: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # prompt tokens and decode rows of each
-        self._since: float | None = None
-        self._last = load()  # at the last report
+        self._last, self._at = load(), now  # of the last report
 
-    def planned(self, plan: StepPlan, now: float) -> None:
-        """Counts a plan that went out."""
-        prefill, decode = plan.prompt_tokens, len(plan.rows)
-        name = "mixed" if prefill and decode else "prefill" if prefill else "decode"
-        self._steps[name].append((prefill, decode))
-        self._since = now if self._since is None else self._since
+    def planned(self, plan: StepPlan) -> None:
+        """Log a plan that went out."""
         if logger.isEnabledFor(logging.DEBUG):
             cached = sum(admission.cached for admission in plan.admissions)
-            counts = f"prefill {prefill}, cached {cached}, decode {decode}, admitted {len(plan.admissions)}"
-            logger.debug("step %d %s: %s; %s", plan.step, name, counts, self._state(self._load()))
+            counts = f"prefill {plan.prompt_tokens}, cached {cached}, decode {len(plan.rows)}, admitted {len(plan.admissions)}"
+            logger.debug("step %d: %s; %s", plan.step, counts, self._state(self._load()))
 
     def report(self, now: float) -> None:
-        """Log a line for each class, once a second of work has passed. Counts are since the last report."""
-        if self._since is None or now - self._since < LOG_PERIOD_S:
+        """Log once a second what the steps gave that have ended since the last report, if there were any."""
+        if now - self._at < LOG_PERIOD_S:
             return
-        load = self._load()
-        for name, steps in sorted(self._steps.items()):
-            prefill, decode = map(sum, zip(*steps, strict=True))
-            counts = f"prefill {prefill}, decode {decode}; cached {load.hit_tokens - self._last.hit_tokens}"
-            logger.info("%.1f s: %d %s steps, %s, %s", now - self._since, len(steps), name, counts, self._state(load))
-        self._steps.clear()
-        self._since = None
-        self._last = load
+        load, last = self._load(), self._last
+        if load.step > last.step:
+            prefill, decode = load.prefill_tokens - last.prefill_tokens, load.decode_tokens - last.decode_tokens
+            counts = f"{load.step - last.step} steps, prefill {prefill}, decode {decode}"
+            cached = load.hit_tokens - last.hit_tokens
+            logger.info("%.1f s: %s; cached %d, %s", now - self._at, counts, cached, self._state(load))
+        self._last, self._at = load, now
 
     def _state(self, load: Load) -> str:
         pools = ", ".join(f"{pool.name} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)

@@ -105,7 +105,7 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
 
 
 def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
-    """At debug level a line a step, with queue and both pools; at info what steps of each class did, and no more."""
+    """At debug level a line a step, with queue and both pools; at info what the steps of a time did, and no more."""
     front, _, _ = core
     monkeypatch.setattr("engine.core.loop.LOG_PERIOD_S", 0.0)
     said: dict[int, list[str]] = {}
@@ -118,9 +118,9 @@ def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monk
             front.hear()
         said[level] = [record.getMessage() for record in caplog.records]
     state = "running 1, waiting 0, preempted 0, pages sliding 2+0 of 19, full 2+0 of 39"
-    assert f"step 1 prefill: prefill 5, cached 0, decode 0, admitted 1; {state}" in said[logging.DEBUG]
+    assert f"step 1: prefill 5, cached 0, decode 0, admitted 1; {state}" in said[logging.DEBUG]
     for level, lines in said.items():
-        assert any(re.match(r"\d+\.\d s: \d decode steps, prefill 0, decode \d; cached 0, running", line) for line in lines)
+        assert any(re.match(r"\d+\.\d s: \d steps, prefill 0, decode \d; cached 0, running", line) for line in lines)
         assert any(line.startswith("step ") for line in lines) == (level == logging.DEBUG)
 
 
