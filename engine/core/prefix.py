@@ -198,9 +198,18 @@ class PrefixCache:
     # -- evict
 
     def make_free(self, pool: PagePool, count: int) -> None:
-        """Evict until `count` pages of `pool` are free; the caller has checked `available`."""
+        """Evict the least recently used segments, or tails, that have an idle page in `pool`, until `count` of its pages are free.
+        The caller has checked `available`.
+
+        If no leaf has idle full pages, that is a segment above one, whose holders computed the pages below it themselves.
+        """
         while pool.free < count:
-            self._evict(pool)
+            if pool is self._full:
+                self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages), self._touch))
+            else:
+                segment = self._oldest(self._tails, lambda candidate: pool.idle_in(candidate.tail or ()), self._tails.move_to_end)
+                self._drop_tail(segment)
+                self._prune(segment)
 
     def discard(self, keys: list[bytes]) -> None:
         """Forget the last segment on the path of `keys`, and all that follows it: values computed behind it were not finite.
@@ -210,18 +219,6 @@ class PrefixCache:
         segment, _ = self._walk(keys)
         if segment is not self._root:
             self._remove_subtree(segment)
-
-    def _evict(self, pool: PagePool) -> None:
-        """Evict the least recently used segment, or tail, that has an idle page in `pool`.
-
-        If no leaf has idle full pages, that is a segment above one, whose holders computed the pages below it themselves.
-        """
-        if pool is self._full:
-            self._remove_subtree(self._oldest(self._order, lambda candidate: pool.idle_in(candidate.pages), self._touch))
-            return
-        segment = self._oldest(self._tails, lambda candidate: pool.idle_in(candidate.tail or ()), self._tails.move_to_end)
-        self._drop_tail(segment)
-        self._prune(segment)
 
     def _oldest(
         self, order: "OrderedDict[Segment, None]", idle: Callable[[Segment], int], renew: Callable[[Segment], None]
