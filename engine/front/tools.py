@@ -102,15 +102,15 @@ def _checked_schema(schema: Any, root: Any, where: str) -> list[tuple[str, Any]]
     if not isinstance(schema, Mapping):
         raise _wrong(where, "must be a JSON Schema: an object, true or false")
     _check_keywords(schema, where)
-    found = [(f".{keyword}", inner) for keyword in _SCHEMAS for inner in listed(schema.get(keyword))]
+    inside = [(f".{keyword}", inner) for keyword in _SCHEMAS for inner in listed(schema.get(keyword))]
     for keyword in SCHEMAS_BY_NAME:
-        found += [(f".{keyword}.{name}", inner) for name, inner in _of_kind(dict, schema, keyword, where).items()]
+        inside += [(f".{keyword}.{name}", inner) for name, inner in _of_kind(dict, schema, keyword, where).items()]
     for keyword in _SCHEMA_LISTS:
-        found += [(f".{keyword}[{index}]", inner) for index, inner in enumerate(_of_kind(list, schema, keyword, where))]
+        inside += [(f".{keyword}[{index}]", inner) for index, inner in enumerate(_of_kind(list, schema, keyword, where))]
     target = referred(root, schema.get("$ref"))  # which need not stand where schemas do
     if target is not None:  # else it points nowhere: what it stands for may be anything
-        found.append((".$ref", target))
-    return [(f"{where}{step}"[:_LONGEST_PATH], inner) for step, inner in found]
+        inside.append((".$ref", target))
+    return [(f"{where}{step}"[:_LONGEST_PATH], inner) for step, inner in inside]
 
 
 def _check_keywords(schema: Schema, where: str) -> None:

@@ -28,8 +28,8 @@ def mismatches(
     """Runs both parts of each group. Of kind and groups, by index, where they differ by more than TOLERANCE: the largest error of a
     row, as a part of its norm. settings: a bucket of ROWS at least."""
     errors = {}
-    for each in groups:
-        group = replace(each, index=0, layers=each.layers[:1])
+    for given in groups:
+        group = replace(given, index=0, layers=given.layers[:1])
         layer, visible, page = geometry.layers[group.layers[0]], group.window or 500, group.page
         if kind == "decode":  # at the edges of window and page, one of a single key, and padding
             spans = [(end - 1, end) for end in (visible + 2 * page + 6, page, page + 1, 1, 0)]
@@ -46,7 +46,7 @@ def mismatches(
             outputs.append(qkv.new_zeros(batch.rows, settings.heads * group.head_dim))
             part.attend(LayerRows(qkv, layer, norms, block, outputs[-1]), part.prepare(block))
         expected, actual = outputs
-        errors[kind, each.index] = row_error(actual, expected)
+        errors[kind, given.index] = row_error(actual, expected)
     return {key: error for key, error in errors.items() if not error <= TOLERANCE[_DTYPE]}
 
 
