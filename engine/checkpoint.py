@@ -1,6 +1,7 @@
 """The JSON files of a checkpoint folder. CheckpointError names the file that is absent, is not JSON or holds no object."""
 
 import json
+import os
 from pathlib import Path
 from typing import TypedDict
 
@@ -9,13 +10,15 @@ import msgspec
 from engine.errors import CheckpointError
 from engine.protocol import JsonObject
 
+INDEX = "model.safetensors.index.json"
+
 
 def read_json(path: Path) -> JsonObject:
     """Reads the file's object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist") from error
+        raise CheckpointError(f"{path} does not exist, or is a link to what does not") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -25,7 +28,22 @@ def read_json(path: Path) -> JsonObject:
 
 def read_optional(path: Path) -> JsonObject:
     """The file's object; empty where there is no file."""
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Reads the index of the folder's shards: tensor name -> shard; empty where the folder has none."""
+    path = folder / INDEX
+    if not os.path.lexists(path):
+        return {}
+    try:
+        index = msgspec.convert(read_json(path).get("weight_map"), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: weight_map: {error}") from error
+    for name, shard in index.items():
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: {name} is said to lie in {shard!r}, which is no safetensors file of the folder")
+    return index
 
 
 def model_vocabulary(folder: Path) -> int | None:

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from deploy.models.nano import TRAINED, trained
-from engine.checkpoint import read_optional
+from engine.checkpoint import read_index
 from engine.errors import ConfigError
 
 PUBLIC = Path(__file__).parent / "public"
@@ -48,7 +48,7 @@ def is_here(model: str, revision: str | None = None, *files: str) -> bool:
     folder = folder_here(model, revision)
     if folder is None or constants.HF_HUB_OFFLINE:
         return folder is not None
-    shards = read_optional(folder / "model.safetensors.index.json").get("weight_map", {"": "*.safetensors"}).values()
+    shards = read_index(folder).values() or ["*.safetensors"]
     return all(any(folder.glob(name)) for name in {*shards, *files})
 
 

@@ -7,6 +7,7 @@ Only this module and the template see text; everything behind them sees token id
 """
 
 import codecs
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -242,7 +243,7 @@ def _too_many(param: str, most: int) -> InvalidRequest:
 def template_source(folder: Path, instead: Path | None) -> str | None:
     """The chat template's text: of the file `instead`, or the checkpoint's own; None: it has none. CheckpointError: unreadable."""
     path = instead or folder / "chat_template.jinja"
-    if instead is None and not path.is_file():
+    if instead is None and not os.path.lexists(path):
         source: str | None = read_optional(folder / "tokenizer_config.json").get("chat_template")
         return source
     try:

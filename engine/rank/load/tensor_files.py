@@ -6,23 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 
+from engine.checkpoint import INDEX, read_index
 from engine.errors import CheckpointError
 from engine.geometry import Geometry
 from engine.rank.load.slices import Piece
 from engine.rank.load.tensor_table import TensorTable
 
-INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LISTED = 20  # wrong tensors named in one error
-
-
-class _Index(msgspec.Struct):
-    """What is read of an index: tensor name -> shard."""
-
-    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ def _mismatch(piece: Piece, header: TensorHeader) -> str | None:
 
 def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Headers, list[str]]:
     """Reads the headers of the folder's shards, by published name; and complaints, where index and shards disagree."""
-    index = _index(folder)
+    index = read_index(folder)
     by_name: Headers = {}
     complaints, names = [], set()
     for path in sorted({folder / name for name in index.values()}) if index else [_only_shard(folder)]:
@@ -78,21 +71,6 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
                     complaints.append(f"{first.name} and {name} are names of one tensor")
     complaints += [f"{name} is not in {shard}, where the index says it is" for name, shard in index.items() if name not in names]
     return by_name, complaints
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Reads the index: tensor name -> shard; empty where the folder has none."""
-    path = folder / INDEX
-    if not path.exists():
-        return {}
-    try:
-        index = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not an index of safetensors: {error}") from error
-    for name, shard in index.items():
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: {name} is said to lie in {shard!r}, which is no safetensors file of the folder")
-    return index
 
 
 def _only_shard(folder: Path) -> Path:

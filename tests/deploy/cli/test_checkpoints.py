@@ -17,7 +17,7 @@ from deploy.cli import machine_checks as checks
 from deploy.cli.main import main
 from deploy.models.nano import TRAINED
 from deploy.settings import Settings
-from engine.rank.load.tensor_files import INDEX
+from engine.checkpoint import INDEX
 from tests.support.repo_rules import ROOT
 from tests.support.stack.serve_process import free_port
 
@@ -72,11 +72,25 @@ def test_tensors_that_are_missing_or_misshapen(copy: Path, capsys: Captured) -> 
     assert "embed_tokens.weight has shape [1024, 80], not [1023, 80]" in said
 
 
-@pytest.mark.parametrize("change", [lambda index: index.update(weight_map=[1]), lambda index: index["weight_map"].update(x=7)])
-def test_an_index_that_is_none(copy: Path, capsys: Captured, change: Callable[[dict[str, Any]], None]) -> None:
-    """Its file is named."""
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda index: index.update(weight_map=[1]), "weight_map: Expected `object`, got `array`"),
+        (lambda index: index["weight_map"].update(x=7), "weight_map: Expected `str`, got `int`"),
+        (lambda index: index["weight_map"].update(x="/y.safetensors"), "x is said to lie in '/y.safetensors'"),
+    ],
+)
+def test_an_index_that_is_none(
+    copy: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    """Its file is named, in a folder and in the hub's cache."""
     edit(copy / INDEX, change)
-    assert INDEX in refusal(capsys, copy)
+    assert f"{copy / INDEX}: {said}" in refusal(capsys, copy)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(copy.parent))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    snapshot = shutil.copytree(copy, copy.parent / "models--a--b" / "snapshots" / "1")
+    assert main(["check-config", str(nano_yaml(copy / "mine.yaml", model="a/b", revision="1", mtp={}))]) == 2
+    assert f"{snapshot / INDEX}: {said}" in capsys.readouterr().err
 
 
 def test_a_number_that_is_none(copy: Path, capsys: Captured) -> None:
@@ -132,6 +146,15 @@ def test_a_file_that_must_not_be_read(copy: Path, capsys: Captured, name: str, m
     assert refusal(capsys, copy) == said
     assert main(["serve", str(copy / "mine.yaml"), "--port", str(free_port())]) == 2
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja", INDEX])
+def test_a_link_that_leads_nowhere(copy: Path, capsys: Captured, name: str) -> None:
+    """A file that may be absent is not absent then: it is named."""
+    assert refusal(capsys, copy) == ""
+    (copy / name).unlink()
+    (copy / name).symlink_to("nowhere")
+    assert f"{copy / name}" in refusal(capsys, copy)
 
 
 def test_an_index_that_is_a_folder(copy: Path, capsys: Captured) -> None:

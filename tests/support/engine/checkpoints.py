@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.rank.load.tensor_files import INDEX
+from engine.checkpoint import INDEX
 
 Tensors = dict[str, Tensor]
 
