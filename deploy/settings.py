@@ -14,6 +14,7 @@ from msgspec import Meta
 from deploy.edge.edge_settings import (
     AbsolutePath,
     Count,
+    Host,
     KeySettings,
     LimitSettings,
     LogSettings,
@@ -29,6 +30,7 @@ from engine.protocol import FrozenStruct
 IMPORT_PATH = "deploy.app:build"
 DEPLOYMENT = "Quartet"
 LONGEST_S = 2_147_483  # 24 days: C counts milliseconds in 32 bits, and so does HAProxy
+LARGEST = 2**63 - 1  # beyond, Serve cannot hand the settings on
 ServeConfig = dict[str, Any]  # all of a Serve config, or a part of it, as the YAML has it
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -39,7 +41,7 @@ class DiscoverySettings(FrozenStruct):
 
     enabled: bool = True
     """list the replicas' exporters for Prometheus"""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """address of the list; if it is none of the head node's, 127.0.0.1"""
     port: Port = 9464
     """port of the list; if it is taken, a free one"""
@@ -48,7 +50,7 @@ class DiscoverySettings(FrozenStruct):
 class MetricsSettings(FrozenStruct):
     """Where the exporter of each replica listens, and by what it judges."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """address of each replica's exporter"""
     port: Port = 0
     """port of the exporter; 0: a free one, written to the log and to /health/ready"""
@@ -172,8 +174,9 @@ def _value(kind: Any, given: Any, key: str, wrong: list[str]) -> Any:
         given = "on" if given else "off"  # YAML reads these words as booleans
     try:
         value = msgspec.convert(given, kind, strict=False)
-        if isinstance(value, float) and value > LONGEST_S:
-            raise msgspec.ValidationError(f"Expected float <= {LONGEST_S}")
+        most = LONGEST_S if isinstance(value, float) else LARGEST
+        if isinstance(value, int | float) and value > most:
+            raise msgspec.ValidationError(f"Expected {type(value).__name__} <= {most}")
     except msgspec.ValidationError as error:
         expectation = str(error).partition(", got ")[0].removeprefix("Expected ").replace("`", "")
         expected = " or ".join([*choices, *([expectation] if "=" in expectation or not choices else [])])

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from deploy.edge.key_types import INT32_MAX
 from engine.protocol import FrozenStruct
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -32,7 +33,7 @@ class LimitSettings(FrozenStruct):
     """a body that is not complete by then gets 408"""
     n: Annotated[int, Meta(ge=1, le=64)] = 8
     """choices of a request"""
-    min_priority: int = 0
+    min_priority: Annotated[int, Meta(ge=-INT32_MAX, le=0)] = 0
     """most urgent `priority` of a request; lower numbers are served first"""
     isolate_cache: bool | None = None
     """requests share cached prefixes only with those of the same API key's holder, or without keys of the same Authorization
@@ -41,7 +42,7 @@ class LimitSettings(FrozenStruct):
     """deadline of one request, from its head to its last byte"""
     queue_timeout_s: Seconds = 60.0
     """a request that has not begun by then is refused with 429"""
-    requests: Annotated[int, Meta(ge=16)] = 4096
+    requests: Annotated[int, Meta(ge=16, le=INT32_MAX)] = 4096
     """requests of any kind that a replica may have at once; more get 429"""
     uploads: Count = 512
     """bodies that may be on their way at once; beyond, the oldest is refused with 408"""
