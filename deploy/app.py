@@ -48,6 +48,7 @@ from engine.events import to_each
 from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
+from engine.media_geometry import read_media
 
 FLUSH_S = 0.3
 DRAIN_MARGIN_S = 10.0  # beyond the deadline of the last request: a replica that goes (fewer replicas, a new build) cuts no answer
@@ -124,6 +125,7 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
         settings, metrics = self._settings, self._settings.metrics
         folder = Path(config.model)
+        encoders = read_media(folder, language_model_only=config.language_model_only)
         replica = serve.get_replica_context()
         chosen = group.attention.name
         facts = Facts(
@@ -151,8 +153,8 @@ class Quartet:
             defaults=Defaults.read(folder),
             limits=settings.limits,
             media=settings.media,
-            media_kinds=frozenset() if settings.language_model_only else media_kinds(folder, text),
-            row_samples=audio_row_samples(folder),
+            media_kinds=media_kinds(encoders, text),
+            row_samples=audio_row_samples(encoders),
             logs=settings.logs,
             max_tokens=settings.max_tokens,
             tool_grammar=settings.tool_grammar,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from engine.weight_formats import weight_format
 T = TypeVar("T")
 Implemented = dict[str, tuple[Any, ...]]  # by key, the values that it may have
 LayerKind = Literal["sliding", "full"]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DType = Literal["float32", "bfloat16"]
 PAGE_SIZE: Final = 32
 ITEMSIZE: Final = {"float32": 4, "bfloat16": 2}  # bytes
@@ -67,10 +68,10 @@ class Layer:
 
     index: int
     kind: LayerKind
-    head_dim: int
-    kv_heads: int
+    head_dim: Positive
+    kv_heads: Positive
     rope: Rope
-    intermediate: int
+    intermediate: Positive
     kv_source: int
     k_eq_v: bool = False
     drafts: bool = False
@@ -89,10 +90,10 @@ class Geometry:
     bidirectional  tokens of an image see each other both ways in sliding layers
     """
 
-    hidden: int
-    vocab: int
-    heads: int
-    window: int
+    hidden: Positive
+    vocab: Positive
+    heads: Positive
+    window: Positive
     eps: float
     softcap: float | None
     max_position: int

@@ -20,17 +20,21 @@ def check_drafter(settings: Settings) -> None:
 
 
 def check_files(config: EngineConfig, template: Path | None) -> None:
-    """Raises CheckpointError where a replica would refuse the checkpoint, its tokenizer and template, or its drafter. No tensor is
-    read."""
+    """Raises CheckpointError where a replica would refuse the checkpoint, its encoders of media among it, its tokenizer and
+    template, or its drafter. No tensor is read."""
     from engine.front.text import TextProcessor
+    from engine.media_geometry import read_media
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked_headers
-    from engine.rank.models import assistant_weights, gemma4_weights
+    from engine.rank.models import assistant_weights, audio_weights, gemma4_weights, vision_weights
     from engine.rank.models.assistant_geometry import check_shards, read_assistant
 
     folder = Path(config.model)
     geometry = config.geometry
     loaded = [(folder, gemma4_weights.TENSORS, geometry)]
+    encoders = read_media(folder, language_model_only=config.language_model_only)
+    tables = {"image": vision_weights.TENSORS, "audio": audio_weights.TENSORS}  # a video has the image's
+    loaded += [(folder, tables[kind], shape) for kind, shape in encoders.items() if kind in tables]
     if config.widest > 1:
         drafter = Path(str(config.mtp.model))
         assistant = read_assistant(drafter, geometry)

@@ -1,12 +1,13 @@
 """What does not change while a model is served."""
 
 from pathlib import Path
-from typing import get_args
 
 from deploy.edge.edge_settings import LimitSettings, LogSettings, MediaSettings
-from engine.checkpoint import generation_config, read_optional
+from engine.audio_geometry import AudioGeometry
+from engine.checkpoint import generation_config
 from engine.config import Thinking, ToolGrammar
 from engine.front.text import TextProcessor
+from engine.media_geometry import MediaGeometries
 from engine.protocol import FrozenStruct, MediaKind
 
 
@@ -26,16 +27,15 @@ class Defaults(FrozenStruct):
         return cls(**{name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None})
 
 
-def media_kinds(folder: Path, text: TextProcessor) -> frozenset[MediaKind]:
+def media_kinds(encoders: MediaGeometries, text: TextProcessor) -> frozenset[MediaKind]:
     """The kinds for which a checkpoint has an encoder, and its tokenizer a token."""
-    config = read_optional(folder / "config.json")
-    encoded = {kind: config.get("audio_config" if kind == "audio" else "vision_config") for kind in get_args(MediaKind)}
-    return frozenset(kind for kind in encoded if encoded[kind] and text.control_id(f"<|{kind}|>") is not None)
+    return frozenset(kind for kind in encoders if text.control_id(f"<|{kind}|>") is not None)
 
 
-def audio_row_samples(folder: Path) -> int:
+def audio_row_samples(encoders: MediaGeometries) -> int:
     """Samples of each row that its audio encoder takes; 0: it takes log-mel frames."""
-    return (read_optional(folder / "config.json").get("audio_config") or {}).get("audio_embed_dim", 0)
+    audio = encoders.get("audio")
+    return audio.features if isinstance(audio, AudioGeometry) and audio.unified else 0
 
 
 class ServiceSettings(FrozenStruct):

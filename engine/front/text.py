@@ -244,7 +244,9 @@ def template_source(folder: Path, instead: Path | None) -> str | None:
     """The chat template's text: of the file `instead`, or the checkpoint's own; None: it has none. CheckpointError: unreadable."""
     path = instead or folder / "chat_template.jinja"
     if instead is None and not os.path.lexists(path):
-        source: str | None = read_optional(folder / "tokenizer_config.json").get("chat_template")
+        source = read_optional(folder / "tokenizer_config.json").get("chat_template")
+        if not isinstance(source, str | None):
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: chat_template is no text")
         return source
     try:
         return path.read_text(encoding="utf-8")

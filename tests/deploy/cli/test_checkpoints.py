@@ -93,10 +93,45 @@ def test_an_index_that_is_none(
     assert f"{snapshot / INDEX}: {said}" in capsys.readouterr().err
 
 
-def test_a_number_that_is_none(copy: Path, capsys: Captured) -> None:
-    """A size in quotes is refused with its file."""
-    edit(copy / "config.json", lambda config: config["text_config"].update(hidden_size="80"))
-    assert "config.json: Expected `int`, got `str` - at `$.hidden`" in refusal(capsys, copy)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: config["vision_config"].update(num_hidden_layers=3), "layers.2.mlp.down_proj.linear.weight is missing"),
+        (lambda config: config.update(vision_config="siglip"), "config.json: vision_config: "),
+        (lambda config: config.update(audio_config={"audio_embed_dim": 640}), "embed_audio.embedding_projection.weight is missing"),
+    ],
+)
+def test_an_encoder_that_is_not_all_there(
+    tmp_path: Path, capsys: Captured, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    """It is refused before any tensor is read, unless it is left out."""
+    copy = Path(shutil.copytree(TRAINED / "31b", tmp_path / "copy"))
+    assert refusal(capsys, copy) == ""
+    edit(copy / "config.json", change)
+    assert said in refusal(capsys, copy)
+    assert main(["check-config", str(nano_yaml(copy / "mine.yaml", model=str(copy), mtp={}, language_model_only=True))]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"hidden_size": "80"}, "Expected `int`, got `str` - at `$.hidden`"),
+        ({"num_attention_heads": 0}, "Expected `int` >= 1 - at `$.heads`"),
+        ({"num_key_value_heads": 1 << 64}, "Expected `int` <= 2147483647 - at `$.layers[0].kv_heads`"),
+    ],
+)
+def test_a_number_that_is_none(copy: Path, capsys: Captured, sizes: dict[str, Any], said: str) -> None:
+    """A size in quotes, of nothing or of more than there is, is refused with its file."""
+    edit(copy / "config.json", lambda config: config["text_config"].update(sizes))
+    assert f"config.json: {said}" in refusal(capsys, copy)
+
+
+def test_templates_by_name(copy: Path, capsys: Captured) -> None:
+    """Tokenizers of old had a list of templates: it is refused with its file, unless there is a chat_template.jinja."""
+    edit(copy / "tokenizer_config.json", lambda config: config.update(chat_template=[{"name": "default", "template": "x"}]))
+    assert refusal(capsys, copy) == ""
+    (copy / "chat_template.jinja").unlink()
+    assert refusal(capsys, copy).endswith(f"{copy / 'tokenizer_config.json'}: chat_template is no text\n")
 
 
 @pytest.mark.parametrize(
