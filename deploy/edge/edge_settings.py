@@ -140,12 +140,9 @@ class TracingSettings(FrozenStruct):
     """OpenTelemetry spans of each request. Without an endpoint nothing is imported, and nothing costs."""
 
     endpoint: Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = None
-    """OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here"""
+    """OTLP over HTTP, whole: http://host:4318/v1/traces; keys by OTEL_EXPORTER_OTLP_HEADERS, not from here; bounds by
+    OTEL_EXPORTER_OTLP_TIMEOUT and OTEL_BSP_MAX_QUEUE_SIZE"""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """share of the requests that are traced, where no caller has decided by traceparent"""
     service_name: Name = "quartet"
     """the spans' service.name"""
-    queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 8192
-    """spans that may wait for the collector; beyond, the oldest are dropped"""
-    timeout_s: Seconds = 10.0
-    """time to hand a batch to the collector, retries included"""

@@ -6,8 +6,9 @@
       decode                                   |==============================|
 
 A caller's `traceparent` is the parent, and its sampled flag decides; without one `sample_ratio` does. The SDK samples, queues,
-batches and sends: serving never waits for the collector, and the SDK logs what the collector does not get. Without an endpoint
-nothing of the SDK is imported. No prompt, no answer, nothing the client named.
+batches and sends: serving never waits for the collector, and the SDK logs what the collector does not get. How much waits, and
+how long, its own variables of the environment say. Without an endpoint nothing of the SDK is imported. No prompt, no answer,
+nothing the client named.
 """
 
 import threading
@@ -26,7 +27,6 @@ from engine.front.stream import Clock
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-BATCH = 512  # spans
 BATCH_WAIT_MS = 1000
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -49,12 +49,7 @@ class Tracer:
             resource=Resource.create({"service.name": settings.service_name, **about}),
             shutdown_on_exit=False,
         )
-        self._processor = BatchSpanProcessor(
-            exporter,
-            max_queue_size=settings.queue,
-            schedule_delay_millis=BATCH_WAIT_MS,
-            max_export_batch_size=min(BATCH, settings.queue),
-        )
+        self._processor = BatchSpanProcessor(exporter, schedule_delay_millis=BATCH_WAIT_MS)
         provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("quartet")
 
@@ -92,7 +87,7 @@ def tracer(settings: TracingSettings, about: Mapping[str, str]) -> Tracer | None
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    return Tracer(settings, about, OTLPSpanExporter(endpoint=settings.endpoint, timeout=settings.timeout_s))
+    return Tracer(settings, about, OTLPSpanExporter(endpoint=settings.endpoint))
 
 
 def phases_of(clock: Clock, ended: float, choice: int) -> Iterator[SpanPhase]:

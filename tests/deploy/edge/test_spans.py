@@ -281,10 +281,11 @@ def test_no_text_of_a_request_is_in_its_spans(traced: Traced) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
-def test_the_ratio_is_sampled(ratio: float) -> None:
+def test_the_ratio_is_sampled(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within five standard deviations of 4000 draws, and every trace id that is told has its trace."""
     exporter = InMemorySpanExporter()
-    made = Tracer(settings("http://a/", sample_ratio=ratio, queue=5000), {}, exporter)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "5000")
+    made = Tracer(settings("http://a/", sample_ratio=ratio), {}, exporter)
     told = [made.trace(_record()) for _ in range(4000)]
     made.close(5)
     ids = [name for name in told if name is not None]
@@ -316,11 +317,14 @@ def said() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[str]) -> None:
+def test_a_dead_collector_costs_traces_and_nothing_else(
+    paced: Edge, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody listens there: requests are served without it, and the log says so."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     with socket.socket() as bound, ExitStack() as stack:
         bound.bind(("127.0.0.1", 0))  # kept, lest another listens there
-        made = stack.enter_context(tracing(paced, f"http://127.0.0.1:{bound.getsockname()[1]}/v1/traces", timeout_s=1.0))
+        made = stack.enter_context(tracing(paced, f"http://127.0.0.1:{bound.getsockname()[1]}/v1/traces"))
         for _ in range(3):
             assert paced.post(CHAT, BODY).status_code == 200
     made.close(20)
@@ -328,9 +332,14 @@ def test_a_dead_collector_costs_traces_and_nothing_else(paced: Edge, said: list[
 
 
 @pytest.mark.alone
-def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(paced: Edge, said: list[str]) -> None:
+def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(
+    paced: Edge, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes the connection and never answers: a queue of 16 fills up, what does not fit is lost, and close keeps its time."""
-    with Collector(hang=True) as collector, tracing(paced, collector.endpoint, queue=16, timeout_s=30.0) as made:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "16")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "30")
+    with Collector(hang=True) as collector, tracing(paced, collector.endpoint) as made:
         assert paced.post(CHAT, BODY).status_code == 200
         until(lambda: collector.requests == 1, "the export that hangs")
         for _ in range(4):
