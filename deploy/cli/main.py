@@ -6,7 +6,7 @@ Exit codes: 0 ended as asked; 1 it ran into trouble, or the answer is no; 2 it c
 """
 
 import argparse
-import os
+import io
 import sys
 from collections.abc import Sequence
 
@@ -31,11 +31,10 @@ exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like thi
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     args = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal has no letters for
     try:
         code: int = args.run(args)
-    except BrokenPipeError:  # `quartet ... | head`: nobody reads on, and the interpreter must not complain when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (ConfigError, CheckpointError, OSError) as error:
         if getattr(error, "filename", error) is None:  # of no file: a bug, not the user's
             raise

@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from engine.errors import ConfigError
 
 OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; it cannot run like this
 
@@ -37,12 +40,14 @@ def command(
 
 
 def emit(value: Any, parts: Iterable[Part], *, as_json: bool) -> None:
-    """Writes `value` as JSON, or `parts` as text, to stdout."""
-    if as_json:
-        sys.stdout.write(json.dumps(value, indent=2) + "\n")
-    else:
-        sys.stdout.write("".join(f"{line}\n" for line in plain(parts)))
-    sys.stdout.flush()
+    """Writes `value` as JSON, or `parts` as text, to stdout. ConfigError: it cannot be written, as on a full disk."""
+    text = json.dumps(value, indent=2) if as_json else "\n".join(plain(parts))
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter must not complain when it flushes
+        if not isinstance(error, BrokenPipeError):  # `quartet ... | head`: nobody reads on
+            raise ConfigError(f"stdout: {error.strerror}") from error
 
 
 def plain(parts: Iterable[Part]) -> Iterator[str]:

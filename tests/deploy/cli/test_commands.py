@@ -83,6 +83,22 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert (done.stdout, done.stderr) == ("{", "")
 
 
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    """A full disk's: `/dev/full`."""
+    command = f"{sys.executable} -m deploy.cli doctor > /dev/full"
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "quartet: stdout: No space left on device\n")
+
+
+def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    """A model's name is shown all the same."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(NANO.read_text(encoding="utf-8").replace("nano-31b", "näno"), encoding="utf-8")
+    done = python("-m", "deploy.cli", "check-config", str(path), PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "n\\xe4no: " in done.stdout
+
+
 def test_tables_are_plain_lines() -> None:
     """Columns two blanks apart, flush right where asked, with no border and nothing behind the last cell."""
     lines = list(plain(["first", Table(("name", ">count"), [("a", "7"), ("longer", "12")])]))
