@@ -75,6 +75,7 @@ def test_the_fingerprint(edge: Edge, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """On every answer; another build, config or file of weights has another, and the same has the same."""
     (tmp_path / "config.json").write_text("{}")
     first = fingerprint(tmp_path, "build", "4")
+    (tmp_path / "nowhere.safetensors").symlink_to("nothing")
     assert first == fingerprint(tmp_path, "build", "4")
     found = {first, fingerprint(tmp_path, "build", "2"), fingerprint(tmp_path, "build4")}
     (tmp_path / "model.safetensors").write_bytes(b"1")
