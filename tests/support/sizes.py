@@ -16,7 +16,7 @@ from tests.support.repo_rules import ROOT, functions, sources
 FILE_CEILING = 500
 # The size that was there, and 2 %. The goal for the same features: 20 500 lines, 215 000 tokens, 9 a line, engine 90 000 tokens.
 # Who comes below lowers the bound; who needs more says what the new feature replaced.
-BOUNDS = {"code lines": 22_642, "tokens": 243_640, "tokens a line": 10.77, "engine tokens": 108_166}
+BOUNDS = {"code lines": 22_518, "tokens": 242_207, "tokens a line": 10.76, "engine tokens": 107_053}
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
