@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
