@@ -44,7 +44,7 @@ class ExitStatus(NamedTuple):
     def __str__(self) -> str:
         if self.killed:
             number = -(self.code or 0)
-            names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
+            names = {entry.value: entry.name for entry in signal.Signals}  # a real-time signal has none
             return f"{self.name} was killed by {names.get(number, f'signal {number}')}"
         if self.last_error is not None:
             return f"{self.name} failed: {self.last_error.error}"
