@@ -2,7 +2,7 @@
 
 Sequences of `--context` tokens are admitted with their pages full of random K and V, and decoded. For each batch it prints
 milliseconds a step: `graph`, replays back to back, which is what the device takes; `launch`, plans through the runner, two out at a
-time, which is what the host allows. The bytes of a step at the best read rate seen on an H200 stand beside it.
+time, which is what the host allows; `floor`, its bytes at the best read rate seen on an H200. `tests.bench.tpot` draws them.
 
     --drafts 5 --accepted 4.42 each step verifies 5 drafts and gives so many tokens in the mean, whatever is drafted: random weights
                                accept nothing. `token`, milliseconds a token, a stream's; `verify` and `draft`, the device's
@@ -30,7 +30,7 @@ from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import draft_stage
 from tests.bench.gpu_ranks import run_on_gpus
 from tests.bench.profiling import bare_rank
-from tests.bench.profiling.bare_rank import READ_RATE, BareRank, pages_held
+from tests.bench.profiling.bare_rank import BareRank, pages_held
 from tests.bench.profiling.decode_times import WARM_STEPS, lengths_kept, replay, replay_ms, time_step
 from tests.bench.profiling.loopback import Loopback
 from tests.bench.shard_model import write_shard
@@ -62,13 +62,13 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *,
 
 def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> int:
     """Prints the figures of one batch; the next step number."""
-    found = time_step(bench, batch, args.context, args.steps, step, READ_RATE)
-    figures = {name: round(value, 4) for name, value in asdict(found).items() if name.endswith("_ms") and value is not None}
+    times = time_step(bench, batch, args.context, args.steps, step)
+    figures = {name: round(value, 4) for name, value in asdict(times).items() if value is not None}
     step += args.steps + 1
     if args.drafts:
         figures |= {name: round(value, 4) for name, value in drafting(bench, batch, args, step).items()}
         step += args.steps + 1
-    say(parallel, json.dumps({"batch": batch, **figures}))
+    say(parallel, json.dumps(figures))
     return step
 
 

@@ -34,7 +34,7 @@ from engine.rank.attention.trtllm import FlashInfer, TrtllmDecode, TrtllmExtend,
 from engine.rank.builder import build, load_rank
 from engine.rank.runner import Runner
 from tests.bench.profiling import bare_rank
-from tests.bench.profiling.bare_rank import READ_RATE, BareRank, pages_held
+from tests.bench.profiling.bare_rank import BareRank, pages_held
 from tests.bench.profiling.decode_times import time_step
 from tests.bench.profiling.loopback import Loopback
 from tests.conftest import Nano
@@ -322,7 +322,7 @@ def test_what_the_check_of_copies_costs(shard: BareRank) -> None:
             cache.table.zero_()  # a new runner's check expects tables that nobody has written yet
         rank = replace(shard, config=msgspec.structs.replace(shard.config, debug_pages=checked, debug_hash=False))
         rank = replace(rank, runner=shard_runner(rank, "trtllm_mha"))
-        found = time_step(rank, ROWS, CONTEXT, STEPS, 1, READ_RATE).graph_ms
+        found = time_step(rank, ROWS, CONTEXT, STEPS, 1).graph_ms
         assert found is not None
         times[checked] = min(found, times.get(checked, found))
     print(f"a step with the check of page tables and copies, ms: {times}", flush=True)

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels import launch as launcher
 from kernels.launch import cdiv, enabled, late_compilations, launch, next_power_of_2, ready, shared_memory, trigger, wait
 from tests.support import interpreter
-from tests.support.launches import Node, argument_types, compilations, record, without_overlap
+from tests.support.launches import Node, argument_types, compilations, record
 
 pytestmark = pytest.mark.cpu
 
@@ -159,14 +159,3 @@ def test_compilations_are_counted_once(fresh: None) -> None:
     assert late_compilations() == 0
     launch(kernel, (1,), 0, BLOCK=3)
     assert (compilations(), late_compilations()) == (3, 1)
-
-
-def test_overlap_can_be_switched_off() -> None:
-    """Launches for Hopper take part in programmatic dependent launch, but inside `without_overlap`, and again behind it."""
-    x = torch.empty(8, device="meta")
-    with record(target=(9, 0)) as nodes:
-        launch(_add, (1,), x, x, 8, BLOCK=8)
-        with without_overlap():
-            launch(_add, (1,), x, x, 8, BLOCK=8)
-        launch(_add, (1,), x, x, 8, BLOCK=8)
-    assert [node.constexprs["PDL"] for node in nodes] == [True, False, True]

@@ -1,15 +1,13 @@
-"""Launches as tests see them: listed (`kernels.precompile`), compiled, and without overlap."""
+"""Launches as tests see them: listed (`kernels.precompile`), and compiled."""
 
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 from kernels import launch
 from kernels.precompile import ListedLaunch as Node
 from kernels.precompile import listed as record
 from kernels.precompile import precompile
 
-__all__ = ["Node", "argument_types", "compilations", "kernel_name", "precompile", "record", "variants", "without_overlap"]
+__all__ = ["Node", "argument_types", "compilations", "kernel_name", "precompile", "record", "variants"]
 
 
 def variants() -> list[Any]:
@@ -31,8 +29,3 @@ def argument_types(node: Node) -> dict[str, str]:
 def kernel_name(kernel: Any) -> str:
     """The name of what a call of `launch` starts, a kernel or one that is `Configured`."""
     return str((kernel.kernel if isinstance(kernel, launch.Configured) else kernel).__name__)
-
-
-def without_overlap() -> AbstractContextManager[object]:
-    """Inside the `with`, launches are made without PDL: a kernel starts when its predecessor has ended."""
-    return mock.patch.object(launch, "_has_pdl", return_value=False)

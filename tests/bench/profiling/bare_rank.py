@@ -1,7 +1,7 @@
 """A rank without core and replica: random weights, pools full of random K and V, sequences admitted with their context computed."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -50,25 +50,23 @@ class BareRank(Rank):
         began = time.monotonic()
         return self.runner.run(plans), time.monotonic() - began
 
-    def module_bytes(self, batch: int, context: int) -> Iterator[tuple[str, int]]:
-        """(module, bytes that a decode step reads of it): its own matrices, of a table the rows of `batch` tokens, of experts
-        as many as random choices hit, and the K and V that `batch` rows see; "head" is the table that logits come of."""
-        tables = {id(module.head) for module in self.model.modules() if isinstance(module, VocabTable)}
-        experts = {id(weight) for module in self.model.modules() if isinstance(module, Experts) for weight in module.children()}
-        for name, module in self.model.named_modules():
-            size = sum(own.nbytes for own in module.parameters(recurse=False) if own.ndim > 1)
-            if isinstance(module, VocabTable):
-                size = batch * _bytes(module.head) // module.head.shape[0]
-            elif id(module) in experts and (moe := self.geometry.moe):
-                size = int(size * (1 - (1 - moe.top_k / moe.experts) ** batch))
-            elif isinstance(module, Attention):
-                group, pool = self.cache.of(module.layer).group, self.cache.of(module.layer).pool
-                size = batch * 2 * group.kv_heads * group.head_dim * min(context, group.window or context) * pool.element_size()
-            yield name, 0 if id(module) in tables else size
-        yield "head", _bytes(self.model.head.head)
-
     def step_bytes(self, batch: int, context: int) -> int:
-        return sum(size for _, size in self.module_bytes(batch, context))
+        """Bytes that a decode step of `batch` rows reads: all matrices, of tables the rows of its tokens and the whole head, of
+        experts as many as random choices hit, and the K and V that the rows see."""
+        model, moe, size = self.model, self.geometry.moe, 0
+        tables = [module for module in model.modules() if isinstance(module, VocabTable)]
+        experts = [weight for module in model.modules() if isinstance(module, Experts) for weight in module.children()]
+        apart = {id(weight) for weight in [*experts, *(table.head for table in tables)]}
+        for module in model.modules():
+            if id(module) not in apart:
+                size += sum(own.nbytes for own in module.parameters(recurse=False) if own.ndim > 1)
+            if isinstance(module, Attention):
+                cache = self.cache.of(module.layer)
+                seen = min(context, cache.group.window or context)
+                size += batch * seen * cache.group.page_bytes // (cache.group.page * len(cache.pool))
+        if moe is not None:
+            size += int(sum(map(_bytes, experts)) * (1 - (1 - moe.top_k / moe.experts) ** batch))
+        return size + sum(batch * _bytes(table.head) // table.head.shape[0] for table in tables) + _bytes(model.head.head)
 
 
 def build(

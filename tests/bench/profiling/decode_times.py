@@ -1,6 +1,5 @@
 """How long a decode step takes, by batch and context: on the device alone, and through the runner."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 from engine.plan import StepPlan, encode_plan, single_rows
 from engine.rank.graphs import StageGraphs
 from engine.rank.step import StepSizes
-from tests.bench.profiling.bare_rank import BareRank
+from tests.bench.profiling.bare_rank import READ_RATE, BareRank
 
 WARM_STEPS = 8
 _SERIES = 3  # of replays, of which the fastest counts
@@ -33,24 +32,18 @@ class StepTime:
     floor_ms: float
 
 
-def admit(rank: BareRank, batch: int, context: int, steps: int, step: int) -> list[bytes]:
-    """Runs plan `step`, which admits `batch` sequences of `context` tokens, and some to warm up; the plans of the `steps` after it
-    that are left to run."""
+def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int) -> StepTime:
+    """The mean over `steps` steps of `batch` sequences of `context` tokens: the plan numbered `step` admits them, the first
+    WARM_STEPS are not timed."""
     first = encode_plan(rank.admission(batch, context, steps, step))
     rest = [encode_plan(StepPlan(step + at, rows=single_rows(range(batch)))) for at in range(1, steps + 1)]
     rank.run([first, *rest[:WARM_STEPS]])
-    return rest[WARM_STEPS:]
-
-
-def time_step(rank: BareRank, batch: int, context: int, steps: int, step: int, read_rate: float) -> StepTime:
-    """The mean over `steps` steps, more than `WARM_STEPS`, numbered from `step` on; read_rate in bytes a second."""
-    assert steps > WARM_STEPS, steps
-    plans = admit(rank, batch, context, steps, step)
+    plans = rest[WARM_STEPS:]
     with lengths_kept(rank):
         _, seconds = rank.run(plans)
     graphs = rank.runner.graphs
     graph_ms = None if graphs is None else replay_ms(rank, partial(replay, graphs, rank.runner._inputs.bucket(batch)), steps)
-    floor_ms = 1e3 * rank.step_bytes(batch, context) / read_rate
+    floor_ms = 1e3 * rank.step_bytes(batch, context) / READ_RATE
     return StepTime(batch, context, 1e3 * seconds / len(plans), graph_ms, floor_ms)
 
 
@@ -83,18 +76,3 @@ def lengths_kept(rank: BareRank) -> Iterator[None]:
     before = lengths.clone()
     yield
     lengths.copy_(before)
-
-
-def measured_read_rate(device: torch.device) -> float:
-    """Bytes a second at which one large tensor is read: the best of a few sums over it."""
-    size = 2 << 30 if device.type == "cuda" else 64 << 20
-    x = torch.ones(size // 4, device=device)
-    return max(size / _sum_seconds(x) for _ in range(5))
-
-
-def _sum_seconds(x: torch.Tensor) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    began = time.perf_counter()
-    x.sum().item()
-    return time.perf_counter() - began
