@@ -3,7 +3,7 @@
 One op per file: its formula, a plain-torch reference, and a checked wrapper that the engine calls, which computes in torch where no
 kernel takes its tensors. Read `launch` first, then `activation` and `linear`.
 
-    launching   launch (every kernel starts there), relaunch (again, without Triton's Python), precompile (before the first launch)
+    launching   launch (every kernel starts there), precompile (before the first launch)
     shared      numerics (casts, products, online softmax), norm (RMSNorm in torch), tiles (a product's tile by shape and rows)
     layers      embed, ple, linear, activation, route, experts, fused_allreduce_norm (what ends each half of a layer)
     attention   qkv, decode and its kernel splitkv, verify (rows with drafts), prefill, paged_attention (all three in torch)

@@ -11,13 +11,12 @@ that takes part declares `PDL: constexpr` and calls
 A kernel that does not declare `PDL` is launched without the attribute, so that it cannot end before its predecessors. Under
 TRITON_INTERPRET=1, and on GPUs below sm_90, `PDL` is False and both do nothing.
 
-Triton compiles a kernel, and starts it the first time; launches that need the same variant go past Triton's Python
-(`kernels.relaunch`). Ops that every layer launches keep their kernel as `configured` for their shapes, in a cached function of
-all that its options and constexprs follow from.
+Ops that every layer launches keep their kernel as `configured` for their shapes, in a cached function of all that its options and
+constexprs follow from.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -28,8 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
-
-from kernels.relaunch import Variant, launch_key, profiled, startable
 
 # True under the interpreter: no inline PTX there, bf16 operands are raised to fp32 before arithmetic and before `tl.dot`.
 INTERPRET = constexpr(triton.knobs.runtime.interpret)
@@ -71,10 +68,9 @@ _SHARED = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
 
 @dataclass
 class _Launcher:
-    """What this process has launched: Triton's compiled kernels by id, and what starts one again by its launch's key."""
+    """What this process has launched: Triton's compiled kernels by id."""
 
     compiled: dict[int, Any] = field(default_factory=dict)
-    variants: dict[Hashable, Variant] = field(default_factory=dict)
     ready: bool = False
     late: int = 0
     plain: bool = False
@@ -153,18 +149,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any)
     if INTERPRET.value:
         kernel.kernel[grid](*args, **kernel.with_pdl())
         return
-    device, pdl = torch.cuda.current_device(), kernel.declares_pdl and _has_pdl()
-    key = launch_key(kernel, device, pdl, args)
-    if (variant := _launcher.variants.get(key)) is not None and not profiled():
-        variant.start(grid, args)
-        return
-    constexprs = kernel.with_pdl()
-    compiled = kernel.kernel[grid](*args, **compiler_options(kernel.warps, kernel.stages, pdl), **constexprs)
+    options = compiler_options(kernel.warps, kernel.stages, kernel.declares_pdl and _has_pdl())
+    compiled = kernel.kernel[grid](*args, **options, **kernel.with_pdl())
     if id(compiled) not in _launcher.compiled:
         _launcher.compiled[id(compiled)] = compiled
         _launcher.late += _launcher.ready
-    if key is not None and (variant := startable(kernel.kernel, compiled, device, args, constexprs)) is not None:
-        _launcher.variants[key] = variant
 
 
 def compiler_options(warps: int, stages: int, pdl: bool) -> dict[str, Any]:
