@@ -2,8 +2,8 @@
 
 transformers' tower before the frozen text model, pictures of `tests/nano/pictures.py` as data. Two heads, thrown away in the end,
 name colour and thing from the mean of the soft tokens: first alone, until the tower sees nine of ten, then beside the text model's
-replies, which the soft tokens learn to prompt. The text model's weights, and so its answers to texts, stay. No trained
-model has a tower yet: 100 s of an H200 for three members at once were too few (20 steps a second each while naming, then 6).
+replies, which the soft tokens learn to prompt. The text model's weights, and so its answers to texts, stay. Runs so far:
+`deploy/models/nano/trained/README.md`.
 """
 
 import json
