@@ -5,15 +5,13 @@
 In fp32, with one cast.
 """
 
-from functools import cache
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, next_power_of_2, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import cast
 
 
@@ -28,13 +26,11 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     rows, width = gate.shape
     n, up_stride, up_first = (width // 2, width, width // 2) if up is None else (width, up.stride(0), 0)
     out, block = gate.new_empty(rows, n), min(1024, next_power_of_2(n))
-    launch(_configured(n, block, width, up_stride, up_first), (rows, cdiv(n, block)), gate, gate if up is None else up, out)
+    launch(
+        _gelu_mul, (rows, cdiv(n, block)), gate, gate if up is None else up, out,
+        N=n, BLOCK=block, GATE=width, UP=up_stride, UP_FIRST=up_first,
+    )  # fmt: skip
     return out
-
-
-@cache
-def _configured(n: int, block: int, gate_stride: int, up_stride: int, up_first: int) -> Configured:
-    return configured(_gelu_mul, N=n, BLOCK=block, GATE=gate_stride, UP=up_stride, UP_FIRST=up_first)
 
 
 @triton.jit

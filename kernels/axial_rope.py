@@ -7,7 +7,6 @@
 Norm and rotation are fp32 with one cast, as in `kernels.qkv`.
 """
 
-from functools import cache
 
 import torch
 import triton
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, next_power_of_2, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -46,14 +45,11 @@ def _launch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> 
     """Without weight and rotation, x stands for what they need."""
     check_contiguous(x)
     (rows, heads, d), out = x.shape, torch.empty_like(x)
-    kernel = _configured(heads, d, eps, weight is not x)
-    launch(kernel, (cdiv(rows * heads, _ROWS),), x, weight, cos, sin, out, rows * heads)
+    launch(
+        _norm_axial_rope, (cdiv(rows * heads, _ROWS),), x, weight, cos, sin, out, rows * heads,
+        HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, ROTATED=weight is not x,
+    )  # fmt: skip
     return out
-
-
-@cache
-def _configured(heads: int, d: int, eps: float, rotated: bool) -> Configured:
-    return configured(_norm_axial_rope, HEADS=heads, D=d, BLOCK=next_power_of_2(d), ROWS=_ROWS, EPS=eps, ROTATED=rotated)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -8,12 +8,11 @@ included: their scores and their values are replaced, not multiplied by zero.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory
+from kernels.launch import cdiv, check_contiguous, enabled, launch, shared_memory
 from kernels.paged_attention import attend_rows, pages_of
 from kernels.qkv import qkv_post
 from kernels.slots import first_page
@@ -163,20 +162,11 @@ def decode_attention(
         tile = decode_tile(d, page, rows * kv_heads * splits, turns, pool.element_size(), shared_memory(qkv))
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
     check_contiguous(*inputs, out)
+    assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     launch(
-        _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, window, page, splits, tile),
-        (qkv.shape[0], kv_heads * tile.values, splits),
+        decode_kernel, (qkv.shape[0], kv_heads * tile.values, splits),
         qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
         scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
-    )  # fmt: skip
-
-
-@cache
-def _configured(
-    heads: int, kv_heads: int, d: int, pairs: int, kv_projections: int, window: int | None, page: int, splits: int, tile: DecodeTile
-) -> Configured:
-    assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
-    return configured(
-        decode_kernel, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, WINDOW=window or 0,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=cos_sin.shape[1] // 2, KV_PROJECTIONS=kv_projections, WINDOW=window or 0,
         PAGE=page, SPLITS=splits, KEYS=tile.keys, VALUES=tile.values, EARLY=tile.early, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip

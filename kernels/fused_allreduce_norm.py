@@ -23,7 +23,6 @@ for the rest: a forward may have any number of calls above two, and two forwards
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.launch import INTERPRET, Configured, configured, enabled, launch, next_power_of_2, now, trigger, wait
+from kernels.launch import INTERPRET, enabled, launch, next_power_of_2, now, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
 BUFFERS = 5
@@ -183,25 +182,16 @@ def _launch(
     """`stages` of the kernel that are run: not all where the product has sent the part; one by one by the interpreter, which runs
     ranks one after the other."""
     rows, n = h.shape
-    halves = () if len(stages) == len(_SHARDED) else norms.halves or (None, None)
-    over = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
+    size, inbox_rows, width = (1, 0, 0) if peers is None else (peers.size, peers.rows, peers.width)
     group = (None, None, None, 0) if peers is None else (peers.pointers, peers.inbox, peers.errors, peers.rank)
-    launch(
-        _configured(n, h.dtype, *over, stages, part.shape[0] if part.ndim == 3 else 1), (rows,),
-        part, residual, norms.post, *halves, norms.next_norm, scalar, h, x, *group, buffer, eps, scale,
-    )  # fmt: skip
-
-
-@cache
-def _configured(n: int, dtype: torch.dtype, size: int, rows: int, width: int, stages: tuple[bool, ...], parts: int) -> Configured:
-    own: dict[str, int]
+    halves: tuple[Tensor | None, ...] = norms.halves or (None, None)
+    kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": part.shape[0] if part.ndim == 3 else 1}
     if len(stages) == len(_SHARDED):
-        kernel, own = _allreduce_norm_sharded, {"NORM": stages[1], "RECEIVE": stages[2]}
-    else:
-        kernel, own = _allreduce_norm, {"RECEIVE": stages[1], "PARTS": parts}
-    return configured(
-        kernel, N=n, SIZE=size, ROWS=rows, WIDTH=width, EMPTY=_EMPTY_WORD[dtype], SEND=stages[0], **own,
-        warps=row_warps(n, dtype), BLOCK=next_power_of_2(n),
+        kernel, own, halves = _allreduce_norm_sharded, {"NORM": stages[1], "RECEIVE": stages[2]}, ()
+    launch(
+        kernel, (rows,), part, residual, norms.post, *halves, norms.next_norm, scalar, h, x, *group, buffer, eps, scale,
+        N=n, SIZE=size, ROWS=inbox_rows, WIDTH=width, EMPTY=_EMPTY_WORD[h.dtype], SEND=stages[0], **own,
+        warps=row_warps(n, h.dtype), BLOCK=next_power_of_2(n),
     )  # fmt: skip
 
 

@@ -10,16 +10,13 @@ that takes part declares `PDL: constexpr` and calls
 
 A kernel that does not declare `PDL` is launched without the attribute, so that it cannot end before its predecessors. Under
 TRITON_INTERPRET=1, and on GPUs below sm_90, `PDL` is False and both do nothing.
-
-Ops that every layer launches keep their kernel as `configured` for their shapes, in a cached function of all that its options and
-constexprs follow from.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,46 +109,21 @@ def shared_memory(x: Tensor) -> int:
     return _SHARED.get(target, 101376)
 
 
-@dataclass(frozen=True, eq=False)
-class Configured:
-    """A kernel with its options and constexprs: all that a variant is compiled for but the kinds of its arguments and `PDL`, which
-    follows from the GPU if the kernel declares it."""
-
-    kernel: Any
-    warps: int
-    stages: int
-    declares_pdl: bool
-    constexprs: dict[str, Any]
-
-    def with_pdl(self) -> dict[str, Any]:
-        """The constexprs of a launch here and now."""
-        return {**self.constexprs, "PDL": _has_pdl()} if self.declares_pdl else self.constexprs
+Recorder = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
-Recorder = Callable[[Configured, tuple[int, ...], tuple[Any, ...]], None]
-
-
-@lru_cache(maxsize=None, typed=True)  # the launcher keeps variants of each anyway
-def configured(kernel: Any, *, warps: int = 4, stages: int = 3, **constexprs: Any) -> Configured:
-    """Returns the one object for these."""
-    return Configured(kernel, warps, stages, "PDL" in kernel.arg_names, constexprs)
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **configuration: Any) -> None:
-    """Starts `kernel` on the current device and stream, with options and constexprs as in `configured`; what every layer launches
-    is `Configured` already, once for its shapes."""
-    if configuration or type(kernel) is not Configured:
-        kernel = configured(kernel, **configuration)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
+    """Starts `kernel` on the current device and stream. `PDL` follows from the GPU, if the kernel declares it."""
+    pdl = "PDL" in kernel.arg_names and _has_pdl()
+    if "PDL" in kernel.arg_names:
+        constexprs["PDL"] = pdl
     if _launcher.recorder is not None:
-        _launcher.recorder(kernel, grid, args)
+        _launcher.recorder(kernel, grid, args, {**constexprs, "warps": warps, "stages": stages})
         if _launcher.target is not None:
             return
-    if INTERPRET.value:
-        kernel.kernel[grid](*args, **kernel.with_pdl())
-        return
-    options = compiler_options(kernel.warps, kernel.stages, kernel.declares_pdl and _has_pdl())
-    compiled = kernel.kernel[grid](*args, **options, **kernel.with_pdl())
-    if id(compiled) not in _launcher.compiled:
+    options = {} if INTERPRET.value else compiler_options(warps, stages, pdl)
+    compiled = kernel[grid](*args, **options, **constexprs)
+    if compiled is not None and id(compiled) not in _launcher.compiled:
         _launcher.compiled[id(compiled)] = compiled
         _launcher.late += _launcher.ready
 
@@ -189,9 +161,9 @@ def processors(device: torch.device) -> int:
 
 @contextmanager
 def recorded(recorder: Recorder, target: tuple[int, int] | None, processors: int) -> Iterator[None]:
-    """Inside the `with` each launch calls `recorder` with its kernel, grid and arguments. With a `target` (compute capability)
-    none is started, and ops called on tensors of the meta device choose kernels, tiles and grids as they would on such a GPU of so
-    many streaming multiprocessors. AssertionError inside another recorder's `with`."""
+    """Inside the `with` each launch calls `recorder` with its kernel, grid, arguments, and constexprs with options. With a `target`
+    (compute capability) none is started, and ops called on tensors of the meta device choose kernels, tiles and grids as they would
+    on such a GPU of so many streaming multiprocessors. AssertionError inside another recorder's `with`."""
     assert _launcher.recorder is None, "a recorder is active"
     _launcher.recorder, _launcher.target, _launcher.processors = recorder, target, processors
     try:

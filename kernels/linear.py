@@ -11,7 +11,6 @@ with few outputs: `tl.dot` on tiles in shared memory (`_gemm`), rows padded. Els
 are fp32. A row's result depends on that row alone, and on the kernel and tile that `kernels.tiles` names for the number of rows.
 """
 
-from functools import cache
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
 from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
-from kernels.launch import INTERPRET, Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
+from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import GemmShape, Tile, choose
 
@@ -99,28 +98,23 @@ def _run(
     GELU is multiplied by."""
     m, k = weight.shape
     m //= 1 + gated
-    pointers, rank, buffer, target = None, 0, 0, (0, 0, m, 0)
+    pointers, rank, buffer, inboxes = None, 0, 0, {"SIZE": 0, "INBOX_ROWS": 0, "WIDTH": m, "EMPTY": 0}
     if sent is not None:
         peers, buffer = sent[0], sent[1].buffer
-        pointers, rank, target = peers.pointers, peers.rank, (peers.size, peers.rows, peers.width, EMPTY[peers.dtype])
-    blocks = cdiv(len(x), tile.rows)
-    kernel = _configured(tile, m, k, blocks > 1, gated, up.stride(0) if up is not None else 0, *target)
-    rows, others = ((len(x),), (tile.splits, blocks)) if tile.kind == "gemm" else ((), (blocks,))
-    launch(kernel, (cdiv(m, tile.bn), *others), x, weight, up, out, pointers, rank, buffer, *rows)
+        pointers, rank = peers.pointers, peers.rank
+        inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": EMPTY[peers.dtype]}
+    blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
+    args = x, weight, up, out, pointers, rank, buffer
+    constexprs = {
+        "M": m, "K": k, "ROWS": tile.rows, "BN": tile.bn, "BK": tile.bk, "warps": tile.warps, "stages": tile.stages,
+        "GATED": gated, "UP": up.stride(0) if up is not None else 0, **inboxes,
+    }  # fmt: skip
+    if tile.kind == "gemv":
+        launch(_gemv, (columns, blocks), *args, EARLY=tile.early, **constexprs)
+    else:
+        grid = columns, tile.splits, blocks
+        launch(_gemm, grid, *args, len(x), SWAP=tile.swap, SPLITS=tile.splits, BLOCKS=blocks > 1, **constexprs)
     return out
-
-
-@cache
-def _configured(
-    tile: Tile, m: int, k: int, blocks: bool, gated: bool, up: int, size: int, inbox_rows: int, width: int, empty: int
-) -> Configured:
-    return configured(
-        {"gemv": _gemv, "gemm": _gemm}[tile.kind],
-        M=m, K=k, ROWS=tile.rows, GATED=gated, UP=up, BN=tile.bn, BK=tile.bk,
-        SIZE=size, INBOX_ROWS=inbox_rows, WIDTH=width, EMPTY=empty,
-        **({"SWAP": tile.swap, "SPLITS": tile.splits, "BLOCKS": blocks} if tile.kind == "gemm" else {"EARLY": tile.early}),
-        warps=tile.warps, stages=tile.stages,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernels
-from kernels.launch import INTERPRET, Configured, compiler_options, recorded
+from kernels.launch import INTERPRET, compiler_options, recorded
 
 _OPTIONS = ("warps", "stages")
 
@@ -75,8 +75,7 @@ def precompile(launch: ListedLaunch, target: tuple[int, int]) -> Any:
     return triton.compile(ASTSource(function, *source), target=gpu, options=options)
 
 
-def _listed(configured: Configured, grid: tuple[int, ...], args: tuple[Any, ...]) -> ListedLaunch:
-    kernel, choices = configured.kernel, {**configured.with_pdl(), "warps": configured.warps, "stages": configured.stages}
+def _listed(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], choices: dict[str, Any]) -> ListedLaunch:
     specialization = () if INTERPRET else _binder(kernel)(*args, **choices)[1]
     return ListedLaunch(kernel.__name__, grid, choices, kernel, tuple(specialization))
 

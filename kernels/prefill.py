@@ -10,7 +10,6 @@ Scale 1.0, no cap. Query head h reads KV head h // (heads / kv_heads). Scores, s
 the chunk sees are not touched: what lies there, NaN included, changes nothing.
 """
 
-from functools import cache
 
 import torch
 import triton
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, shared_memory, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
 from kernels.paged_attention import attention
 from kernels.slots import first_page
@@ -63,9 +62,17 @@ def extend_attention(
         return
     check_contiguous(q, pool, table, tiles, out)
     kv_heads, page, d = pool.shape[2:]
-    kernel, parts = _configured(q.shape[1], kv_heads, d, page, window, q.element_size(), shared_memory(q))
-    grid = cdiv(d, _VALUES) * parts, len(tiles), kv_heads  # those that read the same keys one after the other
-    launch(kernel, grid, q, pool, table, tiles, out, table.shape[1], last_seen)
+    heads, values = q.shape[1], min(d, _VALUES)
+    group = heads // kv_heads
+    held, keys = _cut(d, values, q.element_size(), shared_memory(q))
+    tokens = max(1, held // group)
+    parts = d // values * cdiv(tile_tokens(heads, kv_heads), tokens)
+    launch(
+        _extend, (parts, len(tiles), kv_heads),  # those that read the same keys one after the other
+        q, pool, table, tiles, out, table.shape[1], last_seen,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page, TOKENS=tokens,
+        ROWS=max(held, next_power_of_2(group)), KEYS=keys, warps=8 if held >= 64 else 4, stages=2,
+    )  # fmt: skip
 
 
 def paged_prefill(
@@ -91,25 +98,15 @@ def paged_prefill(
     return out
 
 
-@cache
-def _configured(
-    heads: int, kv_heads: int, d: int, page: int, window: int | None, itemsize: int, shared: int
-) -> tuple[Configured, int]:
-    """The kernel, and how many CTAs share the queries of a tile. A CTA has the rows, and a turn the keys, that shared memory holds;
-    fp32, for tests, takes the least."""
-    group, values = heads // kv_heads, min(d, _VALUES)
+def _cut(d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Rows of a CTA, and keys of a turn, that shared memory holds; fp32, for tests, takes the least."""
     rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 32)
     turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way
     while keys > 16 and keys * turn > shared * 3 // 4:
         keys //= 2
     while rows > 16 and 2 * d * rows + keys * turn > shared:
         rows //= 2
-    tokens = max(1, rows // group)
-    kernel = configured(
-        _extend, HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page,
-        TOKENS=tokens, ROWS=max(rows, triton.next_power_of_2(group)), KEYS=keys, warps=8 if rows >= 64 else 4, stages=2,
-    )  # fmt: skip
-    return kernel, cdiv(tile_tokens(heads, kv_heads), tokens)
+    return rows, keys
 
 
 @triton.jit(do_not_specialize=["width"])

@@ -9,7 +9,6 @@ activation's dtype first; at position 100 000 that costs no accuracy of the angl
 a fused kernel holds all of it in registers anyway.
 """
 
-from functools import cache
 
 import torch
 import triton
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from kernels.launch import Configured, check_contiguous, configured, enabled, launch, trigger, wait
+from kernels.launch import check_contiguous, enabled, launch, trigger, wait
 from kernels.norm import rms_norm
 from kernels.numerics import cast
 
@@ -79,16 +78,11 @@ def qkv_post(
         return
     inputs = (qkv, pool, table, slots, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, q)
     check_contiguous(*inputs)
-    kernel = _configured(heads, kv_heads, d, cos_sin.shape[1] // 2, kv_projections, page)
-    launch(kernel, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps)
-
-
-@cache
-def _configured(heads: int, kv_heads: int, d: int, pairs: int, kv_projections: int, page: int) -> Configured:
-    warps = 4 if heads // kv_heads * d >= 1024 else 2
-    return configured(
-        _post, HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, PAGE=page, warps=warps
-    )
+    launch(
+        _post, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=cos_sin.shape[1] // 2, KV_PROJECTIONS=kv_projections, PAGE=page,
+        warps=4 if heads // kv_heads * d >= 1024 else 2,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "slots", "positions"])  # rows may begin anywhere

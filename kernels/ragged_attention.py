@@ -6,7 +6,6 @@ Rows of all pictures lie one after the other; `starts` has where each begins. Sc
 to v's dtype before their product. A head size that is no power of two is cut into one and a rest: 72 is 64 and 8.
 """
 
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language import constexpr
 
-from kernels.launch import Configured, cdiv, check_contiguous, configured, enabled, launch, trigger, wait
+from kernels.launch import cdiv, check_contiguous, enabled, launch, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, softmax_step
 
 
@@ -29,22 +28,16 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
             out[first:last] = functional.scaled_dot_product_attention(queries, keys, values, scale=1.0)[0].transpose(0, 1)
         return out
     check_contiguous(q, k, v, starts)
-    kernel, rows = _configured(q.shape[1], q.shape[2], q.element_size())
-    launch(kernel, (cdiv(longest, rows), q.shape[1], len(starts) - 1), q, k, v, starts, out)
-    return out
-
-
-@cache
-def _configured(heads: int, d: int, itemsize: int) -> tuple[Configured, int]:
-    """The kernel, and rows of a program."""
+    heads, d = q.shape[1:]
     whole = 1 << d.bit_length() - 1
     rest = max(16, d - whole) if d > whole else 0
     assert rest & (rest - 1) == 0, f"head dim {d}: a power of two, or the sum of one and a smaller one from 16 on, is needed"
-    rows, keys = (128, 64) if itemsize == 2 else (16, 16)
-    kernel = configured(
-        _attend, HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=rows, KEYS=keys, warps=8 if rows > 16 else 4
-    )
-    return kernel, rows
+    held, run, warps = (128, 64, 8) if q.element_size() == 2 else (16, 16, 4)
+    launch(
+        _attend, (cdiv(longest, held), heads, len(starts) - 1), q, k, v, starts, out,
+        HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=held, KEYS=run, warps=warps,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.fused_allreduce_norm import Norms, hidden, normed, polled, row_warps
-from kernels.launch import cdiv, configured, enabled, launch, next_power_of_2, trigger, wait
+from kernels.launch import cdiv, enabled, launch, next_power_of_2, trigger, wait
 from kernels.norm import norm_add, rms_norm
 
 # Where pieces but the last end, among all rows: their products have hardly more waves than products of all. Two ranks copy half as
@@ -197,8 +197,8 @@ class SequenceParallel:
     def wait_for(self, what: int, piece: int, number: int) -> None:
         """Let what follows on the current stream wait for every other rank's copy of that number."""
         others = self.size - 1
-        wait_kernel = configured(_wait_for, warps=1, SIZE=others, BLOCK=next_power_of_2(others))
-        launch(wait_kernel, (1,), self._flags[self.rank][what, piece], self._errors, number)
+        flags = self._flags[self.rank][what, piece]
+        launch(_wait_for, (1,), flags, self._errors, number, SIZE=others, BLOCK=next_power_of_2(others), warps=1)
 
 
 def sum_norm(
@@ -213,9 +213,10 @@ def sum_norm(
         x.copy_(rms_norm(h, norms.next_norm, eps))
         return
     n = own.shape[1]
-    kernel = configured(_norm_own, warps=row_warps(n, own.dtype), N=n, SIZE=len(others) + 1, BLOCK=next_power_of_2(n))
-    args = own, others, residual, norms.post, norms.next_norm, scalar, h, x, rank, others.stride(0), eps
-    launch(kernel, (len(own),), *args)
+    launch(
+        _norm_own, (len(own),), own, others, residual, norms.post, norms.next_norm, scalar, h, x, rank, others.stride(0), eps,
+        N=n, SIZE=len(others) + 1, BLOCK=next_power_of_2(n), warps=row_warps(n, own.dtype),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank", "stride"])

@@ -25,7 +25,7 @@ from kernels.launch import enabled, plain_torch
 from kernels.selfcheck import CHECKS, Check, RandomInputs, failure, failures
 from tests.support import interpreter
 from tests.support.guard_pages import guarded
-from tests.support.launches import kernel_name, record
+from tests.support.launches import record
 from tests.support.repo_rules import ROOT
 
 pytestmark = pytest.mark.cpu
@@ -235,7 +235,7 @@ def spoiled_is_found(check: Check, names: list[str], monkeypatch: pytest.MonkeyP
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             before = [tensor.clone() for tensor in tensors]
             real(kernel, grid, *args, **named)
-            if kernel_name(kernel) == name:
+            if kernel.__name__ == name:
                 by = -1 if name == "_count" else 1  # a count too many would send the next kernel out of its memory
                 spoiled += sum(1 for _ in spoil(tensors, before, by))
 

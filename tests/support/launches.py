@@ -7,7 +7,7 @@ from kernels.precompile import ListedLaunch as Node
 from kernels.precompile import listed as record
 from kernels.precompile import precompile
 
-__all__ = ["Node", "argument_types", "compilations", "kernel_name", "precompile", "record", "variants"]
+__all__ = ["Node", "argument_types", "compilations", "precompile", "record", "variants"]
 
 
 def variants() -> list[Any]:
@@ -24,8 +24,3 @@ def argument_types(node: Node) -> dict[str, str]:
     """Types in Triton's words of the arguments that are not compiled in."""
     named = zip(node.function.arg_names, node.specialization, strict=True)
     return {name: kind for name, (kind, _) in named if kind != "constexpr"}
-
-
-def kernel_name(kernel: Any) -> str:
-    """The name of what a call of `launch` starts, a kernel or one that is `Configured`."""
-    return str((kernel.kernel if isinstance(kernel, launch.Configured) else kernel).__name__)

@@ -28,7 +28,7 @@ from kernels.inbox_check import inbox_checks
 from kernels.selfcheck import RandomInputs
 from tests.support import interpreter
 from tests.support.engine.shared_memory import mapped
-from tests.support.launches import argument_types, kernel_name, record
+from tests.support.launches import argument_types, record
 
 pytestmark = pytest.mark.cpu
 
@@ -71,9 +71,9 @@ def planted(meddle: Meddle) -> None:
 
     def faulty(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
         given = list(args)
-        meddle(kernel_name(kernel), given, named, False)
+        meddle(kernel.__name__, given, named, False)
         real(kernel, grid, *given, **named)
-        meddle(kernel_name(kernel), given, named, True)
+        meddle(kernel.__name__, given, named, True)
 
     for module in LAUNCHERS:
         module.launch = faulty  # type: ignore[attr-defined]  # of a process of the test's own
