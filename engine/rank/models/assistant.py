@@ -20,7 +20,6 @@ from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
 from engine.rank.models.gemma4 import Block, LayerStep, with_next_norms
 from engine.rank.models.layers import Shard, VocabTable
-from engine.rank.models.module import Module
 from engine.rank.parallel import Parallel
 from engine.rank.sampler import Sampler
 from kernels.choose import ArgmaxInbox, choose_best
@@ -28,7 +27,7 @@ from kernels.clusters import best_of_clusters
 from kernels.sampling_batch import SamplingBatch
 
 
-class DenseHead(Module):
+class DenseHead(nn.Module):
     """The drafter's own table, cut along the vocabulary.
 
     forward: final rows [R, hidden] -> int32 [R, 2] (`kernels.choose`), the likeliest ids, the same on every rank; of equal logits
@@ -43,7 +42,7 @@ class DenseHead(Module):
         return sampler.sample(self.table.logits(rows), batch, inbox)[0]
 
 
-class OrderedHead(Module):
+class OrderedHead(nn.Module):
     """A table whose rows lie by cluster, each with a centroid; of the best clusters alone rows are read. Every rank has all of it.
 
     order: int64 [vocab], the id of each row;  forward: as `DenseHead.forward`

@@ -21,7 +21,6 @@ from engine.memory import ENCODER_ROWS
 from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import Shard
-from engine.rank.models.module import Module
 from engine.rank.upload import uploaded
 from kernels.norm import rms_norm
 
@@ -44,7 +43,7 @@ class Before(NamedTuple):
         return cls(uploaded(rows.masked_fill(none, 0), device), uploaded(none, device))
 
 
-class Subsample(Module):
+class Subsample(nn.Module):
     """Two convolutions of stride 2 over time and mels, then one product."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
@@ -66,7 +65,7 @@ class Subsample(Module):
         return x[0].permute(1, 2, 0).flatten(1)
 
 
-class FeedForward(Module):
+class FeedForward(nn.Module):
     """norm( W silu( W' norm(x) ) )"""
 
     def __init__(self, shard: Shard, width: int) -> None:
@@ -78,7 +77,7 @@ class FeedForward(Module):
         return rms_norm(self.down(functional.silu(self.up(rms_norm(x, self.pre, _EPS)))), self.post, _EPS)
 
 
-class AudioAttention(Module):
+class AudioAttention(nn.Module):
     """softmax( cap tanh( q (k + r) / cap ) ) v in fp32: r is of the distance between two rows."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
@@ -100,7 +99,7 @@ class AudioAttention(Module):
         return self.o(torch.einsum("thn,tnhd->thd", shares, v[before.rows]).flatten(1).to(x.dtype))
 
 
-class Convolution(Module):
+class Convolution(nn.Module):
     """W silu( norm( depthwise( glu( W' norm(x) ) ) ) ), over a row and those before it."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:
@@ -118,7 +117,7 @@ class Convolution(Module):
         return self.end(functional.silu(rms_norm(x, self.norm, _EPS)))
 
 
-class AudioBlock(Module):
+class AudioBlock(nn.Module):
     """One conformer layer."""
 
     def __init__(self, shard: Shard, geometry: AudioGeometry) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.errors import CheckpointError
@@ -12,12 +12,11 @@ from engine.rank.load.slices import pieces
 from engine.rank.load.tensor_files import by_file, headers
 from engine.rank.load.tensor_table import BOUNDS, TensorTable
 from engine.rank.models.layers import Shard
-from engine.rank.models.module import Module
 
 _MATRIX = ".linear.weight"
 
 
-class ClippedProduct(Module):
+class ClippedProduct(nn.Module):
     """x W^T, by the library: kernels for few rows would be compiled when such a picture comes. bounds: between which x, and then
     the product, is cut; None: neither is."""
 

@@ -24,8 +24,7 @@ from engine.rank.batch import ForwardBatch, SoftTokens, frequencies_of
 from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Peers, Rows, whole
 from engine.rank.models.architecture import Architecture, Model
 from engine.rank.models.gemma4_weights import BLOCK_NORMS, TENSORS
-from engine.rank.models.layers import Experts, Mlp, NormWeights, Router, Shard, VocabTable
-from engine.rank.models.module import Module
+from engine.rank.models.layers import Experts, Mlp, Router, Shard, VocabTable
 from engine.rank.parallel import Parallel
 from kernels.launch import beside
 from kernels.ple import per_layer_inputs
@@ -54,7 +53,7 @@ class LayerStep:
         return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
 
 
-class Attention(Module):
+class Attention(nn.Module):
     """q, k and v in one product: no v where it is k's raw product, q alone where K and V are another layer's. Yields o's part."""
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
@@ -75,7 +74,7 @@ class Attention(Module):
         return self.o(out, step.allreduce_norm)
 
 
-class Block(Module):
+class Block(nn.Module):
     """One decoder layer."""
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
@@ -93,7 +92,7 @@ class Block(Module):
             self.ple_gate = shard.matrix(geometry.ple, geometry.hidden)
             self.ple_out = shard.matrix(geometry.hidden, geometry.ple)
             norms += ["post_ple"]
-        self.norms = NormWeights(shard, norms)
+        self.norms = shard.norms(norms)
         self.scalar = shard.parameter(1)
 
     def forward(self, h: Tensor, x: Rows, next_norm: Tensor, step: LayerStep) -> tuple[Tensor, Rows]:
@@ -123,7 +122,7 @@ def with_next_norms(blocks: nn.ModuleList, last: Tensor) -> tuple[Tensor, list[t
     return first, list(zip(made, [*rest, last], strict=True))
 
 
-class Embedding(Module):
+class Embedding(nn.Module):
     """Token rows times sqrt(hidden), the factor rounded to the table's dtype as transformers does, and the per-layer embeddings."""
 
     def __init__(self, shard: Shard) -> None:

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from engine.geometry import Geometry, Moe, check_tp, shard_vocab, vocab_share
 from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
-from engine.rank.models.module import Module, empty
-from engine.rank.models.weight import Weight
+from engine.rank.models.weight import Weight, empty
 from engine.rank.parallel import Parallel
 from kernels.launch import PendingTensor
 from kernels.route import route, router_logits, router_parts
 
 
-class Shard(Module):
+class Shard(nn.Module):
     """One rank's part of a model, whose `geometry` is the whole model's; weights are empty, of this rank's shapes, for `device`."""
 
     def __init__(self, geometry: Geometry, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,20 +36,12 @@ class Shard(Module):
         """What no format packs, by default in the model's dtype."""
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
-
-class NormWeights(Module):
-    """[hidden] each, by name."""
-
-    def __init__(self, shard: Shard, names: Iterable[str]) -> None:
-        super().__init__()
-        for name in names:
-            setattr(self, name, shard.parameter(shard.geometry.hidden))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return vars(self)[name]
+    def norms(self, names: Iterable[str]) -> nn.ParameterDict:
+        """Makes weights [hidden] of norms, by name."""
+        return nn.ParameterDict({name: self.parameter(self.geometry.hidden) for name in names})
 
 
-class VocabTable(Module):
+class VocabTable(nn.Module):
     """This rank's rows of an embedding table: vocabulary-parallel lookup and, for a tied table, head.
 
     Every rank has as many; where the vocabulary does not fill the last ranks', they are zero, and their logits -inf."""
@@ -78,7 +69,7 @@ class VocabTable(Module):
         return logits
 
 
-class Mlp(Module):
+class Mlp(nn.Module):
     """down( gelu_tanh(gate x) * up x ), cut along its width; gate and up are one product. Yields this rank's part."""
 
     def __init__(self, shard: Shard, width: int) -> None:
@@ -90,7 +81,7 @@ class Mlp(Module):
         return self.down(self.gate_up.geglu(x), allreduce_norm)
 
 
-class Router(Module):
+class Router(nn.Module):
     """Every rank routes alike: replicated, and fp32 from the norm on, because a rounding of bf16 changes the chosen set."""
 
     def __init__(self, shard: Shard, moe: Moe) -> None:
@@ -114,7 +105,7 @@ class Router(Module):
         return *route(logits, self.per_expert_scale, self._top_k), x
 
 
-class Experts(Module):
+class Experts(nn.Module):
     """The experts' weights, each cut along its width: [experts, out, in], gate rows before up rows."""
 
     def __init__(self, shard: Shard, moe: Moe) -> None:

@@ -28,8 +28,7 @@ from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.captured_layers import SIZES, CapturedLayers, Rows
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.gemma4_weights import BLOCK_NORMS
-from engine.rank.models.layers import NormWeights, Shard
-from engine.rank.models.module import Module
+from engine.rank.models.layers import Shard
 from engine.rank.upload import uploaded
 from engine.vision_geometry import CELL, PATCH, SIDE, VisionGeometry
 from kernels.activation import geglu
@@ -62,7 +61,7 @@ class VisionEncoder(MediaEncoder):
         """Encodes pictures, launched a layer at a time -> [cells, hidden]."""
 
 
-class VisionBlock(Module):
+class VisionBlock(nn.Module):
     """A layer; as a text block it takes and yields the residual stream and its normed form."""
 
     def __init__(self, shard: Shard, layer: Layer) -> None:
@@ -74,7 +73,7 @@ class VisionBlock(Module):
         self.gate, self.up = (ClippedProduct(shard, layer.intermediate, hidden) for _ in range(2))
         self.down = ClippedProduct(shard, hidden, layer.intermediate)
         self.q_norm, self.k_norm = shard.parameter(layer.head_dim), shard.parameter(layer.head_dim)
-        self.norms = NormWeights(shard, BLOCK_NORMS.values())
+        self.norms = shard.norms(BLOCK_NORMS.values())
         self._add = AllReduceNorm(shard.parallel, None, self._eps)
 
     def forward(self, h: Tensor, x: Tensor, next_norm: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -151,7 +150,7 @@ class Tower(VisionEncoder):
         return x, y, Rows(*axial_tables(x, y, self._frequencies), packed[host.size :].int(), max(counts))
 
 
-class Affine(Module):
+class Affine(nn.Module):
     """Weight and bias."""
 
     def __init__(self, shard: Shard, *shape: int) -> None:

@@ -8,10 +8,9 @@ has kernels for. Layers know no format: `engine.rank.load` puts the checkpoint's
 from pkgutil import resolve_name
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.rank.models.allreduce_norm import AllReduceNorm, Part, Rows
-from engine.rank.models.module import Module, empty
 from engine.weight_formats import WeightFormat
 from kernels.embed import embed
 from kernels.experts import experts
@@ -20,7 +19,12 @@ from kernels.linear import linear, linear_geglu, linear_gelu_mul, linear_parts, 
 from kernels.sequence_parallel import GatheredRows, Pieces, SequenceParallel
 
 
-class Weight(Module):
+def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Makes a parameter that is loaded later."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Weight(nn.Module):
     """W [m, n], or that of each expert [experts, m, n]: this rank's part of the matrix. Made without tensors, by its shape alone.
 
     weight  its values in `dtype`; here a tensor of its own
