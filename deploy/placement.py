@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from cluster.capability import probe
 from deploy.models.resolve import resolve
 from deploy.settings import Settings
-from engine.checkpoint import generation_config
+from engine.checkpoint import generation_config, token_ids
 from engine.config import EngineConfig, Mtp, engine_config
 from engine.errors import ConfigError
 
@@ -25,13 +27,14 @@ def configure(settings: Settings, folder: Path, drafter_of: Callable[[str], Path
     name to its folder."""
     mtp = settings.mtp
     drafter = drafter_folder(mtp, drafter_of)
-    return engine_config(
+    config = engine_config(
         model=str(folder),
         device=settings.device if settings.device != "auto" else "cuda" if settings.needs_gpus and has_gpus else "cpu",
         load_format=settings.load_format or ("dummy" if settings.model.startswith("dummy:") else "safetensors"),
-        suppress=tuple(generation_config(folder).get("suppress_tokens") or ()),
         **settings.engine | {"mtp": {"model": drafter and str(drafter), "drafts": mtp.drafts}},
     )
+    suppress = token_ids(folder, "suppress_tokens", generation_config(folder).get("suppress_tokens"))
+    return msgspec.structs.replace(config, suppress=suppress)
 
 
 def drafter_folder(mtp: Mtp, find: Callable[[str], T | None]) -> T | None:

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import msgspec
 
@@ -19,7 +19,7 @@ def read_json(path: Path) -> JsonObject:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist, or is a link to what does not") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -73,14 +73,12 @@ def _schemes(settings: JsonObject) -> set[str]:
 
 
 class GenerationDefaults(TypedDict, total=False):
-    """The keys of generation_config.json that are read."""
+    """The keys of generation_config.json that are read, beside those of token ids."""
 
     do_sample: bool | None
-    temperature: float | None
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None
     top_k: int | None
-    top_p: float | None
-    eos_token_id: int | list[int] | None
-    suppress_tokens: list[int] | None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
 
 
 def generation_config(folder: Path) -> JsonObject:
@@ -92,3 +90,13 @@ def generation_config(folder: Path) -> JsonObject:
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return config
+
+
+def token_ids(folder: Path, key: str, given: object) -> tuple[int, ...]:
+    """The ids that a file of the folder has as `key`: several, one, or None. CheckpointError: one is not of the model's."""
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    own = Annotated[int, msgspec.Meta(ge=0, lt=model_vocabulary(folder) or 2**31)]
+    try:
+        return msgspec.convert(ids, tuple[own, ...])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{folder}: {key}: {error}") from error

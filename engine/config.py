@@ -16,7 +16,7 @@ from engine.attention import BACKENDS
 from engine.attention.backend_entry import RowKind
 from engine.channel import MAX_RECORD
 from engine.errors import ConfigError
-from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, kv_groups, read_geometry
+from engine.geometry import PAGE_SIZE, DType, Geometry, KVGroup, Positive, kv_groups, read_geometry
 from engine.protocol import FrozenStruct
 from engine.weight_formats import FORMATS, weight_format
 
@@ -80,7 +80,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
         float, _SizeMeta(gt=0, le=1, description="share of the device that weights and KV pools may take")
     ] = 0.9
     pages: Annotated[
-        tuple[int, ...] | None, Meta(description="pages of each KV group, null page included; none: sized by need")
+        tuple[Positive, ...] | None, Meta(description="pages of each KV group, null page included; none: sized by need")
     ] = None
     prefix_cache: Annotated[bool, Meta(description="keep the KV pages of prompts and answers for requests that begin alike")] = True
     policy: Annotated[

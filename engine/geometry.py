@@ -230,7 +230,9 @@ def read_section(folder: Path, name: str, implemented: Implemented, make: Callab
         return None
     with naming(f"{path}: {name}"):
         _check_implemented(section, implemented)
-        return make(section, read_geometry(folder))
+        made = make(section, read_geometry(folder))
+        msgspec.convert(msgspec.to_builtins(made) | {"layers": ()}, type(made))  # every number is one
+        return made
 
 
 def parse_config(config: JsonObject, source: str = "config.json") -> Geometry:

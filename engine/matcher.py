@@ -60,10 +60,9 @@ class Vocabulary:
 
     @classmethod
     def of(cls, pieces: Pieces, ends: Sequence[int], size: int) -> Self:
-        """A tokenizer's pieces, for a model of `size` ids. CheckpointError: none of `ends` is one of them. Takes a second or two at
-        262 144 pieces."""
+        """A tokenizer's pieces, for a model of `size` ids, `ends` among them. CheckpointError: nothing ends a reply. Takes a second
+        or two at 262 144 pieces."""
         table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
-        ends = [token for token in ends if token < size]
         if not ends:
             raise CheckpointError("no file names the ids that end a reply")
         special = frozenset(token for token in pieces.special if token < size)

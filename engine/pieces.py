@@ -9,7 +9,7 @@ from typing import Self
 
 from tokenizers import AddedToken, Tokenizer
 
-from engine.checkpoint import generation_config, read_optional
+from engine.checkpoint import generation_config, read_optional, token_ids
 from engine.errors import CheckpointError
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -85,10 +85,9 @@ def _space_symbol(tokenizer: Tokenizer) -> str:
 
 
 def read_eos(folder: Path) -> tuple[int, ...]:
-    """The ids that end a reply, of a checkpoint; none where no file names any."""
+    """The ids that end a reply, of a checkpoint; none where no file names any. CheckpointError: one is not of the model's."""
     config = read_optional(folder / "config.json")
     for source in (generation_config(folder), config, config.get("text_config") or {}):
-        eos = source.get("eos_token_id")
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
+        if ids := token_ids(folder, "eos_token_id", source.get("eos_token_id")):
+            return ids
     return ()

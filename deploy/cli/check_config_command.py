@@ -119,7 +119,7 @@ def model_notes(settings: Settings) -> Iterator[str]:
     if not is_here(settings.model, settings.revision, "tokenizer.json"):
         yield f"model: {settings.model} {absent}"
     else:
-        if (template := settings.template) is not None and not template.is_file():
+        if (template := settings.template) is not None and not template.exists():
             yield f"chat_template: {template} is not on this machine: it was not checked"
             template = None
         check_files(config, template)

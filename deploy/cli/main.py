@@ -7,8 +7,10 @@ Exit codes: 0 ended as asked; 1 it ran into trouble, or the answer is no; 2 it c
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deploy.cli import check_config_command, doctor_command, key_command, plan_command, serve_command
 from deploy.cli.output import CANNOT
@@ -30,6 +32,9 @@ exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like thi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started this closed it: no file or socket may get its number
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the end
     args = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal has no letters for

@@ -98,6 +98,7 @@ def test_an_index_that_is_none(
     [
         (lambda config: config["vision_config"].update(num_hidden_layers=3), "layers.2.mlp.down_proj.linear.weight is missing"),
         (lambda config: config.update(vision_config="siglip"), "config.json: vision_config: "),
+        (lambda config: config["vision_config"].update(hidden_size=[1]), "vision_config: Expected `int`, got `array` - at `$.hidden`"),
         (lambda config: config.update(audio_config={"audio_embed_dim": 640}), "embed_audio.embedding_projection.weight is missing"),
     ],
 )
@@ -140,12 +141,11 @@ def test_templates_by_name(copy: Path, capsys: Captured) -> None:
         ({"temperature": "hot"}, "Expected `float | null`, got `str` - at `$.temperature`"),
         ({"do_sample": False, "top_k": 1.5}, "Expected `int | null`, got `float` - at `$.top_k`"),
         ({"do_sample": "no"}, "Expected `bool | null`, got `str` - at `$.do_sample`"),
-        ({"eos_token_id": "x"}, "Expected `int | array | null`, got `str` - at `$.eos_token_id`"),
-        ({"eos_token_id": [1, None]}, "Expected `int`, got `null` - at `$.eos_token_id[1]`"),
-        ({"suppress_tokens": 7}, "Expected `array | null`, got `int` - at `$.suppress_tokens`"),
+        ({"temperature": -1}, "Expected `float` >= 0.0 - at `$.temperature`"),
+        ({"top_p": 7}, "Expected `float` <= 1.0 - at `$.top_p`"),
     ],
 )
-def test_defaults_of_generation_of_a_wrong_type(copy: Path, capsys: Captured, values: dict[str, Any], said: str) -> None:
+def test_defaults_of_generation_that_are_none(copy: Path, capsys: Captured, values: dict[str, Any], said: str) -> None:
     """The file and the key are named, by `serve` too, before Ray is up; keys that nobody reads may hold anything."""
     path = copy / "generation_config.json"
     edit(path, lambda config: config.update(dict.fromkeys(values), assistant_early_exit="x", max_length=[]))
@@ -154,6 +154,27 @@ def test_defaults_of_generation_of_a_wrong_type(copy: Path, capsys: Captured, va
     assert refusal(capsys, copy).endswith(f"{path}: {said}\n")
     assert main(["serve", str(copy / "mine.yaml"), "--port", str(free_port())]) == 2
     assert capsys.readouterr().err == f"quartet: {path}: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("x", "Expected `int`, got `str` - at `$[0]`"),
+        ([1, None], "Expected `int`, got `null` - at `$[1]`"),
+        (-1, "Expected `int` >= 0 - at `$[0]`"),
+        ([1, 1024], "Expected `int` <= 1023 - at `$[1]`"),
+        (10**30, "Expected `int` <= 1023 - at `$[0]`"),
+    ],
+)
+def test_ids_that_the_model_has_not(copy: Path, capsys: Captured, given: object, said: str) -> None:
+    """They are refused with their folder and key, wherever they stand. Planted: the last id that it has."""
+    generation, config = copy / "generation_config.json", copy / "config.json"
+    for path, key in ((generation, "suppress_tokens"), (generation, "eos_token_id"), (config, "eos_token_id")):
+        edit(path, lambda values: values.update({key: [1023]}))  # noqa: B023 - called at once
+        assert refusal(capsys, copy) == ""
+        edit(path, lambda values: values.update({key: given}))  # noqa: B023 - called at once
+        assert refusal(capsys, copy).endswith(f"{copy}: {key}: {said}\n")
+        edit(path, lambda values: values.pop(key))  # noqa: B023 - called at once
 
 
 def test_a_folder_without_weights(copy: Path, capsys: Captured) -> None:
@@ -181,6 +202,13 @@ def test_a_file_that_must_not_be_read(copy: Path, capsys: Captured, name: str, m
     assert refusal(capsys, copy) == said
     assert main(["serve", str(copy / "mine.yaml"), "--port", str(free_port())]) == 2
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", INDEX])
+def test_a_file_without_an_end(copy: Path, capsys: Captured, name: str) -> None:
+    """Brackets deeper than Python's stack are no JSON."""
+    (copy / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    assert f"{copy / name} is not JSON: maximum recursion depth" in refusal(capsys, copy)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja", INDEX])
@@ -278,3 +306,5 @@ def test_check_config_compiles_the_template_that_is_named(tmp_path: Path, capsys
         assert main(["check-config", str(path)]) == code
         captured = capsys.readouterr()
         assert said in (captured.err if code else captured.out)
+    assert main(["check-config", str(nano_yaml(path, chat_template=str(tmp_path)))]) == 2
+    assert f"chat template {tmp_path}: [Errno 21] Is a directory" in capsys.readouterr().err

@@ -271,6 +271,7 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"tp": 3}, "does not divide by tensor-parallel size 3"),
         ({"model": "nano:70b"}, "model: nano:70b is not one of nano:26b-a4b"),
         ({"model": "dummy:e2b", "mtp": {}, "pages": [3, 99]}, "pages: the sliding group needs at least"),
+        ({"pages": [2**31, 99]}, "pages: expected int <= 2147483647 - at $[0]"),
         ({"_deployment": {"max_ongoing_request": 3}}, "applications.0.deployments.0.max_ongoing_request: unknown key"),
         ({"_deployment": {"autoscaling_config": {"min_replica": 1}}}, "deployments.0.autoscaling_config.min_replica: unknown key"),
         ({"_top": {"proxy_locations": "HeadOnly"}}, "proxy_locations: unknown key, which Serve would ignore"),

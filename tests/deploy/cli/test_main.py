@@ -16,6 +16,7 @@ import time
 import types
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -186,10 +187,10 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("out", [io.StringIO, FullDisk])
-def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO]) -> None:
+@pytest.mark.parametrize("out", [io.StringIO, FullDisk, lambda: None])
+def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch, out: Callable[[], io.StringIO | None]) -> None:
     """A first signal ends the start, a second one the drain; no more of them stop what takes the processes down, nor does an output
-    that cannot be written."""
+    that cannot be written, or was closed (`>&-`)."""
     passed: list[str] = []
 
     class Signalled(launcher.Launch):
@@ -215,6 +216,9 @@ def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch, out: type[io
     monkeypatch.setattr(sys, "stdout", out())
     assert main(["serve", str(NANO)]) == 0
     assert passed == ["cut", "end"]
+    sys.stdout.flush()
+    if out() is None:
+        sys.stdout.close()
 
 
 def test_of_a_traceback_the_error_is_said() -> None:
