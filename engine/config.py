@@ -1,11 +1,11 @@
 """Settings of one engine group: each declared once, with its default, bounds and help; frozen, and handed to every process at boot.
 
-    EngineSettings   what a user may set. deploy/settings.py (YAML), `quartet plan` (options), `quartet check-config` and
-                     docs/settings.md are made from it: a new setting is one field here
+    EngineSettings   what a user may set. deploy/settings.py (YAML), `quartet check-config` and docs/settings.md are made from it: a
+                     new setting is one field here
     EngineConfig     the same, with what the model and the node decide
 """
 
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,98 +30,73 @@ AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's
 MAX_SEQS = 4096
 AUTO_DRAFTS = (0, 1, 2, 3, 5, 7)  # graphs are captured for each; those between would gain some two percent
 VERIFY_ROWS = 128  # queries x heads of a KV head that a GPU verifies at once
-_SizeMeta = partial(Meta, extra={"sizes": True})  # of what decides what fits into memory: `quartet plan` has an option for it
 
 
 class Mtp(FrozenStruct, kw_only=True, forbid_unknown_fields=True):
     """Multi-token prediction: a drafter guesses tokens, and the model computes all of them in one step. The text is the same."""
 
-    model: Annotated[str | None, Meta(description="the drafter, as `model` (Google's: its name and -assistant)")] = None
-    drafts: Annotated[
-        Literal["auto"] | Annotated[int, Meta(ge=0, le=8)],
-        Meta(
-            description="tokens that the assistant guesses behind each sequence, 0 to 8; auto: what is fastest at the time, by "
-            "measured step times and how many guesses are right; 0: none"
-        ),
-    ] = "auto"
+    model: str | None = None
+    """the drafter, as `model` (Google's: its name and -assistant)"""
+    drafts: Literal["auto"] | Annotated[int, Meta(ge=0, le=8)] = "auto"
+    """tokens that the assistant guesses behind each sequence, 0 to 8; auto: what is fastest at the time, by measured step times and
+    how many guesses are right; 0: none"""
 
 
 class EngineSettings(FrozenStruct, kw_only=True):
-    """What a user may set. The description is the help that users read; times are in seconds."""
+    """What a user may set, with the help that users read under each; times are in seconds."""
 
-    tp: Annotated[int, _SizeMeta(ge=1, le=64, description="ranks of a group: GPUs of one node")] = 1
-    dtype: Annotated[DType, _SizeMeta(description="number format of activations, and of plain weights")] = "bfloat16"
-    kv_dtype: Annotated[
-        Literal["auto", DType], Meta(description="number format of the KV cache; auto: dtype, and no other is implemented yet")
-    ] = "auto"
-    weights: Annotated[WeightsName, Meta(description="format of the checkpoint's matrices; auto: as config.json says")] = "auto"
-    max_seqs: Annotated[int, _SizeMeta(ge=1, le=MAX_SEQS, description="sequences running at once")] = 16
-    max_len: Annotated[int, _SizeMeta(ge=2, description="tokens of one sequence, prompt and output")] = 2048
-    prefill_budget: Annotated[
-        int,
-        _SizeMeta(
-            ge=1,
-            description="most rows of a step that computes prompt tokens, decode rows included; a quarter is kept for prompts",
-        ),
-    ] = 512
-    language_model_only: Annotated[
-        bool, _SizeMeta(description="leave out encoders of pictures and sound: their memory goes to the KV cache")
-    ] = False
-    encoder_host_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="host memory, in bytes of each rank, for encoded pictures and sound that the 256 MiB on its device have no "
-            "room for: what is shown again is not encoded again; pinned, which may take up to twice as much; what prompts that run "
-            "are about to read comes on top; 0: none",
-        ),
-    ] = 1 << 30
-    memory_fraction: Annotated[
-        float, _SizeMeta(gt=0, le=1, description="share of the device that weights and KV pools may take")
-    ] = 0.9
-    pages: Annotated[
-        tuple[Positive, ...] | None, Meta(description="pages of each KV group, null page included; none: sized by need")
-    ] = None
-    prefix_cache: Annotated[bool, Meta(description="keep the KV pages of prompts and answers for requests that begin alike")] = True
-    policy: Annotated[
-        Literal["fair", "arrival"], Meta(description="who is served when: fair, or arrival (strictly in order)")
-    ] = "fair"
-    tpot_target_ms: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="target mean time per output token in ms; steps take fewer prompt tokens, or fewer steps take any, by step "
-            "times measured at boot and since, and encoders of media wait while steps are longer; prompts keep a fifth of the time "
-            "even if that misses the target; none: a step takes what prefill_budget allows",
-        ),
-    ] = None
-    attention: Annotated[
-        AttentionName | None, Meta(description="backend; none: by GPU and FlashInfer, and `quartet doctor` says which and why")
-    ] = None
-    attention_decode: Annotated[AttentionName | None, Meta(description="backend of decode rows; none: as `attention`")] = None
-    attention_extend: Annotated[AttentionName | None, Meta(description="backend of prefill chunks; none: as `attention`")] = None
-    flashinfer_download: Annotated[
-        bool, Meta(description="FlashInfer may fetch kernels that it lacks, at the first request that needs one")
-    ] = False
-    mtp: Annotated[Mtp, Meta(description="drafts")] = Mtp()
-    graphs: Annotated[
-        bool,
-        Meta(
-            description="on a GPU, decode steps and those with up to 1024 prompt tokens (8192 on E2B and E4B, and where ranks norm "
-            "rows of their own) are captured as CUDA graphs and replayed"
-        ),
-    ] = True
-    debug_pages: Annotated[
-        bool, Meta(description="compare the ranks' page tables with the plans in each step; a violation ends the group")
-    ] = False
-    core_log: Annotated[
-        Literal["debug", "info", "warning"],
-        Meta(description="the core's log on stderr; info: a line a second; debug: a line a step, too"),
-    ] = "info"
-    step_timeout_s: Annotated[float, Meta(gt=0, description="a step that makes no progress for so long ends the group")] = 60.0
-    heartbeat_timeout_s: Annotated[
-        float, Meta(ge=0.5, description="a process that is not scheduled for so long ends the group")
-    ] = 3.0
-    boot_timeout_s: Annotated[float, Meta(gt=0, description="time from the start of a group's processes until it is ready")] = 600.0
+    tp: Annotated[int, Meta(ge=1, le=64)] = 1
+    """ranks of a group: GPUs of one node"""
+    dtype: DType = "bfloat16"
+    """number format of activations, of plain weights and of the KV cache"""
+    weights: WeightsName = "auto"
+    """format of the checkpoint's matrices; auto: as config.json says"""
+    max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS)] = 16
+    """sequences running at once"""
+    max_len: Annotated[int, Meta(ge=2)] = 2048
+    """tokens of one sequence, prompt and output"""
+    prefill_budget: Annotated[int, Meta(ge=1)] = 512
+    """most rows of a step that computes prompt tokens, decode rows included; a quarter is kept for prompts"""
+    language_model_only: bool = False
+    """leave out encoders of pictures and sound: their memory goes to the KV cache"""
+    encoder_host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """host memory, in bytes of each rank, for encoded pictures and sound that the 256 MiB on its device have no room for: what is
+    shown again is not encoded again; pinned, which may take up to twice as much; what prompts that run are about to read comes on
+    top; 0: none"""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """share of the device that weights and KV pools may take"""
+    pages: tuple[Positive, ...] | None = None
+    """pages of each KV group, null page included; none: sized by need"""
+    prefix_cache: bool = True
+    """keep the KV pages of prompts and answers for requests that begin alike"""
+    policy: Literal["fair", "arrival"] = "fair"
+    """who is served when: fair, or arrival (strictly in order)"""
+    tpot_target_ms: Annotated[float, Meta(gt=0)] | None = None
+    """target mean time per output token in ms; steps take fewer prompt tokens, or fewer steps take any, by step times measured at
+    boot and since, and encoders of media wait while steps are longer; prompts keep a fifth of the time even if that misses the
+    target; none: a step takes what prefill_budget allows"""
+    attention: AttentionName | None = None
+    """backend; none: by GPU and FlashInfer, and `quartet doctor` says which and why"""
+    attention_decode: AttentionName | None = None
+    """backend of decode rows; none: as `attention`"""
+    attention_extend: AttentionName | None = None
+    """backend of prefill chunks; none: as `attention`"""
+    flashinfer_download: bool = False
+    """FlashInfer may fetch kernels that it lacks, at the first request that needs one"""
+    mtp: Mtp = Mtp()
+    graphs: bool = True
+    """on a GPU, decode steps and those with up to 1024 prompt tokens (8192 on E2B and E4B, and where ranks norm rows of their own)
+    are captured as CUDA graphs and replayed"""
+    debug_pages: bool = False
+    """compare the ranks' page tables with the plans in each step; a violation ends the group"""
+    core_log: Literal["debug", "info", "warning"] = "info"
+    """the core's log on stderr; info: a line a second; debug: a line a step, too"""
+    step_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """a step that makes no progress for so long ends the group"""
+    heartbeat_timeout_s: Annotated[float, Meta(ge=0.5)] = 3.0
+    """a process that is not scheduled for so long ends the group"""
+    boot_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """time from the start of a group's processes until it is ready"""
 
     def attention_of(self, kind: RowKind) -> AttentionName | None:
         """The backend asked for by rows of that kind."""
@@ -188,8 +163,6 @@ def _check_model(config: EngineConfig) -> None:
         raise ConfigError(f"tpot_target_ms needs a max_len of at least 16 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
-    if config.kv_dtype not in ("auto", config.dtype):
-        raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented; the two must be equal")
     groups = config.kv_groups(geometry)
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without

@@ -4,14 +4,13 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from cluster.capability import probe
 from deploy.cli.output import NO, OK, Part, Subparsers, Table, command, emit, gib
 from deploy.settings import Settings, read_config, read_settings
-from engine.config import EngineSettings
 from engine.errors import ConfigError
 from engine.geometry import read_geometry
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 # What NVML reports as the whole memory, MiB; CUDA sees a little less, which the reserve covers.
 GPUS = {"l40s": 46068, "a100-40": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359}
+SIZES = ("tp", "dtype", "max_seqs", "max_len", "prefill_budget", "language_model_only", "memory_fraction")
 Plan = dict[str, Any]  # as --json prints it
 CONTEXTS = (1024, 4096, 9216, 32768, 131072)
 LONGEST = 32768  # max_len of a bare --model, where the model has so many positions
@@ -45,19 +45,14 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("config", type=Path, nargs="?", help="a Serve config; the options below win over it")
     parser.add_argument("--model", help="a shape by name, a hub id, or a folder")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
-    for name, text in sizes().items():
-        parser.add_argument("--" + name.replace("_", "-"), help=text)
+    settings = parser.add_argument_group("settings that decide what fits (docs/settings.md)")
+    for name in SIZES:
+        settings.add_argument("--" + name.replace("_", "-"))
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--gpu", choices=GPUS, help="a GPU by name (default: this machine's)")
     size.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="bytes of one GPU: 80GiB, 141GB")
     parser.add_argument("--reserve", type=byte_size, metavar="SIZE", help="held beside weights and pools (default: 1.5GiB)")
     parser.add_argument("--context", type=int, nargs="+", metavar="TOKENS", help="lengths to count sequences at")
-
-
-def sizes() -> dict[str, str]:
-    """Returns the engine's settings that decide what fits into memory, with their help: an option each."""
-    metas = {name: get_args(hint)[1] for name, hint in get_type_hints(EngineSettings, include_extras=True).items()}
-    return {name: meta.description for name, meta in metas.items() if meta.extra}
 
 
 def byte_size(text: str) -> int:
@@ -79,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """Reads the settings of the plan: a config's, or defaults; options win. ConfigError names a bad one."""
-    given = {name: value for name in ("model", "device", *sizes()) if (value := getattr(args, name)) is not None}
+    given = {name: value for name in ("model", "device", *SIZES) if (value := getattr(args, name)) is not None}
     if args.config is None:
         if "model" not in given:
             raise ConfigError("plan: name a config file, or a --model")
@@ -104,7 +99,7 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
     question = {
         "model": settings.model,
         "device": engine.device,
-        **{name: getattr(engine, name) for name in sizes()},
+        **{name: getattr(engine, name) for name in SIZES},
         "gpu_memory": memory,
         "reserve": reserve,
         "parameters": parameters,

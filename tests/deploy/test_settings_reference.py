@@ -1,4 +1,4 @@
-"""One declaration of each setting: what is added to engine/config.py is in YAML, check-config, plan, engine and reference."""
+"""One declaration of each setting: what is added to engine/config.py is in YAML, check-config, engine and reference."""
 
 import json
 import subprocess
@@ -15,16 +15,19 @@ from tests.support.settings_reference import PATH, reference
 
 pytestmark = pytest.mark.pure
 
-FIELD = '    spare_pages: Annotated[int, _SizeMeta(ge=1, le=9, description="pages kept for later")] = 3\n'
+FIELD = '    spare_pages: Annotated[int, Meta(ge=1, le=9)] = 3\n    """pages kept for later"""\n'
 # engine.config from its source with one line more; then whatever argv asks of the code around it.
 PATCH = """
-import pathlib, sys, types
+import linecache, pathlib, sys, types
 module = types.ModuleType("engine.config")
+module.__file__ = "<with one more>"
 source = pathlib.Path("engine/config.py").read_text()
 mark = "    prefix_cache: "
 assert source.count(mark) == 1
 sys.modules["engine.config"] = module
-exec(compile(source.replace(mark, sys.argv.pop(1) + mark), "engine/config.py", "exec"), module.__dict__)
+source = source.replace(mark, sys.argv.pop(1) + mark)
+linecache.cache[module.__file__] = len(source), None, source.splitlines(keepends=True), module.__file__
+exec(compile(source, module.__file__, "exec"), module.__dict__)
 import engine
 engine.config = module
 """
@@ -57,22 +60,20 @@ def config(path: Path, **args: Any) -> str:
 
 
 def test_a_setting_that_is_declared_once_is_everywhere(tmp_path: Path) -> None:
-    """One line in engine/config.py: the engine gets it, YAML and check-config know it with its bounds, plan has its option."""
+    """One field in engine/config.py: the engine gets it, YAML, check-config and the reference know it with its bounds."""
     assert patched(ENGINE).split() == ["3", "7"]
     found = json.loads(patched(CLI, "check-config", config(tmp_path / "good.yaml", spare_pages=5), "--json"))
     assert found["applications"][0]["settings"]["spare_pages"] == 5
     bad = config(tmp_path / "bad.yaml", spare_pages=10)
     assert "spare_pages: expected int <= 9, not 10" in patched(CLI, "check-config", bad, code_of_exit=2)
-    assert "--spare-pages SPARE_PAGES\n                        pages kept for later" in patched(CLI, "plan", "--help")
     page = patched("from tests.support.settings_reference import reference; print(reference())")
     assert "| `spare_pages` | `3` | integer, at least 1, at most 9 | pages kept for later |" in page
 
 
-def test_without_the_line_nobody_knows_it(tmp_path: Path) -> None:
-    """Planted: the same questions where the line is missing."""
+def test_without_the_field_nobody_knows_it(tmp_path: Path) -> None:
+    """Planted: the same questions where the field is missing."""
     text = patched(CLI, "check-config", config(tmp_path / "good.yaml", spare_pages=5), field="", code_of_exit=2)
     assert "spare_pages: unknown setting" in text
-    assert "--spare-pages" not in patched(CLI, "plan", "--help", field="")
 
 
 def test_the_committed_reference_is_current() -> None:

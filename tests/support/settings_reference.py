@@ -12,6 +12,7 @@ import msgspec
 from deploy import settings as deployment
 from deploy.edge import edge_settings
 from deploy.settings import Settings
+from engine import config
 from engine.config import EngineSettings
 from tests.support.repo_rules import ROOT
 
@@ -31,8 +32,8 @@ _LENGTHS = {"minLength": "at least", "maxLength": "at most"}
 
 
 def field_docs() -> dict[tuple[str, str], str]:
-    """The docstring under each field of the deployment's settings, by class and field."""
-    sources = (inspect.getsource(module) for module in (edge_settings, deployment))
+    """The docstring under each field of settings, by class and field."""
+    sources = (inspect.getsource(module) for module in (edge_settings, deployment, config))
     classes = (node for source in sources for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     docs = {}
     for kind in classes:
@@ -68,7 +69,8 @@ def _rows(schemas: dict[str, Any], kind: str, prefix: str) -> Iterator[tuple[str
             yield from _rows(schemas, schema["$ref"], f"{prefix}{name}.")
         else:
             default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "required"
-            yield prefix + name, default, _values(schema), schema.get("description") or DOCS[kind, name]
+            own = "EngineSettings" if kind == "Settings" and name in EngineSettings.__struct_fields__ else kind
+            yield prefix + name, default, _values(schema), DOCS[own, name]
 
 
 def _values(schema: dict[str, Any]) -> str:
