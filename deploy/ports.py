@@ -1,6 +1,6 @@
 """The ports of one launcher: no other launcher of this machine listens there too.
 
-HAProxy has its ports alone, and binds them seconds after they are chosen: of launchers that start together one has the usual ones.
+HAProxy has its ports alone, and binds them seconds after they are chosen: they lie in a block of the launcher's own, as replicas'.
 Serve's own proxy, where HAProxy sends what no replica can take yet, listens with SO_REUSEPORT: of two on one port the kernel would
 have each answer for the other's stack. So its ports are kept: a bound socket that does not listen gets no connection, lets in
 whoever shares, and keeps everybody else from binding, other launchers among them.
@@ -11,11 +11,11 @@ from contextlib import ExitStack, suppress
 
 from engine.errors import ConfigError
 
-HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}  # variable -> where it is free
+HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 PROXY_PORTS = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT")
 REPLICA_RANGE = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
 BLOCK = 100  # ports, of which the first is kept to mark the others as taken
-_FIRST, _BLOCKS = 20_000, 99  # between Ray's workers' ports (to 19999) and the kernel's own choice (from 32768)
+_FIRST, _BLOCKS = 20_000, 100  # between Ray's workers' ports (to 19999) and the kernel's own choice (from 32768)
 
 
 class Ports:
@@ -26,24 +26,21 @@ class Ports:
 
     def choose(self, seed: int) -> dict[str, int]:
         """Choose and keep a port for each variable; returns them by variable."""
-        block, owns_defaults = iter(self._block(seed)), self._claim(_FIRST + BLOCK * _BLOCKS)  # behind all blocks
-        haproxy = {name: port if owns_defaults and is_free(port) else next(block) for name, port in HAPROXY_PORTS.items()}
-        first, *_, last = block
-        return haproxy | {name: self._keep(0) for name in PROXY_PORTS} | dict(zip(REPLICA_RANGE, (first, last), strict=True))
+        metrics, stats, first, *_, last = self._block(seed)
+        block = dict(zip((*HAPROXY_PORTS, *REPLICA_RANGE), (metrics, stats, first, last), strict=True))
+        return block | {name: self._keep(0) for name in PROXY_PORTS}
 
     def _block(self, seed: int) -> range:
         """Find a block for HAProxy and the replicas. HAProxy knows a port for a moment longer than its replica lives."""
         for turn in range(_BLOCKS):
             first = _FIRST + BLOCK * ((seed + turn) % _BLOCKS)
-            if self._claim(first):
-                return range(first + 1, first + BLOCK)
+            block = range(first + 1, first + BLOCK)
+            with suppress(OSError, ConfigError):  # another launcher has it, or anybody listens where HAProxy is to
+                self._keep(first)
+                for port in block[: len(HAPROXY_PORTS)]:
+                    check_port("127.0.0.1", port)
+                return block
         raise ConfigError(f"no block of {BLOCK} ports from {_FIRST} on is free")
-
-    def _claim(self, port: int) -> bool:
-        """Keep `port` to mark others as taken. False: another launcher did."""
-        with suppress(OSError):
-            return bool(self._keep(port))
-        return False
 
     def _keep(self, port: int) -> int:
         """Keep `port`, or any free one for 0. OSError: somebody has it."""
@@ -79,10 +76,3 @@ def check_port(host: str, port: int, advice: str = "--port chooses another", lea
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)} ({advice})") from error
 
-
-def is_free(port: int) -> bool:
-    try:
-        check_port("127.0.0.1", port)
-    except ConfigError:
-        return False
-    return True

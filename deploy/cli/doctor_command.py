@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cluster.capability import ComputeCapability, probe
-from cluster.children import ROOT
 from deploy.cli.finding import Findings
 from deploy.cli.output import NO, OK, Subparsers, Table, command, emit
 from deploy.settings import Settings, http_address, read_config, read_settings
@@ -21,7 +20,7 @@ a cost that the line names, `fail` does not work until you do what the line says
   quartet doctor --kernels                 also: each of our kernels against plain torch, on this machine's first GPU
   quartet doctor --json | jq '.findings[] | select(.state != "ok")'
 
-exit codes: 0 nothing fails (with --strict: nothing warns either); 1 something does"""
+exit codes: 0 nothing fails; 1 something does"""
 
 
 def register(commands: Subparsers) -> None:
@@ -29,14 +28,13 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("config", type=Path, nargs="?", help="a config that this machine is to serve")
     parser.add_argument("--as", dest="architecture", type=architecture, metavar="SM100", help="choose attention as for that GPU")
     parser.add_argument("--kernels", action="store_true", help="run each of our kernels once on the first GPU")
-    parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints every finding; returns 1 where one of them fails."""
     findings = list(look(args.config, args.architecture, kernels=args.kernels))
     counts = {state: sum(finding.state == state for finding in findings) for state in ("ok", "warn", "fail")}
-    fine = not counts["fail"] and not (args.strict and counts["warn"])
+    fine = not counts["fail"]
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
     rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
     value = {**counts, "fine": fine, "findings": [asdict(finding) for finding in findings]}
@@ -68,11 +66,10 @@ def look(path: Path | None, other: ComputeCapability | None, *, kernels: bool) -
     if kernels:
         yield checks.kernels()
     yield from checks.machine()
-    yield from checks.ports(http_address(config)[1])
+    yield checks.api_port(*http_address(config))
     yield checks.ingress()
     yield checks.ray_environment()
     yield from checks.hub()
-    for file in [path] if path else sorted(ROOT.glob("deploy/*.yaml")):
-        settings = read_settings(read_config(file), str(file))
-        yield checks.config(file.name, settings, len(capability.gpus), is_named=path is not None)
+    if path:
+        yield checks.config(path.name, settings, len(capability.gpus))
         yield from checks.templates(settings)

@@ -21,7 +21,7 @@ from deploy.cli.finding import Finding, Findings, State, checked
 from deploy.models.google_template import CORRECTED, edition
 from deploy.models.resolve import folder_here
 from deploy.nodes import check_nodes
-from deploy.ports import HAPROXY_PORTS, is_free
+from deploy.ports import check_port
 from deploy.settings import Settings
 from engine.attention import BACKENDS
 from engine.attention.backend_entry import Platform
@@ -167,12 +167,13 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def ports(api: int) -> Findings:
-    """Tries the ports that the launcher listens on."""
-    for port in (api, *HAPROXY_PORTS.values()):
-        remedy = "quartet serve --port chooses another" if port == api else "quartet serve takes a free one by itself"
-        free = is_free(port)
-        yield checked(f"port {port}", free, "free" if free else "taken", remedy)
+def api_port(host: str, port: int) -> Finding:
+    """Tries the address that clients would use."""
+    try:
+        check_port(host, port)
+    except ConfigError as error:
+        return Finding(f"port {port}", "warn", str(error))
+    return Finding(f"port {port}", "ok", "free")
 
 
 def ingress() -> Finding:
@@ -227,10 +228,10 @@ def templates(settings: Settings) -> Findings:
         yield checked(name, kind != "older", origins[kind], advice)
 
 
-def config(name: str, settings: Settings, gpus: int, *, is_named: bool) -> Finding:
-    """Says whether this machine alone could hold what a config asks for. `is_named`: by the user, so a no is a failure."""
+def config(name: str, settings: Settings, gpus: int) -> Finding:
+    """Says whether this machine alone could hold what a config asks for."""
     try:
         check_nodes(settings, [gpus])
     except ConfigError as error:
-        return Finding(name, "fail" if is_named else "warn", str(error))
+        return Finding(name, "fail", str(error))
     return Finding(name, "ok", "fits this machine's GPUs")

@@ -3,7 +3,7 @@
 import errno
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from typing import NoReturn
 
 import pytest
@@ -30,10 +30,9 @@ def shared(one: Ports, other: Ports) -> set[int]:
 
 def test_two_launchers_share_no_port(two: tuple[Ports, Ports], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens yet, and each has its own. Planted: launchers that keep none have HAProxy's and the replicas' in common."""
-    monkeypatch.setattr("deploy.ports.is_free", lambda port: True)
     assert shared(*two) == set()
     monkeypatch.setattr(Ports, "_keep", lambda self, port: port or 8500)
-    assert {*HAPROXY_PORTS.values(), 8500} < (both := shared(*two))
+    assert 8500 in (both := shared(*two))
     assert len(both) > 90
 
 
@@ -66,23 +65,33 @@ def test_the_second_launcher_of_a_port_is_refused_at_once(two: tuple[Ports, Port
 def test_the_kernel_chooses_no_port_of_haproxy(two: tuple[Ports, Ports]) -> None:
     """HAProxy, which shares none, binds seconds later: a connection of this machine may have got a port of the kernel's range."""
     chosen = two[0].choose(0)
-    with ExitStack() as stack:
-        for name in HAPROXY_PORTS:  # taken by another launcher's
-            with suppress(OSError):
-                stack.enter_context(socket.create_server(("127.0.0.1", chosen[name])))
-        ports = [two[1].choose(0)[name] for name in HAPROXY_PORTS]
+    ports = [two[1].choose(0)[name] for name in HAPROXY_PORTS]
     assert len({*ports, *chosen.values()}) == len(ports) + len(chosen)
     assert max(ports) < 32_768
 
 
+def test_a_block_where_somebody_listens_is_left_out() -> None:
+    """HAProxy could not start there. Planted: a listener at a replica's port changes nothing, as Serve looks for a free one."""
+    first = REPLICA_RANGE[0]
+
+    def chosen() -> dict[str, int]:
+        with closing(Ports()) as ports:
+            return ports.choose(0)
+
+    usual = chosen()
+    for taken, moves in ((usual[HAPROXY_PORTS[1]], True), (usual[first], False)):
+        with socket.create_server(("127.0.0.1", taken)):
+            assert (chosen()[first] != usual[first]) == moves
+
+
 def test_port_30000_is_left_to_the_api(two: tuple[Ports, Ports], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients of other servers know it: of all that a launcher keeps none is above 29 999. Planted: a hundred blocks."""
+    """Clients of other servers know it: of all that a launcher keeps none is above 29 999. Planted: one block more."""
     keep, kept = Ports._keep, set[int]()
     monkeypatch.setattr(Ports, "_keep", lambda self, port: kept.add(port) or keep(self, port))
     two[0].choose(0)
     assert 20_000 <= max(kept) < 30_000
-    monkeypatch.setattr("deploy.ports._BLOCKS", 100)
-    two[1].choose(0)
+    monkeypatch.setattr("deploy.ports._BLOCKS", 101)
+    two[1].choose(100)
     assert max(kept) == 30_000
 
 
