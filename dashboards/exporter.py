@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """What the exporter is told of its group. Objectives and bounds in seconds; `aliases`: vLLM's names too."""
+    """What the exporter is told of its group. Objectives and bounds in seconds."""
 
     model_name: str
     build: str
@@ -48,7 +48,6 @@ class Facts(NamedTuple):
     step_bound_s: float
     ttft_objective_s: float
     tpot_objective_s: float
-    aliases: bool
     up: int = 1
 
 
@@ -111,8 +110,7 @@ class Exporter(Collector):
             self._refresh()
             families = [metric.family() for metric in self._metrics]
         yield from families
-        if self.facts.aliases:
-            yield from aliases(families, self.facts.model_name)
+        yield from aliases(families, self.facts.model_name)
 
     def counts(self) -> Counts:
         """Return every counter's value, but those of single ranks: what discovery keeps when the group has gone."""

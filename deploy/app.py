@@ -138,7 +138,6 @@ class Quartet:
             step_bound_s=config.step_timeout_s,
             ttft_objective_s=metrics.ttft_objective_s,
             tpot_objective_s=metrics.tpot_objective_s,
-            aliases=metrics.aliases,
         )
         self._exporter = Exporter(facts)
         exporter_url = self._exporter.serve(metrics.host, metrics.port)

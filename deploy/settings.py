@@ -54,8 +54,6 @@ class MetricsSettings(FrozenStruct):
     """address of each replica's exporter"""
     port: Port = 0
     """port of the exporter; 0: a free one, written to the log and to /health/ready"""
-    aliases: bool = True
-    """vLLM's metric names too"""
     ttft_objective_s: Seconds = 1.0
     """longest time to the first token that counts as good in quartet_slo_requests_total"""
     tpot_objective_s: Seconds = 0.05

@@ -54,22 +54,13 @@ def model_vocabulary(folder: Path) -> int | None:
 
 
 def quantisation(folder: Path) -> str | None:
-    """In what format the checkpoint is quantised, as in `compressed-tensors, W4A16`; None: it is not."""
+    """In what format the checkpoint is quantised, as in `modelopt, NVFP4`; None: it is not."""
     config, modelopt = read_optional(folder / "config.json"), read_optional(folder / "hf_quant_config.json")
     settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if settings is None:
         settings = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})} if modelopt else {}
-    names = [settings.get("quant_method"), settings.get("quant_algo"), *sorted(_schemes(settings))]
-    return ", ".join(name for name in names if name) or ("an unnamed format" if settings else None)
-
-
-def _schemes(settings: JsonObject) -> set[str]:
-    """Bits of weights and activations: `W4A16`, or of weights alone."""
-    if "bits" in settings:
-        return {f"W{settings['bits']}"}
-    groups = (settings.get("config_groups") or {}).values()
-    bits = {tuple((group.get(part) or {}).get("num_bits", 16) for part in ("weights", "input_activations")) for group in groups}
-    return {f"W{weights}A{activations}" for weights, activations in bits}
+    names = filter(None, (settings.get("quant_method"), settings.get("quant_algo")))
+    return ", ".join(names) or ("an unnamed format" if settings else None)
 
 
 class GenerationDefaults(TypedDict, total=False):

@@ -49,9 +49,9 @@ VLLM_BOUNDS: Mapping[str, tuple[float, ...]] = {
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def scrape(*, on: bool = True) -> Samples:
+def scrape() -> Samples:
     """What a scrape parses to after EVENTS."""
-    exporter = exporter_after(*EVENTS, page_tokens=32, aliases=on)
+    exporter = exporter_after(*EVENTS, page_tokens=32)
     exporter.read_gauges = lambda: ScrapeGauges(encoder=EncoderFigures(queries=12, hits=5))
     families = text_string_to_metric_families(scraped(exporter))
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
@@ -104,13 +104,6 @@ def test_our_bounds_contain_all_of_vllms() -> None:
     for alias, bounds in VLLM_BOUNDS.items():
         assert set(bounds) <= set(rows[alias].buckets), alias
     assert 0.33 not in rows["time_to_first_token_seconds"].buckets
-
-
-def test_a_setting_turns_them_off() -> None:
-    """And nothing else goes."""
-    with_, without = scrape(), scrape(on=False)
-    assert {key for key in with_ if not key[0].startswith("vllm:")} == set(without)
-    assert len(with_) > len(without)
 
 
 def test_a_source_that_is_missing_is_an_error() -> None:

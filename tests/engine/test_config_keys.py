@@ -200,19 +200,14 @@ W4A16 = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}, "input_activations": None}},
 }
-FP8 = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 8}}},
-}
 
 
 @pytest.mark.parametrize(
     ("file", "written", "name"),
     [
-        ("config.json", {"quantization_config": W4A16}, "compressed-tensors, W4A16"),
-        ("config.json", {"quantization_config": FP8}, "compressed-tensors, W8A8"),
+        ("config.json", {"quantization_config": W4A16}, "compressed-tensors"),
         ("config.json", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt, NVFP4"),
-        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq, W4"),
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
         ("config.json", {"quantization_config": {"load_in_4bit": True}}, "an unnamed format"),
         ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}, "modelopt, FP8"),
     ],

@@ -20,7 +20,6 @@ FACTS = Facts(
     step_bound_s=0.0,
     ttft_objective_s=1.0,
     tpot_objective_s=0.05,
-    aliases=True,
 )
 
 

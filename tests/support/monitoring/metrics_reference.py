@@ -29,7 +29,7 @@ these labels on every series of a replica: {", ".join(f"`{label}`" for label in 
 _ALIASES = f"""
 ## vLLM's names
 
-On unless `metrics.aliases: false`. Read off the same samples at each scrape, with vLLM's labels `model_name` and `engine="0"`.
+Read off the same samples at each scrape, with vLLM's labels `model_name` and `engine="0"`.
 Histograms have our buckets, which contain every bound of vLLM's. `{SUCCESS}_total` sums our outcomes by `finished_reason`:
 client_gone, deadline, slow_reader and queue_timeout are `abort`; error, sibling_failed and dead are `error`; refused requests are
 not in it. vLLM counts prompt tokens as they are prefilled, we at submission; its iteration is our step. Its inter-token latency is
