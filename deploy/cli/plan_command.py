@@ -35,7 +35,7 @@ The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long
 sequences run at once. Encoders of pictures and sound, which every rank has whole, and what they need to run are counted;
---language-model-only true leaves them out. --reserve: what CUDA, NCCL and the allocator hold beside weights, as H200s showed.
+--language-model-only true leaves them out. 1.5 GiB are reserved for what CUDA, NCCL and the allocator hold, as H200s showed.
 
 exit codes: 0 it fits; 1 it does not, or not one sequence of max_len does; 2 the question cannot be answered"""
 
@@ -51,7 +51,6 @@ def register(commands: Subparsers) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--gpu", choices=GPUS, help="a GPU by name (default: this machine's)")
     size.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="bytes of one GPU: 80GiB, 141GB")
-    parser.add_argument("--reserve", type=byte_size, metavar="SIZE", help="held beside weights and pools (default: 1.5GiB)")
     parser.add_argument("--context", type=int, nargs="+", metavar="TOKENS", help="lengths to count sequences at")
 
 
@@ -68,7 +67,7 @@ def byte_size(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of the config's application, or of the model that is named."""
     plan = report(settings_from(args), args)
-    emit([plan] if args.config else plan, parts(plan), as_json=args.json)
+    emit(plan, parts(plan), as_json=args.json)
     return OK if plan["fits"] else NO
 
 
@@ -87,7 +86,6 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
     """Returns everything there is to say, as plain data; sizes in bytes. `fits` False carries a `reason`."""
     from deploy.cli import sizing
 
-    reserve = sizing.RESERVE if args.reserve is None else args.reserve
     folder = sizing.shape_folder(settings.model, settings.revision)
     if args.config is None and args.max_len is None:
         settings = msgspec.structs.replace(settings, max_len=min(LONGEST, read_geometry(folder).max_position))
@@ -101,14 +99,13 @@ def report(settings: Settings, args: argparse.Namespace) -> Plan:
         "device": engine.device,
         **{name: getattr(engine, name) for name in SIZES},
         "gpu_memory": memory,
-        "reserve": reserve,
         "parameters": parameters,
         "weights_per_rank": weights,
     }
     try:
-        return {**question, **figures(sizing.size(engine, weights, memory, reserve), args.context)}
+        return {**question, **figures(sizing.size(engine, weights, memory), args.context)}
     except ConfigError as error:
-        return {**question, "fits": False, "reason": str(error), "fits_at_tp": sizing.fits_at(settings, folder, memory, reserve)}
+        return {**question, "fits": False, "reason": str(error), "fits_at_tp": sizing.fits_at(settings, folder, memory)}
 
 
 def figures(sized: "Sizing", contexts: Sequence[int] | None) -> Plan:

@@ -4,7 +4,7 @@ sizes and no memory.
     config.json -> engine_config -> load_rank (meta): weights -> what is left -> pages_of -> kv_cache (meta): pools and page tables
 
 So there is no formula here that could differ from what an engine allocates. What CUDA, NCCL and the allocator take beside the
-weights only a device can tell: `reserve` is what an H200 showed at TP=4.
+weights only a device can tell: RESERVE is what an H200 showed at TP=4.
 """
 
 import re
@@ -80,21 +80,21 @@ def shape_folder(model: str, revision: str | None = None) -> Path:
     return folder
 
 
-def size(engine: EngineConfig, weights: int, memory: int, reserve: int = RESERVE) -> Sizing:
+def size(engine: EngineConfig, weights: int, memory: int) -> Sizing:
     """Sizes the KV cache of a rank that holds `weights` bytes, on a device of `memory` bytes (on a CPU: the engine's own bound).
 
     ConfigError when it does not fit, with the numbers.
     """
-    budget = kv_budget(engine, memory, weights + reserve + exchange_bytes(engine, engine.geometry))
+    budget = kv_budget(engine, memory, weights + RESERVE + exchange_bytes(engine, engine.geometry))
     return Sizing(engine, budget, pools(engine, pages_of(engine, budget)))
 
 
-def fits_at(settings: Settings, folder: Path, memory: int, reserve: int) -> int | None:
+def fits_at(settings: Settings, folder: Path, memory: int) -> int | None:
     """Returns the smallest usual group that would hold the model; None where none does."""
     for tp in TPS:
         try:
             engine = configured(msgspec.structs.replace(settings, tp=tp), folder)
-            size(engine, weight_bytes_and_count(engine)[0], memory, reserve)
+            size(engine, weight_bytes_and_count(engine)[0], memory)
         except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
             continue
         return tp
