@@ -1,7 +1,6 @@
 """`quartet key new`: makes an API key, shows it once, and gives the line that a file of keys has of it."""
 
 import argparse
-import fcntl
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,26 +56,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _append(path: Path, line: str) -> None:
-    """Adds a line to a file, of the same owner and mode; who reads it meanwhile has it as it was, or with the line."""
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    folder = os.open(path.parent, os.O_RDONLY)
+    """Adds a line to a file, which is made where there is none, in one write: who reads it meanwhile has it as it was, or with the
+    line, and of two that add at once both lines stay."""
+    if path.exists() and not path.is_file():  # a pipe, say, whose other end would be waited for
+        raise ConfigError(f"--append: {path} is no file")
+    text = read(KeySettings(file=str(path))) if path.exists() else ""
+    added = f"{line}\n" if text.endswith("\n") or not text else f"\n{line}\n"
+    parse(text + added)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # of two that add at once both lines stay
-        if path.exists() and not path.is_file():  # a device, say: a file would take its place
-            raise ConfigError(f"--append: {path} is no file")
-        lines = read(KeySettings(file=str(path))).splitlines() if path.exists() else []
-        text = "".join(f"{entry}\n" for entry in [*lines, line])
-        parse(text)
-        temporary.touch(mode=0o600, exist_ok=False)
-        temporary.write_text(text, encoding="utf-8")
-        if path.exists():
-            status = path.stat()
-            os.chown(temporary, status.st_uid, status.st_gid)
-            temporary.chmod(status.st_mode & 0o777)
-        temporary.replace(path)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "wb", 0) as file:
+            if file.write(added.encode()) < len(added):
+                file.truncate(len(text.encode()))
+                raise ConfigError(f"{path}: no room for the line")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-        os.close(folder)

@@ -2,11 +2,11 @@
 
 import json
 import os
-import time
+import resource
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
 from threading import Barrier
 
@@ -115,36 +115,48 @@ def test_the_command_makes_a_key_and_its_line(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_keys_that_are_added_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reads the file while the other would; through a link too, which stays one, as does the file's mode. Planted: without
-    the lock one line is lost."""
+    """Though both have read the file before one writes; through a link too, which stays one, as does the file's mode. Planted: what
+    is not appended is lost."""
     linked, file = tmp_path / "link", tmp_path / "keys"
     linked.symlink_to(file)
-
     both_have_read = Barrier(2)
 
     def slow_read(settings: KeySettings) -> str:
         text = read(settings)
-        if locked:
-            time.sleep(0.1)
-        else:
-            both_have_read.wait(20)
+        both_have_read.wait(20)
         return text
 
     monkeypatch.setattr(key_command, "read", slow_read)
-    pids = count(1)
-    monkeypatch.setattr(key_command.os, "getpid", lambda: next(pids))
-    for locked in (True, False):
+    for appended in (True, False):
         file.write_text("")
         file.chmod(0o640)
-        if not locked:
-            monkeypatch.setattr(key_command.fcntl, "flock", lambda *_: None)
+        if not appended:
+            monkeypatch.setattr(key_command.os, "O_APPEND", 0)
         with ThreadPoolExecutor(2) as pool:
             lines = [f"{HASH} a", f"{OTHER} b"]
             list(pool.map(key_command._append, (linked, linked), lines))
-        assert (len(parse(file.read_text())) == 2) == locked
+        assert (len(parse(file.read_text())) == 2) == appended
         assert linked.is_symlink()
         assert file.stat().st_mode & 0o777 == 0o640
         assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where half a line has room, none of it stays. Planted: with room for it all it is there."""
+    file, line = tmp_path / "keys", f"{HASH} alice\n"
+    file.write_text(line)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for room, code in ((len(line) + 9, 2), (len(line), 2), (4096, 0)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+            assert main(["key", "new", "--name", "bob", "--append", str(file)]) == code
+            assert (file.read_text() == line) == (code == 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"quartet: {file}: no room for the line", f"quartet: {file}: File too large"]
 
 
 @pytest.mark.parametrize(
