@@ -19,7 +19,6 @@ from typing import Literal
 from cluster.children import child_name, root_cause
 from cluster.group import Group
 from cluster.handshake import SETTLE_S
-from engine.errors import ConfigError
 from engine.rank_status import RankStatus
 
 PERIOD_S = 0.25
@@ -137,7 +136,7 @@ class Watcher:
     """Watches a group from the running loop and calls `on_death(death)` exactly once, unless it is closed first.
 
     waiting     monotonic ns since when requests have been open (EngineClient.waiting_since), or None
-    raylet      process id of the raylet that this replica belongs to (`raylet_pid()`): its end is the group's
+    raylet      process id of the raylet that this replica belongs to, if any: its end is the group's
     """
 
     group: Group
@@ -216,13 +215,3 @@ class Watcher:
         """Stop watching: nothing is called after this. Idempotent; call it before an orderly end."""
         self._closed = True
         self._watch.close()
-
-
-def raylet_pid() -> int | None:
-    """Returns the raylet's process id where Ray started this process (it sets RAY_RAYLET_PID), else None."""
-    value = os.environ.get("RAY_RAYLET_PID")
-    if value is None:
-        return None
-    if not value.isdecimal():
-        raise ConfigError(f"RAY_RAYLET_PID is not a process id: {value!r}")
-    return int(value)

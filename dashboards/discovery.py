@@ -117,7 +117,7 @@ class ReplicaRegistry(Collector):
     def _retire(self, replica: str, cause: str | None) -> None:
         member = self._members.pop(replica)
         retired = self._retired[member.target[:2]]
-        restarts = [((RESTARTS.name, (cause if cause in CAUSES else "other",)), 1.0)] if cause else []
+        restarts = [((RESTARTS.name, (cause,)), 1.0)] if cause else []
         ended = sum(value for (name, _), value in member.counts.items() if name == "quartet_requests_total")
         lost = max(0.0, member.counts.get(("quartet_requests_received_total", ()), 0.0) - ended)  # received, and not ended
         for key, value in (*member.counts.items(), (_DEAD, lost), *restarts):
@@ -197,7 +197,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
             self.end_headers()
             self.wfile.write(body)
 

@@ -25,7 +25,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
 OUTCOMES = get_args(Outcome)
-CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet", "vanished", "other")
+CAUSES = ("killed", "failed", "unscheduled", "rank_stalled", "core_stalled", "diverged", "raylet", "vanished")
 # Labels whose values are known beforehand: their series are there at zero before the first event, or `increase` would miss it.
 LABEL_VALUES = {"outcome": OUTCOMES, "slo": ("ttft", "tpot"), "verdict": ("good", "bad")}
 
@@ -418,7 +418,7 @@ RESTARTS = Metric(
     "quartet_group_restarts_total",
     "Groups that ended without having been asked to, by cause: killed, failed (a process, by a signal or an exit), unscheduled"
     " (no heartbeat), rank_stalled, core_stalled (no progress), diverged (ranks with unequal states), raylet (the node's Ray),"
-    " vanished (the replica fell silent), other (one that discovery, of another version, does not know).",
+    " vanished (the replica fell silent).",
     label_names=f"{_DEPLOYMENT} cause",
 )
 DISCOVERY_METRICS: tuple[Metric, ...] = (

@@ -26,7 +26,7 @@ from ray.serve import Application
 
 from cluster.gauges import read_gauges
 from cluster.group import Group
-from cluster.health import Death, Watcher, raylet_pid
+from cluster.health import Death, Watcher
 from dashboards.exporter import Exporter, Facts
 from deploy import environment
 from deploy.edge.grammar_process import complaint
@@ -174,7 +174,8 @@ class Quartet:
         )
         if served.media_kinds:
             self._service.jobs.media_preparer.pool.start()
-        self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet_pid())
+        raylet = int(os.environ["RAY_RAYLET_PID"])  # Ray sets it in its workers
+        self._watcher = Watcher(group, self._died, waiting=lambda: self._client.waiting_since, raylet=raylet)
         self._watcher.start()
         self._client.report()
         gc.collect()

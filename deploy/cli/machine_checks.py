@@ -18,7 +18,7 @@ from cluster.capability import Capability, ComputeCapability
 from cluster.children import ROOT
 from deploy import environment
 from deploy.cli.finding import Finding, Findings, State, checked
-from deploy.models.google_template import CORRECTED, edition
+from deploy.models.google_template import CORRECTED, is_outdated
 from deploy.models.resolve import folder_here
 from deploy.nodes import check_nodes
 from deploy.ports import check_port
@@ -218,14 +218,9 @@ def templates(settings: Settings) -> Findings:
     if (template := settings.template) is not None and not template.is_file():
         yield Finding(name, "warn", f"{template} is not here", "it must be on every node with replicas")
     elif (folder := folder_here(settings.model, settings.revision)) and (source := template_source(folder, template)) is not None:
-        origins = {
-            "corrected": f"Google's, of {CORRECTED} or later",
-            "older": f"Google's, from before {CORRECTED}",
-            None: "not Google's",
-        }
         advice = "tool loops go wrong with it: fetch the model's chat_template.jinja again, or name another file as chat_template"
-        kind = edition(source)
-        yield checked(name, kind != "older", origins[kind], advice)
+        older = is_outdated(source)
+        yield checked(name, not older, f"{'' if older else 'not '}Google's from before {CORRECTED}", advice)
 
 
 def config(name: str, settings: Settings, gpus: int) -> Finding:

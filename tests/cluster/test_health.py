@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.children import ExitStatus
-from cluster.health import Death, Observation, Watcher, raylet_pid, verdict
+from cluster.health import Death, Observation, Watcher, verdict
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.lifeline import Failed
 from engine.rank_status import RankStatus
 from tests.support.engine.fakes import fake_config
@@ -277,14 +276,3 @@ def test_a_raylet_that_is_gone_ends_the_group(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert watch(tmp_path, lambda *_: None, raylet=pid) == [Death("raylet", "the raylet is gone")]
-
-
-def test_raylet_pid_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RAY_RAYLET_PID is read where it is set, and a value that is no number is an error that names it."""
-    monkeypatch.delenv("RAY_RAYLET_PID", raising=False)
-    assert raylet_pid() is None
-    monkeypatch.setenv("RAY_RAYLET_PID", "123")
-    assert raylet_pid() == 123
-    monkeypatch.setenv("RAY_RAYLET_PID", "x1")
-    with pytest.raises(ConfigError, match="RAY_RAYLET_PID"):
-        raylet_pid()

@@ -266,7 +266,7 @@ def test_a_hub_snapshot_that_is_not_all_here(tmp_path: Path, capsys: Captured, m
     assert "tokenizer.json" in capsys.readouterr().err
 
 
-TEMPLATES = [(CORRECTED, "ok", "2026-07-09 or later"), (OLDER, "warn", "before 2026-07-09"), ("{{ 1 }}", "ok", "not Google's")]
+TEMPLATES = [(CORRECTED, "ok", "not Google's"), (OLDER, "warn", "from before 2026-07-09"), ("{{ 1 }}", "ok", "not Google's")]
 
 
 def nano_yaml(path: Path, **args: Any) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.models.google_template import edition
+from deploy.models.google_template import is_outdated
 from deploy.models.nano import TRAINED
 
 pytestmark = pytest.mark.pure
@@ -16,20 +16,20 @@ SINCE = "{%- elif not (ns_tr_out.flag and not has_content and not next_nt.found)
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (MACROS + SINCE, "corrected"),
-        ("{#- Published: 2026-07-09 -#}" + MACROS + SINCE, "corrected"),
-        (MACROS + BEFORE, "older"),
-        (MACROS + "{%- set preserve_thinking = preserve_thinking | default(false) -%}" + BEFORE, "older"),
-        (SINCE, None),
-        ("{{ messages[0].content }}", None),
+        (MACROS + SINCE, False),
+        ("{#- Published: 2026-07-09 -#}" + MACROS + SINCE, False),
+        (MACROS + BEFORE, True),
+        (MACROS + "{%- set preserve_thinking = preserve_thinking | default(false) -%}" + BEFORE, True),
+        (SINCE, False),
+        ("{{ messages[0].content }}", False),
     ],
 )
-def test_editions_are_told_apart(template: str, expected: str | None) -> None:
+def test_editions_are_told_apart(template: str, expected: bool) -> None:
     """By the scan for the next message, whatever comments say; vLLM's example, which has preserve_thinking, is of before."""
-    assert edition(template) == expected
+    assert is_outdated(template) == expected
 
 
 @pytest.mark.parametrize("member", ["31b", "e2b"])
 def test_nanos_is_not_googles(member: str) -> None:
     """The nano checkpoints have a template of their own."""
-    assert edition((TRAINED / member / "chat_template.jinja").read_text()) is None
+    assert not is_outdated((TRAINED / member / "chat_template.jinja").read_text())
