@@ -96,7 +96,7 @@ class Launch:
 
     def check(self) -> EngineConfig:
         """Check, before Ray is up, the ports, the folder of the logs, the keys, and that this machine, all that Ray can count, has
-        the GPUs and can run the attention that is asked for; returns the group's settings. ConfigError, CheckpointError: it cannot
+        the GPUs and can run the attention that is asked for; returns the group's settings. ConfigError: it cannot
         run like this."""
         _sweep()
         self._ports.keep_api(*self.address)

@@ -42,4 +42,4 @@ def drafter_folder(mtp: Mtp, find: Callable[[str], T | None]) -> T | None:
     try:
         return find(mtp.model) if mtp.model and mtp.drafts else None
     except ConfigError as error:
-        raise ConfigError(f"mtp.{error}") from error
+        raise ConfigError(str(error).replace("model:", "mtp.model:", 1)) from error

@@ -8,7 +8,7 @@
     |-- SlowReader          the client took its answer too slowly, and what waited for it was too much     -> HTTP 408
     |-- GenerationFailed    one request ended in error (NaN logits, a message that could not be read)      -> HTTP 500
     |-- ConfigError         a setting, a YAML key or the node cannot be used as asked; names the key
-    |-- CheckpointError     a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
+    |   `-- CheckpointError a checkpoint is absent, incomplete or mis-shaped; names the tensor or the file
     `-- PageViolation       a page table or a plan is wrong (debug_pages); names slot, group and entry
 
 `deploy/edge/http_errors.py` adds those of HTTP, and maps the whole tree to it once; nothing else decides a status code.
@@ -59,7 +59,7 @@ class ConfigError(QuartetError):
     """A setting cannot be used as asked."""
 
 
-class CheckpointError(QuartetError):
+class CheckpointError(ConfigError):
     """A checkpoint cannot be loaded as it is."""
 
 

@@ -18,7 +18,7 @@ from deploy.models.resolve import is_here
 from deploy.placement import drafter_folder
 from deploy.settings import ServeConfig, Settings, application, read_config, read_settings
 from engine.config import Mtp
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
 
 HELP = """\
 Every key is checked: ours (docs/settings.md lists them), Serve's, and what follows from the model's shape (context, tp).
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             *key_notes(http, settings),
             *time_notes(app, http, settings),
         ]
-    except (ConfigError, CheckpointError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     entry = {"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes}
     lines = [f"{source}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
@@ -104,7 +104,7 @@ def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Itera
 
 def model_notes(settings: Settings) -> Iterator[str]:
     """Checks what the model's shape forbids, and of a checkpoint what a replica would refuse. What could not be checked is a note;
-    ConfigError, CheckpointError name the key."""
+    ConfigError names the key."""
     from deploy.cli.sizing import configured, known_folder
 
     if (folder := known_folder(settings.model, settings.revision)) is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deploy.cli import check_config_command, doctor_command, key_command, plan_command, serve_command
 from deploy.cli.output import CANNOT
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
 
 COMMANDS = (serve_command, check_config_command, doctor_command, plan_command, key_command)
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal has no letters for
     try:
         code: int = args.run(args)
-    except (ConfigError, CheckpointError, OSError) as error:
+    except (ConfigError, OSError) as error:
         if getattr(error, "filename", error) is None:  # of no file: a bug, not the user's
             raise
         print(f"quartet: {error}", file=sys.stderr)

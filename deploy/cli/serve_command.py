@@ -14,7 +14,7 @@ from deploy.cli.model_files import check_drafter, check_files
 from deploy.cli.output import Subparsers, command
 from deploy.launcher import Launch, handling, interrupt
 from deploy.settings import read_config, read_settings
-from engine.errors import CheckpointError, ConfigError, QuartetError
+from engine.errors import ConfigError, QuartetError
 
 HELP = """\
 Starts Ray and Serve on this machine and serves CONFIG until SIGINT or SIGTERM. The first signal drains: no new requests, open
@@ -72,7 +72,7 @@ def _run(launch: Launch, drain_s: float) -> int:
             threading.Event().wait()
     except KeyboardInterrupt:
         _say("no new requests; open ones may finish. Once more to stop now." if launch.drains else "stopping")
-    except (ConfigError, CheckpointError):
+    except ConfigError:
         raise
     except QuartetError as error:
         print(f"quartet: {error}", file=sys.stderr)

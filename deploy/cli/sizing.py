@@ -17,7 +17,7 @@ from deploy.models.resolve import folder_here, local_folder
 from deploy.placement import configure
 from deploy.settings import Settings
 from engine.config import EngineConfig
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
 from engine.geometry import KVGroup
 from engine.memory import exchange_bytes, kv_budget, longest_sequence, pages_of
 from engine.protocol import FrozenStruct
@@ -69,7 +69,7 @@ def known_folder(model: str, revision: str | None = None) -> Path | None:
 
 
 def configured(settings: Settings, folder: Path) -> EngineConfig:
-    """Makes the engine's settings as a replica would. ConfigError or CheckpointError names what the shape forbids."""
+    """Makes the engine's settings as a replica would. ConfigError names what the shape forbids."""
     return configure(settings, folder, shape_folder, has_gpus=True)
 
 
@@ -95,7 +95,7 @@ def fits_at(settings: Settings, folder: Path, memory: int) -> int | None:
         try:
             engine = configured(msgspec.structs.replace(settings, tp=tp), folder)
             size(engine, weight_bytes_and_count(engine)[0], memory)
-        except (ConfigError, CheckpointError):  # it does not fit, or the shape does not divide
+        except ConfigError:  # it does not fit, or the shape does not divide
             continue
         return tp
     return None
