@@ -29,7 +29,6 @@ from engine.errors import ConfigError
 from engine.events import EngineFailed, Event, ScrapeGauges
 
 _MOST_SERIES = 256  # of a row
-_NAMED = {"group": "name", "rank": "name"}  # the label of a pool or a process is its name
 
 Read = Callable[[Any], Any]
 
@@ -146,5 +145,4 @@ def page_url(host: str, port: int, page: str) -> str:
 
 def _labels(row: Metric) -> Read:
     """Makes the reader of the label values of an event, a pool or a process."""
-    fields = [_NAMED.get(label, label) for label in row.labels]
-    return lambda item: tuple(str(getattr(item, field)) for field in fields)
+    return lambda item: tuple(str(getattr(item, label)) for label in row.labels)

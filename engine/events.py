@@ -109,14 +109,14 @@ class EngineFailed(EventRecord):
 
 
 class ProcessFigures(EventRecord):
-    """One process of the group at this moment; `name` is a rank's number, or `core`.
+    """One process of the group at this moment; `rank` is a rank's number, or `core`.
 
     stall_s: how long it has owed a step without progress, 0 while it owes none. `busy_s` is how long its device took for the last
     step, `idle_s` how long that stood idle before. `late_compilations`: kernels compiled while it served. `encoder_s`: time in
     encoders since boot.
     """
 
-    name: str
+    rank: str
     up: bool
     stall_s: float
     busy_s: float

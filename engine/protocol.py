@@ -224,7 +224,7 @@ class Output(FrozenStruct, omit_defaults=True, gc=False):
 class PoolLoad(FrozenStruct):
     """Pages of one KV group: `total` without the null page, `used` by running sequences, `cached` by the prefix cache alone."""
 
-    name: str
+    group: str
     total: int
     used: int
     cached: int

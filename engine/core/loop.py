@@ -183,7 +183,7 @@ class StepLog:
         self._last, self._at = load, now
 
     def _state(self, load: Load) -> str:
-        pools = ", ".join(f"{pool.name} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
+        pools = ", ".join(f"{pool.group} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
         counts = f"running {load.running}, waiting {load.waiting}, preempted {load.preemptions - self._last.preemptions}"
         return f"{counts}, pages {pools}"
 

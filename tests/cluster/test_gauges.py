@@ -39,7 +39,7 @@ def test_a_stall_is_time_owed(case: str) -> None:
     """Since the process last did anything while a step of it is due; idling is none."""
     statuses, waiting, stalls = CASES[case]
     found = processes(statuses, UP, NOW, waiting)
-    assert [process.name for process in found] == ["0", "1", "core"]
+    assert [process.rank for process in found] == ["0", "1", "core"]
     assert [process.stall_s for process in found] == pytest.approx(stalls)
     assert found[0].busy_s == pytest.approx(0.011)
 

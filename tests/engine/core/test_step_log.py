@@ -19,7 +19,7 @@ MIXED = StepPlan(2, chunks=[PrefillChunk(1, 0, 10, 9)], rows=single_rows([0, 2])
 
 def test_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
     """Once a second, if steps have ended: how many, their tokens, cached tokens, queue, pools, preemptions since the last."""
-    pools = [PoolLoad(name="full", total=90, used=7, cached=5)]
+    pools = [PoolLoad(group="full", total=90, used=7, cached=5)]
     first = {"hit_tokens": 64, "prefill_tokens": 42, "preemptions": 1}
     loads = iter((
         load(0, pools),
@@ -39,7 +39,7 @@ def test_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_line_a_step_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     """At debug level each step says its tokens, and how things stand; otherwise that is not even looked up."""
-    pools = [PoolLoad(name="sliding", total=9, used=1, cached=0), PoolLoad(name="full", total=90, used=7, cached=5)]
+    pools = [PoolLoad(group="sliding", total=9, used=1, cached=0), PoolLoad(group="full", total=90, used=7, cached=5)]
     with caplog.at_level(logging.DEBUG):
         for plan in (PREFILL, MIXED):
             loads = iter((load(0, pools), load(4, pools, running=3, waiting=2, preemptions=1)))

@@ -52,7 +52,7 @@ class Figures:
         load = event.load
         last, self.last = self.last, load
         for pool in load.pools:
-            self.peaks[pool.name] = max(pool.used, self.peaks.get(pool.name, 0))
+            self.peaks[pool.group] = max(pool.used, self.peaks.get(pool.group, 0))
         if last is not None and load.step == last.step + 1:
             both = load.prefill_tokens > last.prefill_tokens and load.decode_tokens > last.decode_tokens
             self.mixed += both

@@ -13,4 +13,4 @@ def load(step: int = 1, pools: list[PoolLoad] | None = None, **figures: Any) -> 
 
 def pool(name: str, used: int, total: int) -> PoolLoad:
     """Pages of one KV group."""
-    return PoolLoad(name=name, total=total, used=used, cached=0)
+    return PoolLoad(group=name, total=total, used=used, cached=0)
