@@ -27,7 +27,6 @@ from engine.channel import create_shared, map_shared, ring_bytes
 from engine.config import EngineConfig
 from engine.lifeline import Allocate, BootArgs, Configure, Loaded, RanksReady, Ready, slowest
 from engine.memory import longest_sequence, pages_of
-from engine.protocol import Control, encode_message, frame
 from engine.rank_status import STATUS_BYTES, RankStatus, StatusBlock
 from engine.step_masks import masks_capacity
 from engine.step_media import MEDIA_BYTES
@@ -135,13 +134,8 @@ class Group:
             return [child.exit_status() for child in self.children]
 
     def close(self, timeout_s: float = CLOSE_WAIT_S) -> bool:
-        """Let the core stop after the plan in flight, then kill what is left; True if all ended by themselves in time.
-
-        An EngineClient that has taken `front_socket` must send the stop itself (`client.stop()`) before this.
-        """
-        with contextlib.suppress(OSError):  # the socket is taken, or the core is gone or stuck: the wait finds that out
-            self.front_socket.settimeout(1.0)
-            self.front_socket.sendall(frame(encode_message(Control("stop"))))
+        """Wait for the end of a group whose client has said stop (`client.stop()`), then kill what is left; True if all ended by
+        themselves in time."""
         deadline = time.monotonic() + timeout_s
         orderly = all(child.wait(deadline - time.monotonic()) for child in self.children)
         self.kill()
