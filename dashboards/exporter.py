@@ -145,4 +145,5 @@ def page_url(host: str, port: int, page: str) -> str:
 
 def _labels(row: Metric) -> Read:
     """Makes the reader of the label values of an event, a pool or a process."""
-    return lambda item: tuple(str(getattr(item, label)) for label in row.labels)
+    names = row.labels
+    return lambda item: tuple(str(getattr(item, name)) for name in names)

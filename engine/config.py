@@ -26,6 +26,7 @@ ToolGrammar = Literal["strict", "names", "off"]
 Thinking = Literal["on", "off", "auto"]
 WeightsName = Literal["auto", *FORMATS]  # type: ignore[valid-type]
 AttentionName = Literal[*BACKENDS]  # type: ignore[valid-type]  # the registry's names, known at import
+Duration = Annotated[float, Meta(gt=0)]
 
 MAX_SEQS = 4096
 AUTO_DRAFTS = (0, 1, 2, 3, 5, 7)  # graphs are captured for each; those between would gain some two percent
@@ -71,7 +72,7 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """keep the KV pages of prompts and answers for requests that begin alike"""
     policy: Literal["fair", "arrival"] = "fair"
     """who is served when: fair, or arrival (strictly in order)"""
-    tpot_target_ms: Annotated[float, Meta(gt=0)] | None = None
+    tpot_target_ms: Duration | None = None
     """target mean time per output token in ms; steps take fewer prompt tokens, or fewer steps take any, by step times measured at
     boot and since, and encoders of media wait while steps are longer; prompts keep a fifth of the time even if that misses the
     target; none: a step takes what prefill_budget allows"""
@@ -91,11 +92,11 @@ class EngineSettings(FrozenStruct, kw_only=True):
     """compare the ranks' page tables with the plans in each step; a violation ends the group"""
     core_log: Literal["debug", "info", "warning"] = "info"
     """the core's log on stderr; info: a line a second; debug: a line a step, too"""
-    step_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    step_timeout_s: Duration = 60.0
     """a step that makes no progress for so long ends the group"""
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.5)] = 3.0
     """a process that is not scheduled for so long ends the group"""
-    boot_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    boot_timeout_s: Duration = 600.0
     """time from the start of a group's processes until it is ready"""
 
     def attention_of(self, kind: RowKind) -> AttentionName | None:
