@@ -49,7 +49,9 @@ class EngineSettings(FrozenStruct, kw_only=True):
     tp: Annotated[int, Meta(ge=1, le=64)] = 1
     """ranks of a group: GPUs of one node"""
     dtype: DType = "bfloat16"
-    """number format of activations, of plain weights and of the KV cache"""
+    """number format of activations, and of plain weights"""
+    kv_dtype: Literal["auto", DType] = "auto"
+    """number format of the KV cache; auto: dtype, and no other is implemented yet"""
     weights: WeightsName = "auto"
     """format of the checkpoint's matrices; auto: as config.json says"""
     max_seqs: Annotated[int, Meta(ge=1, le=MAX_SEQS)] = 16
@@ -164,6 +166,8 @@ def _check_model(config: EngineConfig) -> None:
         raise ConfigError(f"tpot_target_ms needs a max_len of at least 16 to measure steps by, not {config.max_len}")
     if config.max_len > geometry.max_position:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
+    if config.kv_dtype not in ("auto", config.dtype):
+        raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented; the two must be equal")
     groups = config.kv_groups(geometry)
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without

@@ -193,10 +193,14 @@ def test_a_public_drafter_counts_what_was_published(member: str, published: int)
         read_assistant(folder, read_geometry(resolve(f"dummy:{other}")))
 
 
-def test_a_cache_is_of_the_engines_dtype() -> None:
-    """Pages have the bytes of its elements."""
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    """`kv_dtype` is `dtype`, or auto; pages have the bytes of its elements."""
     asked = {"model": str(resolve("dummy:31b")), "device": "cuda", "load_format": "dummy"}
-    half, whole = engine_config(**asked), engine_config(**asked, dtype="float32")
+    with pytest.raises(ConfigError, match="kv_dtype float32 with dtype bfloat16 is not implemented"):
+        engine_config(**asked, kv_dtype="float32")
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        engine_config(**asked, kv_dtype="fp8")
+    half, whole = engine_config(**asked, kv_dtype="bfloat16"), engine_config(**asked, dtype="float32")
     pairs = zip(half.kv_groups(half.geometry), whole.kv_groups(whole.geometry), strict=True)
     assert all(2 * two.page_bytes == four.page_bytes for two, four in pairs)
 
