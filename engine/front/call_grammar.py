@@ -13,7 +13,7 @@ types that is well-formed.
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import chain
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -21,7 +21,7 @@ from engine.front.notation import KEY_CHARACTER_OF_GRAMMARS
 from engine.front.reply import Markers
 from engine.front.string_schema import KEYWORDS as OF_STRINGS
 from engine.front.string_schema import SchemaError, compiles, expressions, lark_regex, repeats
-from engine.front.value_schema import Schema, ValueSchema, are_apart, as_json_schema, listed, referred, types_of
+from engine.front.value_schema import Comparison, Schema, ValueSchema, as_json_schema, listed, referred, types_of
 from engine.matcher import MAX_GRAMMAR_BYTES
 
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -42,7 +42,7 @@ _CONSTRAINTS = frozenset(chain(("type", "const", "enum"), _REFERRING, *_KEYWORDS
     "propertyNames", "patternProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
     "$dynamicRef",
 )))  # fmt: skip
-_DEPTH, _RULES, _PATTERNS, _PAIRS, _DIGITS = 64, 2048, 128, 4096, 5
+_DEPTH, _RULES, _PATTERNS, _DIGITS = 64, 2048, 128, 5
 _BYTES = MAX_GRAMMAR_BYTES // 2  # of arguments' rules: beside them there is room for the tools' names and an answer's form
 
 _FREE = rf"""
@@ -71,7 +71,8 @@ class CallGrammar:
         self._rules: list[str] = []
         self._bytes = 0
         self._referred: dict[str, str] = {}
-        self._patterns = self._pairs = 0  # patterns are compiled by themselves, pairs of oneOf are compared
+        self._patterns = 0  # that are compiled by themselves
+        self._comparison = Comparison()
         self._root: Any = None  # the schema of the tool whose rules are being made
         self._strict = False  # and whether all of it must be kept
         arguments = {name: self._arguments(name, schema, name in strict) for name, schema in tools.items()}
@@ -161,17 +162,9 @@ class CallGrammar:
                 return _either(self._constants(schema))
             case "allOf" if len(schema["allOf"]) != 1:
                 raise SchemaError("the schema keyword 'allOf' with several schemas")
-            case "oneOf":
-                self._check_apart([ValueSchema(branch, self._root) for branch in _branches(schema, keyword)])
+            case "oneOf" if not self._comparison.are_apart(_branches(schema, keyword), self._root):
+                raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once, or so many,")
         return _either([self._value(branch, depth + 1) for branch in _branches(schema, keyword)])
-
-    def _check_apart(self, branches: Sequence[ValueSchema]) -> None:
-        """Check the schemas of oneOf. SchemaError: a value may fit several, or to compare them would take too long."""
-        self._pairs += len(branches) * (len(branches) - 1) // 2
-        if self._pairs > _PAIRS:
-            raise GrammarTooLarge("the schema keyword 'oneOf' with so many schemas")
-        if not all(are_apart(*pair) for pair in combinations(branches, 2)):
-            raise SchemaError("the schema keyword 'oneOf' with schemas that a value may fit at once")
 
     def _reference(self, reference: str, depth: int) -> str:
         """A schema that refers to itself is a rule that does."""

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -23,7 +24,7 @@ from engine.front.call_grammar import CallGrammar
 from engine.front.reply import Markers
 from engine.front.string_schema import lark_regex
 from engine.front.tools import SCHEMAS_BY_NAME
-from engine.front.value_schema import Schema, as_json_schema, listed, referred
+from engine.front.value_schema import Comparison, Schema, as_json_schema, listed, referred
 from engine.protocol import JsonObject
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -48,6 +49,14 @@ Thought = enum.Enum("Thought", "none optional forced begun")
 def json_answer(schema: Schema) -> str:
     """JSON by a schema."""
     return f"answer: {_json(schema)}"
+
+
+def _without_one_of(root: Schema, comparison: Comparison, schema: JsonObject) -> JsonObject:
+    """With anyOf for oneOf, where that is the same: llguidance compares no references."""
+    branches = schema.get("oneOf")
+    if isinstance(branches, list) and "anyOf" not in schema and comparison.are_apart(branches, root):
+        schema["anyOf"] = schema.pop("oneOf")
+    return schema
 
 
 class _Combination(Exception):
@@ -120,6 +129,7 @@ def _check_patterns(schema: Any) -> None:
 def _json(schema: Schema) -> str:
     _check_patterns(schema)
     kept = _changed({**schema, "nullable": False}, as_json_schema)  # references begin at the root
+    kept = _changed(kept, partial(_without_one_of, kept, Comparison()))
     with suppress(_Combination):  # then it stays as it is
         kept = _changed(kept, _close)
     text = json.dumps(kept | {"x-guidance": _SPACING})

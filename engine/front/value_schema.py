@@ -1,9 +1,10 @@
 """What a JSON Schema says of one value, as far as reading a tool call needs it: its types, and the schemas inside it."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations, permutations, starmap
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -43,10 +44,10 @@ class ValueSchema:
         """The schema of an object's member, by all alternatives."""
         return self._inside(lambda branch: _mapping(branch.get("properties")).get(key, branch.get("additionalProperties")))
 
-    @property
+    @cached_property
     def constants(self) -> frozenset[bytes] | None:
         """The only values, as JSON, by const or enum, also of what it refers to; None: others are allowed."""
-        constants = _constants_of(self._single_branch())
+        constants = _constants_of(self._single_branch)
         return None if constants is None else frozenset(msgspec.json.encode(value, order="sorted") for value in constants)
 
     @property
@@ -54,10 +55,17 @@ class ValueSchema:
         """The values of its own const or enum that its type allows."""
         return [value for value in _constants_of(self.schema) or () if self.allows(_PYTHON_TYPES[type(value)])]
 
-    @property
-    def required(self) -> frozenset[str]:
-        """Keys that an object must have."""
-        return frozenset(self._single_branch().get("required") or ())
+    @cached_property
+    def required(self) -> Mapping[str, frozenset[bytes] | None]:
+        """Keys that an object must have, with the `constants` of each."""
+        return {key: self.member(key).constants for key in map(str, listed(self._single_branch.get("required")))}
+
+    @cached_property
+    def only_keys(self) -> KeysView[str] | None:
+        """The keys that an object may have; None: others, too."""
+        branch = self._single_branch
+        is_closed = branch.get("additionalProperties") is False and "patternProperties" not in branch
+        return _mapping(branch.get("properties")).keys() if is_closed else None
 
     def declares(self, key: str) -> bool:
         """Whether an object has a property of this name."""
@@ -74,6 +82,7 @@ class ValueSchema:
             return ValueSchema(True, self.root)
         return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self.root)
 
+    @cached_property
     def _single_branch(self) -> Schema:
         """What all of it says, references followed; nothing, if it has alternatives."""
         branches = [branch for branch in self._branches() if "$ref" not in branch]
@@ -91,7 +100,7 @@ class ValueSchema:
             if "$ref" in schema:
                 left.append(referred(self.root, schema["$ref"]))
             for keyword in ("anyOf", "oneOf", "allOf"):
-                left += schema.get(keyword) or ()
+                left += listed(schema.get(keyword))
 
 
 def referred(root: Any, reference: Any) -> Any:
@@ -117,9 +126,6 @@ def as_json_schema(schema: Schema) -> JsonObject:
     that is null is as good as absent: programs write so what they leave open. A dialect that nobody knows is none.
     """
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
-    match kept:
-        case {"oneOf": [{"type": "null"}, _] | [_, {"type": "null"}]} if "anyOf" not in kept:
-            kept["anyOf"] = kept.pop("oneOf")  # as C# writes nullable: llguidance does not look behind references
     return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
 
 
@@ -145,14 +151,28 @@ def _says_nothing(keyword: str, value: Any) -> bool:
     return value is None or value in _NOTHING.get(keyword, ())
 
 
-def are_apart(left: ValueSchema, right: ValueSchema) -> bool:
-    """Whether no value fits both, as far as types, constants and the constants of required members tell."""
+@dataclass
+class Comparison:
+    """Compares the branches of oneOf, `pairs` in all at most: each takes some microseconds."""
+
+    pairs: int = 4096
+
+    def are_apart(self, branches: Sequence[Any], root: Any) -> bool:
+        """Whether no value is known to fit two of the schemas; False: one may, or they are too many to tell."""
+        self.pairs -= len(branches) * (len(branches) - 1) // 2
+        schemas = [ValueSchema(branch, root) for branch in branches]
+        return self.pairs >= 0 and all(starmap(_are_apart, combinations(schemas, 2)))
+
+
+def _are_apart(left: ValueSchema, right: ValueSchema) -> bool:
+    """Whether no value fits both, as far as types, constants, required members and their constants tell."""
     if left.types is not None and right.types is not None and not _with_numbers(left.types) & _with_numbers(right.types):
         return True
     if left.constants is not None and right.constants is not None:
         return not left.constants & right.constants
-    shared = left.required & right.required
-    constants = [(left.member(key).constants, right.member(key).constants) for key in shared]
+    if any(one.only_keys is not None and other.required.keys() - one.only_keys for one, other in permutations((left, right))):
+        return True
+    constants = [(left.required[key], right.required[key]) for key in left.required.keys() & right.required.keys()]
     return any(first is not None and second is not None and not first & second for first, second in constants)
 
 

@@ -19,6 +19,11 @@ pytestmark = pytest.mark.pure
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+CLOSED = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"], "additionalProperties": False}
+EITHER: dict[str, Any] = {
+    "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}, {"type": "string"}],
+    "$defs": {"A": SCHEMA, "B": CLOSED},
+}
 GEMINIS = {"type": "OBJECT", "properties": {"a": {"type": "ARRAY", "items": {"type": ["STRING"], "nullable": True}}}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 NAMES = ("get_weather", "run-it")
@@ -69,6 +74,8 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"$ref": "#/$defs/Box[int]", "$defs": {"Box[int]": SCHEMA}}}, '{"a":5}', "{}"),
     ({"guided_json": {"$ref": "#/$defs/Box%5Bint%5D", "$defs": {"Box[int]": SCHEMA}}}, '{"a":5}', "{}"),
     ({"guided_json": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/S"}], "$defs": {"S": SCHEMA}}}, "null", "{}"),
+    ({"guided_json": EITHER}, '{"b":"x"}', '{"a":"x"}'),
+    ({"guided_json": {"properties": {"v": {"oneOf": EITHER["oneOf"]}}, "$defs": EITHER["$defs"]}}, '{"v":"so"}', '{"v":5}'),
     ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "[1,null]", "[1,"),
     ({"guided_regex": "[0-9]{3}"}, "123", "12"),
     ({"guided_choice": ["a b"]}, "a b", "a"),
@@ -222,6 +229,8 @@ def test_unique_items_that_are_not_asked_for_say_nothing(edge: Edge) -> None:
 WRONG_VALUES: list[tuple[str, Any, str]] = [
     ("response_format", form(type="object", properties={"a": {"not": {}}}), r'Unimplemented keys: \["not"\]'),
     ("response_format", form(type="array", uniqueItems=True), "uniqueItems"),
+    ("response_format", form(oneOf=[{"$ref": "#/$defs/A"}, {"type": "object"}], **{"$defs": {"A": SCHEMA}}), "oneOf"),
+    ("response_format", form(oneOf=[{"required": 5, "anyOf": 5}, {"required": [{}], "$ref": []}]), "."),
     ("response_format", form(description="x" * 70_000), "more than 66560 bytes"),
     ("response_format", {"type": "json_schema"}, "needs a schema"),
     ("response_format", {"type": "yaml"}, "'yaml' is not one of"),

@@ -15,7 +15,7 @@ import pytest
 from pydantic import AnyUrl, BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model
 
 from engine.errors import InvalidRequest
-from engine.front import call_grammar, grammar, string_schema
+from engine.front import call_grammar, grammar, string_schema, value_schema
 from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import calls_answer, json_answer
 from engine.front.string_schema import SchemaError, expressions
@@ -255,11 +255,16 @@ def test_random_schemas_are_kept(walker: Walker, draw: Callable[[int], dict[str,
 
 
 def test_branches_that_both_hold_are_not_one_of(walker: Walker) -> None:
-    """oneOf is kept where types, constants or the constants of required members tell its branches apart, and refused elsewhere."""
+    """oneOf is kept where types, constants, the constants of required members or keys that the other branch may not have tell its
+    branches apart, and refused elsewhere."""
     cat, dog = Cat.model_json_schema(), Dog.model_json_schema()
     kindless = {"type": "object", "properties": dog["properties"], "required": ["name"]}
-    good: list[list[Any]] = [[cat, dog], [{"type": "string"}, {"type": ["integer", "null"]}], [{"const": 1}, {"enum": ["1", 2]}]]
+    call = {"type": "object", "properties": {"call": cat}, "required": ["call"], "additionalProperties": False}
+    open_call = {"type": "object", "properties": {"call": {"type": "string"}}}
+    good: list[list[Any]] = [[cat, dog], [call, dog], [call, {"type": "object", "required": ["name"]}]]
+    good += [[{"type": "string"}, {"type": ["integer", "null"]}], [{"const": 1}, {"enum": ["1", 2]}]]
     bad: list[list[Any]] = [[cat, kindless], [{"type": "number"}, {"type": "integer"}], [{"const": 1}, {"enum": [1, 2]}], [{}, cat]]
+    bad += [[call, open_call], [open_call, dog]]
     for branches in good:
         schema = {"type": "object", "properties": {"it": {"oneOf": branches}}, "required": ["it"]}
         for seed in range(WALKS):
@@ -345,9 +350,9 @@ def test_patterns_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -
 def test_comparisons_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches of oneOf are compared pair by pair: a few thousand pairs a request, and no more."""
     compared: list[int] = []
-    monkeypatch.setattr(call_grammar, "are_apart", lambda one, other: not compared.append(1))
+    monkeypatch.setattr(value_schema, "_are_apart", lambda one, other: not compared.append(1))
     schema = {"type": "object", "properties": {"it": {"oneOf": [{"const": place} for place in range(60)]}}}
     CallGrammar(walker.markers, {f"f{place}": schema for place in range(9)})
     wide = {"type": "object", "properties": {"it": {"oneOf": [{"const": place} for place in range(5000)]}}}
     CallGrammar(walker.markers, {"f": wide})
-    assert 60 * 59 // 2 <= len(compared) <= call_grammar._PAIRS
+    assert 60 * 59 // 2 <= len(compared) <= value_schema.Comparison().pairs
