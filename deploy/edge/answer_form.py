@@ -23,7 +23,7 @@ from engine.protocol import FrozenStruct, JsonObject
 
 _MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
-RulesReader = Callable[[Any, str], str | None]  # from what a key holds, and the key
+RulesReader = Callable[[Any], str | None]  # from what a key holds; InvalidRequest says what is wrong with it
 
 
 class _Structure(FrozenStruct):
@@ -39,37 +39,31 @@ class _StructuralTag(FrozenStruct):
     triggers: list[str]
 
 
-def form_of(request: Any) -> LazyForm | None:
-    """Return the form that a request with KEYS demands; None: it has none of them."""
-    given = {name: raw for name in KEYS if (raw := not_null(getattr(request, name))) is not None}
+def form_of(values: Mapping[str, Json]) -> LazyForm | None:
+    """Return the form that stands under one of the client's keys; None: under each is nothing."""
+    given = {key: raw for key, value in values.items() if (raw := not_null(value)) is not None}
     return partial(_only_form, given) if given else None
 
 
 def _only_form(given: Mapping[str, Raw]) -> AnswerForm | None:
-    forms = [form for name, raw in given.items() if (form := read_form(raw, name, KEYS[name])) is not None]
+    forms = [AnswerForm(rules, key) for key, raw in given.items() if (rules := _rules(raw, key)) is not None]
     if len(forms) > 1:
         raise InvalidRequest(f"{', '.join(form.key for form in forms)}: only one of them", param=forms[0].key)
     return forms[0] if forms else None
 
 
-def response_form(raw: Json, key: str) -> LazyForm | None:
-    """Return the form under `key`, where response_format is called otherwise; None: nothing stands there."""
-    return None if (given := not_null(raw)) is None else partial(read_form, given, key, _response_format)
-
-
-def read_form(raw: Raw, key: str, rules_of: RulesReader) -> AnswerForm | None:
-    """Return the form that stands under `key`; None: it demands nothing. InvalidRequest names the key."""
+def _rules(raw: Raw, key: str) -> str | None:
+    """Return what stands under `key` as rules; None: it demands nothing. InvalidRequest names the key."""
+    value = read_small(raw, key, ANYTHING, _MAX_BYTES)
     try:
-        rules = rules_of(read_small(raw, key, ANYTHING, _MAX_BYTES), key)
+        return KEYS.get(key, _response_format)(value)
     except RecursionError:
         raise InvalidRequest(f"{key}: it is nested too deeply", param=key) from None
     except InvalidRequest as error:
-        message = str(error)
-        raise InvalidRequest(message if message.startswith(key) else f"{key}: {message}", param=key, code=error.code) from None
-    return None if rules is None else AnswerForm(rules, key)
+        raise InvalidRequest(f"{key}: {error}", param=key, code=error.code) from None
 
 
-def _response_format(value: Any, key: str) -> str | None:
+def _response_format(value: Any) -> str | None:
     """A schema stands under `json_schema`, or in other APIs, and beside `json_object` (llama.cpp's), one level higher."""
     match value:
         case {"type": "text"}:
@@ -77,77 +71,77 @@ def _response_format(value: Any, key: str) -> str | None:
         case (
             {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema" | "json_object", "schema": schema}
         ) if schema is not None:
-            return _schema(schema, key)
+            return _schema(schema)
         case {"type": "json_object"}:
             return json_answer({"type": "object"})
         case {"type": "json_schema"}:
-            raise InvalidRequest(f"{key}: json_schema needs a schema")
+            raise InvalidRequest("json_schema needs a schema")
         case {"type": "structural_tag"}:
-            return _tag(value, key)
+            return _tag(value)
         case {"type": str(kind)}:
-            raise InvalidRequest(f"{key}.type: {kind[:100]!r} is not one of text, json_object, json_schema, structural_tag")
-    raise InvalidRequest(f"{key}: must be an object with a type")
+            raise InvalidRequest(f"type {kind[:100]!r} is not one of text, json_object, json_schema, structural_tag")
+    raise InvalidRequest("must be an object with a type")
 
 
-def _structured_outputs(value: Any, key: str) -> str | None:
+def _structured_outputs(value: Any) -> str | None:
     """vLLM's: one form, and options, of which the one that would change the answer is refused."""
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{key}: must be an object")
+        raise InvalidRequest("must be an object")
     if value.get("whitespace_pattern"):
-        raise InvalidRequest(f"{key}.whitespace_pattern is not supported here", code="unsupported_parameter")
+        raise InvalidRequest("whitespace_pattern is not supported here", code="unsupported_parameter")
     forms = {name: form for name, form in value.items() if name in _FORMS and form is not None and form is not False}
     if len(forms) > 1:
-        raise InvalidRequest(f"{key}: only one of {', '.join(forms)}")
+        raise InvalidRequest(f"only one of {', '.join(forms)}")
     if not forms and value:
-        raise InvalidRequest(f"{key}: must have one of {', '.join(_FORMS)}")
-    return next((_FORMS[name](form, f"{key}.{name}") for name, form in forms.items()), None)
+        raise InvalidRequest(f"must have one of {', '.join(_FORMS)}")
+    return next((_FORMS[name](form) for name, form in forms.items()), None)
 
 
-def _nested(value: Any, key: str) -> Any:
+def _nested(value: Any) -> Any:
     """JSON, which may come in a string."""
     if not isinstance(value, str):
         return value
     try:
         return ANYTHING.decode(value)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"{key}: no JSON: {error}") from None
+        raise InvalidRequest(f"no JSON: {error}") from None
 
 
-def _schema(value: Any, key: str) -> str:
-    schema = _nested(value, key)
+def _schema(value: Any) -> str:
+    schema = _nested(value)
     if schema is not True and not isinstance(schema, dict):
-        raise InvalidRequest(f"{key}: must be a JSON Schema, an object")
+        raise InvalidRequest("must be a JSON Schema, an object")
     return json_answer({} if schema is True else schema)
 
 
-def _any_object(value: Any, key: str) -> str:
+def _any_object(value: Any) -> str:
     if value is not True:
-        raise InvalidRequest(f"{key}: must be true or false")
+        raise InvalidRequest("must be true or false")
     return json_answer({"type": "object"})
 
 
-def _text(make: Callable[[str], str], value: Any, key: str) -> str:
+def _text(make: Callable[[str], str], value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{key}: must be a text that is not empty")
+        raise InvalidRequest("must be a text that is not empty")
     return make(value)
 
 
-def _choice(value: Any, key: str) -> str:
+def _choice(value: Any) -> str:
     if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
-        raise InvalidRequest(f"{key}: must be a list of strings")
+        raise InvalidRequest("must be a list of strings")
     return choice_answer(value)
 
 
-def _tag(value: Any, key: str) -> str:
+def _tag(value: Any) -> str:
     """Each structure belongs to the trigger that it begins with."""
     try:
-        tag = msgspec.convert(_nested(value, key), _StructuralTag)
+        tag = msgspec.convert(_nested(value), _StructuralTag)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{key}: only structures with triggers are supported: {error}") from None
+        raise InvalidRequest(f"only structures with triggers are supported: {error}") from None
     if not 1 <= len(tag.structures) <= _MAX_TAGS:
-        raise InvalidRequest(f"{key}.structures: 1 to {_MAX_TAGS}")
+        raise InvalidRequest(f"structures: 1 to {_MAX_TAGS}")
     structures = enumerate(tag.structures)
-    return tagged_answer([_structure(structure, tag.triggers, f"{key}.structures[{index}]") for index, structure in structures])
+    return tagged_answer([_structure(structure, tag.triggers, f"structures[{index}]") for index, structure in structures])
 
 
 def _structure(structure: _Structure, triggers: Sequence[str], where: str) -> Structure:

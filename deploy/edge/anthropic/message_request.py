@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from deploy.edge.answer_form import response_form
+from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, Sampling, Text, without_empty_turns
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
@@ -170,7 +170,6 @@ class MessagesRequest(CountRequest, kw_only=True):
             raise invalid("messages", "the last one is the assistant's; going on with it is not supported")
         if (chat.thought_tokens or 0) >= self.max_tokens:
             raise invalid("max_tokens", "must be greater than thinking.budget_tokens")
-        form = response_form(self.output_config.format, "output_config.format") if self.output_config else None
         return Ask(
             model=self.model,
             prompt=chat,
@@ -182,7 +181,10 @@ class MessagesRequest(CountRequest, kw_only=True):
                 top_k=self.top_k,
             ),
             stream=bool(self.stream),
-            form=form or response_form(self.output_format, "output_format"),
+            form=form_of({
+                "output_config.format": self.output_config.format if self.output_config else UNSET,
+                "output_format": self.output_format,
+            }),
         )
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from deploy.edge.answer_form import response_form
+from deploy.edge.answer_form import form_of
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, without_empty_turns
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
@@ -169,7 +169,7 @@ class ResponsesRequest(CommonSamplingKeys, kw_only=True):
             ),
             sampling=self.sampling(max_tokens=self.max_output_tokens),
             stream=bool(self.stream),
-            form=response_form(self.text.format, "text.format") if self.text else None,
+            form=form_of({"text.format": self.text.format}) if self.text else None,
             prompt_key="input",
         )
 

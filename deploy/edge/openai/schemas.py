@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Raw, Struct
 from msgspec.structs import replace
 
-from deploy.edge.answer_form import form_of
+from deploy.edge.answer_form import KEYS, form_of
 from deploy.edge.ask import Ask, ChatPrompt, RawPrompts
 from deploy.edge.body_reader import AbsentKeys, BodyReader, unsupported
 from deploy.edge.common_keys import CommonSamplingKeys, Effort, RawTools, ShortText
@@ -95,7 +95,7 @@ class SamplingKeys(CommonSamplingKeys):
                 bad_words=tuple(self.bad_words or ()),
             ),
             stream=bool(stream),
-            form=form_of(self),
+            form=form_of({key: getattr(self, key) for key in KEYS}),
             salt=self.cache_salt or "",
             priority=self.priority or 0,
             **{"prompt_logprobs": self.prompt_logprobs, **about},
