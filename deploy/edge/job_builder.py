@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from deploy.edge.ask import AnswerForm, Ask, ChatPrompt, RawPrompts
-from deploy.edge.logit_keys import check_ids, forbid, logit_adjustments
+from deploy.edge.logit_keys import check_ids, logit_adjustments
 from deploy.edge.media.media_preparer import MediaPreparer, media_items
 from deploy.edge.media.tasks import Prepared
 from deploy.edge.raw_json import invalid
@@ -94,10 +94,9 @@ class JobBuilder:
         prompt, tools = self._render(chat, media, ask.prompt_key, settings.max_len)
         if chat.choice.mode == "required":
             _check_end(ask, "a tool_choice that requires a call")
-        job = self._job(ask, [prompt], ask.sampling.max_tokens or settings.max_tokens or settings.max_len, scored=1)
-        if chat.choice.mode == "none" and chat.tools:
-            ids = list(filter(None, map(self.text.control_id, CALL_TOKENS)))
-            job = _with(job, adjustments=forbid(job.params[0].adjustments, ids))
+        banned = map(self.text.control_id, CALL_TOKENS) if chat.choice.mode == "none" and chat.tools else ()
+        limit = ask.sampling.max_tokens or settings.max_tokens or settings.max_len
+        job = self._job(ask, [prompt], limit, scored=1, banned=[token for token in banned if token is not None])
         items = media_items(prompt, media, self.text) if media else ()
         return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
 
@@ -145,7 +144,7 @@ class JobBuilder:
     def _render(self, chat: ChatPrompt, media: Sequence[Prepared], key: str, most: int) -> tuple[list[int], Tools]:
         """The prompt, of `most` tokens, and the tools that the reply may call. `key`: the client's, of the messages."""
         messages = [message.plain() for message in chat.messages]
-        tools = _declared(chat)
+        tools = Tools(chat.tools, chat.tool_paths)
         _check_choice(chat.choice, tools)
         with _naming(key):
             self._check_size(characters([messages, chat.tools]), "messages")
@@ -171,43 +170,44 @@ class JobBuilder:
         if characters > self.settings.max_len * CHARACTERS_A_TOKEN:
             raise too_long(f"at least {characters // CHARACTERS_A_TOKEN} tokens", self.settings.max_len, param)
 
-    def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int) -> Job:
-        """`scored` choices of each prompt also give its logprobs, where they are asked for."""
+    def _job(self, ask: Ask, prompts: list[list[int]], limit: int, *, scored: int, banned: Sequence[int] = ()) -> Job:
+        """`scored` choices of each prompt also give its logprobs, where they are asked for; `banned` ids may not come."""
         self._check_limits(ask, len(prompts))
         sampling = ask.sampling
-        adjustments = logit_adjustments(sampling, self.settings.vocab, partial(self.text.encode, add_bos=False))
-        choices = tuple(params for prompt in prompts for params in self._choices(ask, prompt, limit, scored))
+        params = self._params(ask, limit, banned)
+        choices = tuple(choice for prompt in prompts for choice in self._choices(ask, prompt, params, scored))
         if ask.prompt_logprobs is not None:
             count = scored * sum(map(len, prompts)) * (1 + ask.prompt_logprobs)
             if count > MAX_PROMPT_LOGPROBS:
                 why = f"{count} logprobs of prompt tokens, alternatives counted, exceed the limit of {MAX_PROMPT_LOGPROBS}"
                 raise invalid("prompt_logprobs", f"{why} a request")
-        job = Job(
+        return Job(
             tuple(array("i", prompt) for prompt in prompts),
             choices,
             clip=sampling.max_tokens is None,
             stops=sampling.stops,
             skip_special_tokens=sampling.skip_special_tokens,
         )
-        return _with(job, adjustments=adjustments)
 
-    def _choices(self, ask: Ask, prompt: list[int], limit: int, scored: int) -> list[SamplingParams]:
+    def _choices(self, ask: Ask, prompt: list[int], params: SamplingParams, scored: int) -> list[SamplingParams]:
         """Return the choices of one prompt, with the seeds that it has when it comes alone."""
         context = self.settings.max_len
         if len(prompt) + 1 > context:
             raise too_long(f"{len(prompt)} tokens", context, ask.prompt_key)
         if not prompt:
             raise invalid(ask.prompt_key, "must not be empty")
-        limit = min(limit, context - len(prompt))
+        limit = min(params.max_tokens, context - len(prompt))
         if (least := ask.sampling.min_tokens) > limit:
             raise invalid(ask.min_tokens_key, f"{least} exceeds the {limit} tokens to generate")
-        params = self._params(ask, limit)
         return [
-            msgspec.structs.replace(params, seed=seed, prompt_logprobs=ask.prompt_logprobs if choice < scored else None)
+            msgspec.structs.replace(
+                params, max_tokens=limit, seed=seed, prompt_logprobs=ask.prompt_logprobs if choice < scored else None
+            )
             for choice, seed in enumerate(_seeds(ask.sampling.seed, ask.sampling.n))
         ]
 
-    def _params(self, ask: Ask, limit: int) -> SamplingParams:
+    def _params(self, ask: Ask, limit: int, banned: Sequence[int]) -> SamplingParams:
+        """What the choices have in common, but for what a prompt leaves of `limit`."""
         sampling = ask.sampling
         defaults = self.settings.defaults
         eos = () if sampling.ignore_eos else self.text.eos_ids
@@ -221,6 +221,7 @@ class JobBuilder:
             stop_ids=tuple(dict.fromkeys((*eos, *check_ids(sampling.stop_ids, self.settings.vocab, "stop_token_ids")))),
             logprobs=ask.logprobs,
             drafts=sampling.speculative,
+            adjustments=logit_adjustments(sampling, self.settings.vocab, partial(self.text.encode, add_bos=False), banned),
         )
 
     def _check_limits(self, ask: Ask, prompts: int) -> None:
@@ -245,18 +246,6 @@ def _check_end(ask: Ask, what: str) -> None:
     for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.min_tokens_key, ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")
-
-
-def _declared(chat: ChatPrompt) -> Tools:
-    """The tools of a chat. InvalidRequest has the client's path of what is wrong."""
-    try:
-        return Tools(chat.tools)
-    except InvalidRequest as error:
-        message = str(error)
-        for index, (tool, schema) in enumerate(chat.tool_paths):
-            path = f"tools[{index}].function"
-            message = message.replace(f"{path}.parameters", schema, 1).replace(path, tool, 1)
-        raise InvalidRequest(message, "tools") from error
 
 
 def _check_choice(choice: ToolChoice, tools: Tools) -> None:

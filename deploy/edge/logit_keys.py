@@ -3,19 +3,20 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from deploy.edge.ask import Sampling
 from deploy.edge.raw_json import invalid
-from engine.logit_adjustments import LogitAdjustments
+from engine.logit_adjustments import MAX_BIAS_IDS, LogitAdjustments
 
 Ids = TypeVar("Ids", bound=Iterable[int])
 BAN = -100  # of a logit_bias: OpenAI's "should result in a ban"
 
 
-def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], list[int]]) -> LogitAdjustments | None:
-    """Return what a request to a model of `vocab` ids asks for, or None. `encode`: a text's ids. InvalidRequest names the key."""
-    biases = sampling.biases
+def logit_adjustments(
+    sampling: Sampling, vocab: int, encode: Callable[[str], list[int]], banned: Iterable[int]
+) -> LogitAdjustments | None:
+    """Return what a request to a model of `vocab` ids asks for, or None. `encode`: a text's ids; `banned`: ids that may not come,
+    whatever it says. InvalidRequest names the key."""
+    biases = {**sampling.biases, **dict.fromkeys(banned, BAN)}
     allowed = sampling.allowed_ids
     check_ids(biases, vocab, "logit_bias")
     check_ids(allowed or [], vocab, "allowed_token_ids")
@@ -32,18 +33,10 @@ def logit_adjustments(sampling: Sampling, vocab: int, encode: Callable[[str], li
         bad_words=_spellings(sampling.bad_words, encode),
     )
     if (excess := adjusted.excess()) is not None:
-        raise invalid("bad_words", excess)  # lists of ids are bounded where they are read
+        if len(biases) > MAX_BIAS_IDS:
+            raise invalid("logit_bias", f"{excess}, those that tool_choice none forbids among them")
+        raise invalid("bad_words", excess)  # other lists are bounded where they are read
     return adjusted if adjusted != LogitAdjustments() else None
-
-
-def forbid(adjustments: LogitAdjustments | None, ids: Sequence[int]) -> LogitAdjustments:
-    """The same, and none of `ids` may come. InvalidRequest: there is no room for them beside the request's own biases."""
-    adjusted = adjustments or LogitAdjustments()
-    bias = {**dict(adjusted.bias), **dict.fromkeys(ids, -float("inf"))}
-    adjusted = msgspec.structs.replace(adjusted, bias=tuple(bias.items()))
-    if (excess := adjusted.excess()) is not None:
-        raise invalid("logit_bias", f"{excess}, those that tool_choice none forbids among them")
-    return adjusted
 
 
 def _spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:

@@ -21,15 +21,22 @@ _LONGEST_PATH = 200  # characters of where a schema stands
 
 
 class Tools:
-    """Declared tools by name; raises InvalidRequest that names what is wrong with a declaration."""
+    """Declared tools by name; raises InvalidRequest that names what is wrong with a declaration.
 
-    def __init__(self, declarations: Sequence[JsonObject]) -> None:
+    `paths`: the client's, of each function and of its parameters, where they are not OpenAI's.
+    """
+
+    def __init__(self, declarations: Sequence[JsonObject], paths: Sequence[tuple[str, str]] = ()) -> None:
         self._schemas: dict[str, ValueSchema] = {}
         self.strict: set[str] = set()  # those whose schemas must be kept
         for index, declaration in enumerate(declarations):
-            name, parameters = _checked(declaration, f"tools[{index}]")
+            where = f"tools[{index}]"
+            function, schema = paths[index] if paths else (f"{where}.function", f"{where}.function.parameters")
+            if (kind := declaration.get("type", "function")) != "function":
+                raise _wrong(f"{where}.type", f"only 'function' is supported, not {_shown(kind)}")
+            name, parameters = _checked(declaration.get("function"), function, schema)
             if name in self._schemas:
-                raise _wrong(f"tools[{index}].function.name", f"{name!r} is declared twice")
+                raise _wrong(f"{function}.name", f"{name!r} is declared twice")
             self._schemas[name] = ValueSchema(parameters, parameters)
             if declaration["function"].get("strict") is True:
                 self.strict.add(name)
@@ -63,20 +70,17 @@ def _wrong(where: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{where}: {why}", param="tools")
 
 
-def _checked(declaration: JsonObject, where: str) -> tuple[str, Schema]:
-    """(name, parameters) of a declaration."""
-    if (kind := declaration.get("type", "function")) != "function":
-        raise _wrong(f"{where}.type", f"only 'function' is supported, not {_shown(kind)}")
-    function = declaration.get("function")
+def _checked(function: Any, where: str, schema: str) -> tuple[str, Schema]:
+    """(name, parameters) of a function that stands at `where`, its parameters at `schema`."""
     if not isinstance(function, Mapping):
-        raise _wrong(f"{where}.function", "must be an object")
+        raise _wrong(where, "must be an object")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise _wrong(f"{where}.function.name", f"{_shown(name)} is no name of 1 to 128 letters, digits and _ - . : /")
-    _of_kind(str, function, "description", f"{where}.function")
+        raise _wrong(f"{where}.name", f"{_shown(name)} is no name of 1 to 128 letters, digits and _ - . : /")
+    _of_kind(str, function, "description", where)
     if parameters is None:
         return name, {"properties": {}}  # OpenAI's: it has no arguments
-    _check_parameters(parameters, f"{where}.function.parameters")
+    _check_parameters(parameters, schema)
     return name, parameters
 
 

@@ -246,9 +246,9 @@ def test_adjustments_of_logits_reach_the_engine(edge: Edge) -> None:
     assert others == [None, None]
 
 
-def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
+def test_templates_options_and_tools_reach_the_prompt(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thinking and tools change the prompt; with tool_choice none tools stay in it, so that it stays cached, and what begins
-    a call is forbidden, beside the request's own biases."""
+    a call is forbidden, be its id 0, beside the request's own biases."""
     tool = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}}
     variants: list[dict[str, Any]] = [
         {}, {"chat_template_kwargs": {"enable_thinking": True}}, {"tools": [tool]},
@@ -264,6 +264,10 @@ def test_templates_options_and_tools_reach_the_prompt(edge: Edge) -> None:
     markers = [edge.text.control_id(name) for name in ("<|tool_call>", "<|tool_response>")]
     assert last is not None
     assert dict(last.bias) == {7: 2.0, **dict.fromkeys(markers, -float("inf"))}
+    monkeypatch.setattr(edge.text, "control_id", {"<|tool_call>": 0}.get)
+    edge.post("/v1/chat/completions", chat_body() | variants[-1]).raise_for_status()
+    assert dict(edge.core.requests[-1].params.adjustments.bias) == {7: 2.0, 0: -float("inf")}  # type: ignore[union-attr]
+    monkeypatch.undo()
     full = {"tools": [tool], "tool_choice": "none", "logit_bias": {str(token): 1 for token in range(100, 1123)}}
     reply = edge.post("/v1/chat/completions", chat_body() | full)
     assert error_of(reply, 400)["param"] == "logit_bias"
