@@ -1,6 +1,7 @@
 """A small pool of threads for work on texts: a long prompt must not hold up every stream."""
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,7 +24,8 @@ class TextPool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def read(self, reader: Callable[[bytes], T], body: bytes) -> T:
-        """What `reader` makes of `body`; a large one is read off the loop. Raises what `reader` does."""
+        """What `reader` makes of `body`, JSON; a large one is read off the loop. Raises what `reader` does."""
+        body = body.removeprefix(BOM_UTF8)
         if len(body) <= ON_LOOP_BYTES:
             return reader(body)
         if len(body) > TEXT_BYTES:

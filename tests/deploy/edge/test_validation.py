@@ -101,6 +101,7 @@ BAD: list[tuple[str, str, str | None]] = [
     *((TEXT, text(**{key: value}), key) for key, values in BAD_TEXT_VALUES.items() for value in values),
     *((CHAT, body, None) for body in ("", "{", "null", "[]", '"text"', "1e999", "[" * 100_000, '{"model":' + '{"a":' * 5000)),
     (CHAT, chat()[:-1] + ',"seed":' + "9" * 5000 + "}", None),
+    (CHAT, "\ufeff\ufeff" + chat(), None),
     (CHAT, chat()[:-1] + ',"temperature":NaN}', None),
     (CHAT, chat()[:-1] + ',"temperature":Infinity}', None),
     (CHAT, chat()[:-1] + ',"top_p":1e999}', "top_p"),
@@ -118,6 +119,7 @@ BAD: list[tuple[str, str, str | None]] = [
 
 GOOD: list[tuple[str, str]] = [
     (CHAT, chat()),
+    (CHAT, "\ufeff" + chat()),
     (CHAT, json.dumps({"messages": MESSAGES, "tools": [{"function": {"name": "f"}}]})),
     (TEXT, json.dumps({"prompt": "x", "model": None})),
     ("/v1/responses", json.dumps({"input": "x"})),
