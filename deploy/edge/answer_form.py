@@ -18,10 +18,10 @@ from msgspec import Raw
 from deploy.edge.ask import AnswerForm, LazyForm
 from deploy.edge.raw_json import ANYTHING, Json, not_null, read_small
 from engine.errors import InvalidRequest
-from engine.front.grammar import MAX_SCHEMA_BYTES, Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
+from engine.front.grammar import Structure, choice_answer, json_answer, lark_answer, regex_answer, tagged_answer
 from engine.protocol import FrozenStruct, JsonObject
 
-_MAX_BYTES = MAX_SCHEMA_BYTES + 1024  # of one key: a schema and what stands around it
+_MAX_BYTES = (64 << 10) + 1024  # of one key: a schema and what stands around it
 _MAX_TAGS = 64
 RulesReader = Callable[[Any], str | None]  # from what a key holds; InvalidRequest says what is wrong with it
 

@@ -179,7 +179,7 @@ class Ask(FrozenStruct, kw_only=True):
     """One request. `model`: None: whichever is served; `form`: what its answer must look like.
 
     `logprobs` and `prompt_logprobs`: alternatives of each token, None: no logprobs. Only asks of one `salt` share cached prefixes.
-    `prompt_key` and `min_tokens_key`: the client's names for what may turn out to be wrong when the job is made.
+    `prompt_key`: the client's name for what may turn out to be wrong when the job is made.
     """
 
     prompt: ChatPrompt | RawPrompts
@@ -192,4 +192,3 @@ class Ask(FrozenStruct, kw_only=True):
     salt: str = ""
     priority: int = 0
     prompt_key: str = "messages"
-    min_tokens_key: str = "min_tokens"

@@ -198,7 +198,7 @@ class JobBuilder:
             raise invalid(ask.prompt_key, "must not be empty")
         limit = min(params.max_tokens, context - len(prompt))
         if (least := ask.sampling.min_tokens) > limit:
-            raise invalid(ask.min_tokens_key, f"{least} exceeds the {limit} tokens to generate")
+            raise invalid("min_tokens", f"{least} exceeds the {limit} tokens to generate")
         return [
             msgspec.structs.replace(
                 params, max_tokens=limit, seed=seed, prompt_logprobs=ask.prompt_logprobs if choice < scored else None
@@ -243,7 +243,7 @@ def _form(ask: Ask) -> AnswerForm | None:
 
 def _check_end(ask: Ask, what: str) -> None:
     """Raise where a request with `what`, whose answer ends when it is complete, asks for more."""
-    for key, given in (("ignore_eos", ask.sampling.ignore_eos), (ask.min_tokens_key, ask.sampling.min_tokens)):
+    for key, given in (("ignore_eos", ask.sampling.ignore_eos), ("min_tokens", ask.sampling.min_tokens)):
         if given:
             raise invalid(key, f"not with {what}")
 

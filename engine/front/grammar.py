@@ -27,7 +27,6 @@ from engine.front.tools import SCHEMAS_BY_NAME
 from engine.front.value_schema import Comparison, Schema, as_json_schema, listed, referred
 from engine.protocol import JsonObject
 
-MAX_SCHEMA_BYTES = 64 << 10
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _COMBINED = ("allOf", "not", "if", "dependentSchemas")
 _BRANCHES = ("anyOf", "oneOf", "$ref")
@@ -132,10 +131,7 @@ def _json(schema: Schema) -> str:
     kept = _changed(kept, partial(_without_one_of, kept, Comparison()))
     with suppress(_Combination):  # then it stays as it is
         kept = _changed(kept, _close)
-    text = json.dumps(kept | {"x-guidance": _SPACING})
-    if len(text) > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(f"the schema is larger than {MAX_SCHEMA_BYTES} bytes")
-    return f"%json {text}"
+    return f"%json {json.dumps(kept | {'x-guidance': _SPACING})}"
 
 
 class Structure(NamedTuple):

@@ -57,13 +57,10 @@ class GenerateTextRequest(FrozenStruct):
         if params.n not in (None, 1):
             raise unsupported("sampling_params.n", "1")
         own = {"min_tokens": params.min_new_tokens, "seed": params.sampling_seed, "priority": self.priority}
-        keys = {
-            "prompt_key": "input_ids" if self.text is None else "text",
-            "min_tokens_key": "min_tokens" if params.min_new_tokens is None else "min_new_tokens",
-        }
         params = msgspec.structs.replace(params, **{name: value for name, value in own.items() if value is not None})
         limit = params.max_new_tokens or params.max_tokens or _MAX_NEW_TOKENS
-        return params.asking(RawPrompts([self._prompt()]), limit, stream=self.stream, **keys)
+        key = "input_ids" if self.text is None else "text"
+        return params.asking(RawPrompts([self._prompt()]), limit, stream=self.stream, prompt_key=key)
 
     def _prompt(self) -> str | list[int]:
         text = self.text

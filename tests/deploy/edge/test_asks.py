@@ -237,8 +237,8 @@ def test_a_raw_prompt_in_two_apis() -> None:
     assert text.sampling == generate.sampling
     assert text.sampling != replace(generate.sampling, seed=8)
     assert (text.priority, text.model, generate.model) == (4, "m", None)
-    assert (generate.prompt_key, generate.min_tokens_key) == ("input_ids", "min_new_tokens")
-    assert replace(generate, prompt_key=text.prompt_key, min_tokens_key=text.min_tokens_key, model="m") == text
+    assert generate.prompt_key == "input_ids"
+    assert replace(generate, prompt_key=text.prompt_key, model="m") == text
     assert ask_of(GENERATE).sampling.max_tokens == 128
 
 

@@ -74,6 +74,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"$ref": "#/$defs/Box[int]", "$defs": {"Box[int]": SCHEMA}}}, '{"a":5}', "{}"),
     ({"guided_json": {"$ref": "#/$defs/Box%5Bint%5D", "$defs": {"Box[int]": SCHEMA}}}, '{"a":5}', "{}"),
     ({"guided_json": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/S"}], "$defs": {"S": SCHEMA}}}, "null", "{}"),
+    ({"guided_json": {**SCHEMA, "description": "\u5929" * 20_000}}, '{"a":5}', "{}"),
     ({"guided_json": EITHER}, '{"b":"x"}', '{"a":"x"}'),
     ({"guided_json": {"properties": {"v": {"oneOf": EITHER["oneOf"]}}, "$defs": EITHER["$defs"]}}, '{"v":"so"}', '{"v":5}'),
     ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "[1,null]", "[1,"),
