@@ -1,6 +1,6 @@
 """What several APIs' requests have in common: bounds, stop strings, content parts, and functions as chat templates take them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -18,17 +18,7 @@ ShortText = Annotated[str, Meta(min_length=1, max_length=256)]
 StopTexts = Annotated[list[ShortText], Meta(max_length=16)]
 RawTools = Annotated[Raw, kt.shown_as(kt.array(kt.OBJECT, maxItems=TOOLS))] | UnsetType
 TOOL_BYTES = 1 << 20  # of a request's declared tools, and of the arguments of all its tool calls
-Detail = Literal["low", "high", "original", "auto"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # the model knows two: none, and all others
-# To an image's soft tokens.
-_DETAILS: Mapping[Detail | None, int] = {"low": 70, "high": 1120, "original": 1120}
-
-
-class InputAudio(FrozenStruct):
-    """All of a clip, in base64."""
-
-    data: str | None = None
-    format: str | None = None
 
 
 class TextForm(FrozenStruct):
@@ -81,16 +71,11 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
     return Text(text)
 
 
-def media_part(kind: MediaKind, url: str | None, where: str, detail: Detail | None = None) -> Media:
-    """Return a content part of another kind. InvalidRequest: it has no URL that can be read."""
+def media_part(kind: MediaKind, url: str | None, where: str, budget: int | None = None) -> Media:
+    """Return a content part of another kind, an image of `budget` tokens. InvalidRequest: it has no URL that can be read."""
     if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs its data, or a URL (data:, http: or https:); no files are kept here")
-    return Media(kind, url, _DETAILS.get(detail))
-
-
-def audio_part(clip: InputAudio | None, where: str) -> Media:
-    """Return a content part that is a clip. InvalidRequest: there is nothing."""
-    return media_part("audio", f"data:audio/{clip.format};base64,{clip.data}" if clip and clip.data else None, where)
+    return Media(kind, url, budget)
 
 
 def content_of(parts: list[Part]) -> str | list[Part]:

@@ -10,9 +10,6 @@ from deploy.edge.common_keys import (
     MESSAGES,
     PARTS,
     TOOLS,
-    Detail,
-    InputAudio,
-    audio_part,
     check_bounds,
     media_part,
     text_part,
@@ -24,8 +21,17 @@ from deploy.edge.raw_json import ANYTHING, ListReader, decode, invalid, not_null
 from engine.protocol import FrozenStruct, JsonObject, MediaKind
 
 MESSAGES_SCHEMA = array(component("Message"), minItems=1, maxItems=MESSAGES)
-_TEXTS = ("text", "refusal")  # kinds of parts that are text
-_URL_PARTS: Mapping[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+_TEXTS = ("text", "refusal", "input_text", "output_text", "reasoning_text")  # kinds of parts that are text
+_URL_PARTS: Mapping[str, MediaKind] = {"image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio"}
+Detail = Literal["low", "high", "original", "auto"]
+_DETAILS: Mapping[Detail | None, int] = {"low": 70, "high": 1120, "original": 1120}  # to an image's soft tokens
+
+
+class InputAudio(FrozenStruct):
+    """All of a clip, in base64."""
+
+    data: str | None = None
+    format: str | None = None
 
 
 class MediaUrl(FrozenStruct):
@@ -39,7 +45,7 @@ _Url = MediaUrl | str | None  # a text: Mistral's clients
 
 
 class ContentPart(FrozenStruct):
-    """A text, which may be a refusal, an image, a video or a clip."""
+    """A text, which may be a refusal, an image, a video or a clip, by the names of chats or of Responses."""
 
     type: Annotated[str, one_of(*_TEXTS, *_URL_PARTS, "input_audio")]
     text: str | None = None
@@ -47,7 +53,11 @@ class ContentPart(FrozenStruct):
     image_url: _Url = None
     video_url: _Url = None
     audio_url: _Url = None
+    detail: Detail | None = None
     input_audio: InputAudio | None = None
+
+
+Content = str | Annotated[list[ContentPart], Meta(max_length=PARTS)] | None
 
 
 class FunctionCall(FrozenStruct):
@@ -69,7 +79,7 @@ class Message(FrozenStruct):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=PARTS)] | None = None
+    content: Content = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -123,7 +133,7 @@ def _message(message: Message, where: str) -> ChatMessage:
         raise invalid(f"{where}.content", "a user's message needs content, not null")
     return ChatMessage(
         "system" if message.role == "developer" else message.role,
-        [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)] if isinstance(content, list) else content,
+        content_parts(content, f"{where}.content") if isinstance(content, list) else content,
         thought=message.reasoning or message.reasoning_content,
         calls=tuple(map(_call, message.tool_calls or ())),
         call_id=message.tool_call_id,
@@ -132,13 +142,19 @@ def _message(message: Message, where: str) -> ChatMessage:
     )
 
 
+def content_parts(parts: list[ContentPart], where: str) -> list[Part]:
+    """What stands at `where`. InvalidRequest names the part that is wrong."""
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
+
+
 def _part(part: ContentPart, where: str) -> Part:
     if part.type == "input_audio":
-        return audio_part(part.input_audio, where)
+        clip = part.input_audio
+        return media_part("audio", f"data:audio/{clip.format};base64,{clip.data}" if clip and clip.data else None, where)
     if (kind := _URL_PARTS.get(part.type)) is not None:
-        value: _Url = getattr(part, part.type)
-        media = value if isinstance(value, MediaUrl) else MediaUrl(value)
-        return media_part(kind, media.url, where, media.detail if kind == "image" else None)
+        value: _Url = getattr(part, f"{kind}_url")
+        media = value if isinstance(value, MediaUrl) else MediaUrl(value, part.detail)
+        return media_part(kind, media.url, where, _DETAILS.get(media.detail))
     return text_part(part.type, part.refusal or part.text, where, _TEXTS)
 
 

@@ -25,20 +25,14 @@ from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Part, PastCall, withou
 from deploy.edge.body_reader import AbsentKeys, BodyReader
 from deploy.edge.common_keys import (
     MESSAGES,
-    PARTS,
     TOOLS,
     CommonSamplingKeys,
-    Detail,
     Effort,
-    InputAudio,
     RawTools,
     TextForm,
-    audio_part,
     check_bounds,
     content_of,
     declared_function,
-    media_part,
-    text_part,
     thinks_by_effort,
 )
 from deploy.edge.key_types import (
@@ -51,9 +45,9 @@ from deploy.edge.key_types import (
     RawToolChoice,
     array,
     component,
-    one_of,
     shown_as,
 )
+from deploy.edge.openai.chat_turns import Content, content_parts
 from deploy.edge.openai.schemas import chat_keys_without
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import Json, ListReader, invalid, read_text
@@ -66,7 +60,6 @@ _NEVER_THERE = ("code_interpreter_call.", "computer_call_output.", "file_search_
 _ITEMS_SCHEMA = array(component("InputItem"), minItems=1, maxItems=MESSAGES)
 # Agents declare these in every request, and do without them where they are not offered.
 _NOT_OFFERED = ("custom", "web_search", "tool_search", "local_shell", "shell", "apply_patch", "image_generation")
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "refusal")  # kinds of parts that are text
 _ORDER = ("reasoning", "message", "function_call")  # of the items of one message
 _ABSENT: AbsentKeys = {
     "previous_response_id": (),
@@ -81,31 +74,17 @@ _ABSENT: AbsentKeys = {
 V = TypeVar("V")
 
 
-class InputPart(FrozenStruct):
-    """Of a message's content, of a thought, or of what a call gave."""
-
-    type: Annotated[str, one_of(*_TEXTS, "input_image", "input_audio")]
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | None = None
-    detail: Detail | None = None
-    input_audio: InputAudio | None = None
-
-
-_Content = str | Annotated[list[InputPart], Meta(max_length=PARTS)] | None
-
-
 class InputItem(FrozenStruct):
     """A message, a thought, a call, or what it gave; which fields it has follows from that."""
 
     type: Kind | None = None
     role: Annotated[str, Meta(max_length=32)] | None = None
-    content: _Content = None
+    content: Content = None
     call_id: str | None = None
     name: Name | None = None
     namespace: Name | None = None
     arguments: str | None = None
-    output: _Content = None
+    output: Content = None
     encrypted_content: str | None = None
 
 
@@ -288,21 +267,11 @@ def _thought(item: InputItem, where: str) -> str:
         raise invalid(f"{where}.encrypted_content", "it is not as it was handed out") from error
 
 
-def _part(part: InputPart, where: str) -> Part:
-    if part.type == "input_image":
-        return media_part("image", part.image_url, where, part.detail)
-    if part.type == "input_audio":
-        return audio_part(part.input_audio, where)
-    return text_part(part.type, part.refusal or part.text, where, _TEXTS)
+def _content(content: Content, where: str) -> str | list[Part]:
+    return content_of(content_parts(content, where)) if isinstance(content, list) else _required(content, where)
 
 
-def _content(content: _Content, where: str) -> str | list[Part]:
-    if isinstance(content, list):
-        return content_of([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
-    return _required(content, where)
-
-
-def _text(content: _Content, where: str) -> str:
+def _text(content: Content, where: str) -> str:
     """Return the text of a content. InvalidRequest: some of it is no text."""
     text = _content(content, where)
     if not isinstance(text, str):

@@ -92,6 +92,8 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
                          {"role": "tool", "tool_call_id": "a", "content": [image_url(BLUE)]}]}),
     (CHAT, {"messages": [user([{"type": "image_url", "image_url": {"url": data_url(BLUE).replace(";", "; ")}}])]}),
     ("/v1/responses", {"input": [user([{"type": "input_image", "image_url": data_url(BLUE)}])]}),
+    (CHAT, {"messages": [user([{"type": "input_image", "image_url": data_url(BLUE)}])]}),
+    ("/v1/responses", {"input": [user([image_url(BLUE)])]}),
     ("/v1/responses", {"input": [*RESPONSES_CALL, {"type": "function_call_output", "call_id": "a",
                                                    "output": [{"type": "input_image", "image_url": data_url(BLUE)}]}]}),
     ("/v1/messages", {"max_tokens": 9, "messages": [user([anthropics(BASE64)])]}),
