@@ -1,6 +1,5 @@
 """What a JSON Schema says of one value, as far as reading a tool call needs it: its types, and the schemas inside it."""
 
-import re
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,6 @@ from engine.front.string_schema import FORMATS
 from engine.protocol import JsonObject
 
 _BRANCHES = 64  # of anyOf, oneOf, allOf and $ref together: more are not looked at
-_DIALECT = re.compile(r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 _NOTHING: Mapping[str, Sequence[Any]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}  # by the first character
 _PYTHON_TYPES: dict[type, str] = {
@@ -123,7 +121,8 @@ def as_json_schema(schema: Schema) -> JsonObject:
     """What a schema says, in JSON Schema's own words: OpenAPI writes `nullable`, Gemini's clients types in capitals.
 
     Keywords that allow everything are left out: zod writes of a record that its keys are strings, pydantic a format "password". One
-    that is null is as good as absent: programs write so what they leave open. A dialect that nobody knows is none.
+    that is null is as good as absent: programs write so what they leave open. Keywords of all drafts mean what they say, whichever
+    draft `$schema` names.
     """
     kept = {keyword: _spelled(keyword, value) for keyword, value in schema.items() if not _says_nothing(keyword, value)}
     return {"anyOf": [{"type": "null"}, kept]} if kept.pop("nullable", False) is True else kept
@@ -147,7 +146,7 @@ def _says_nothing(keyword: str, value: Any) -> bool:
         case "format":
             return str(value) not in FORMATS
         case "$schema":
-            return not _DIALECT.fullmatch(str(value))
+            return True
     return value is None or value in _NOTHING.get(keyword, ())
 
 

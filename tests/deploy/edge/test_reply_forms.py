@@ -24,6 +24,7 @@ EITHER: dict[str, Any] = {
     "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}, {"type": "string"}],
     "$defs": {"A": SCHEMA, "B": CLOSED},
 }
+PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}
 GEMINIS = {"type": "OBJECT", "properties": {"a": {"type": "ARRAY", "items": {"type": ["STRING"], "nullable": True}}}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 NAMES = ("get_weather", "run-it")
@@ -75,6 +76,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"$ref": "#/$defs/Box%5Bint%5D", "$defs": {"Box[int]": SCHEMA}}}, '{"a":5}', "{}"),
     ({"guided_json": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/S"}], "$defs": {"S": SCHEMA}}}, "null", "{}"),
     ({"guided_json": {**SCHEMA, "description": "\u5929" * 20_000}}, '{"a":5}', "{}"),
+    ({"guided_json": {"$schema": "http://json-schema.org/draft-07/schema#", **PAIR}}, '[1,"a"]', "[1,2]"),
     ({"guided_json": EITHER}, '{"b":"x"}', '{"a":"x"}'),
     ({"guided_json": {"properties": {"v": {"oneOf": EITHER["oneOf"]}}, "$defs": EITHER["$defs"]}}, '{"v":"so"}', '{"v":5}'),
     ({"guided_json": {}, "guided_decoding_backend": "xgrammar"}, "[1,null]", "[1,"),

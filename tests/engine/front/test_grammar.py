@@ -90,13 +90,13 @@ A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
         ({"anyOf": [{"type": "null"}, A_OR_B]}, {"anyOf": [{"type": "null"}, A_OR_B | {"additionalProperties": False}]}),
         ({"properties": {}}, {"type": "object", "properties": {}, "additionalProperties": False}),
         (
-            {"$schema": "https://json-schema.org/draft-07/schema", "enum": None, "additionalProperties": None} | A_OR_B,
+            {"$schema": "http://json-schema.org/draft-07/schema#", "enum": None, "additionalProperties": None} | A_OR_B,
             A_OR_B | {"additionalProperties": False},
         ),
         *(
             (schema, schema)
             for schema in (
-                {"const": None, "$schema": "http://json-schema.org/draft-07/schema#"}, {"type": "object"},
+                {"const": None}, {"type": "object"},
                 A_OR_B | {"additionalProperties": True}, A_OR_B | {"patternProperties": {"^x": True}},
                 A_OR_B | {"required": ["a", "c"]}, A_OR_B | {"anyOf": [{"required": ["b"]}, {"properties": {"c": True}}]},
                 {"allOf": [A_OR_B, {"properties": {"c": True}}]}, {"const": A_OR_B},
@@ -106,7 +106,7 @@ A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
 )
 def test_objects_are_closed(schema: dict[str, Any], kept: dict[str, Any]) -> None:
     """An object has only the properties that its schema names, unless it says something of others or of the object elsewhere; what
-    names some is one. Keywords that are null, and a dialect that nobody knows, say nothing."""
+    names some is one. Keywords that are null, and the dialect, say nothing."""
     assert json.loads(json_answer(schema).removeprefix("answer: %json ")) == kept | {"x-guidance": ANY}
 
 
