@@ -49,6 +49,7 @@ class JobBuilder:
 
     def __post_init__(self) -> None:
         self.media_preparer = MediaPreparer()
+        self._markers = Markers.of(self.text)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is served here, or none is named."""
@@ -82,7 +83,7 @@ class JobBuilder:
         wants = Constraints(tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
-        return _with(job, grammar=kept, thought=wants.thought_budget(self.text, prompt))
+        return _with(job, grammar=kept, thought=wants.thought_budget(self.text, self._markers, prompt))
 
     async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
         with _naming(key):
@@ -98,7 +99,7 @@ class JobBuilder:
         limit = ask.sampling.max_tokens or settings.max_tokens or settings.max_len
         job = self._job(ask, [prompt], limit, scored=1, banned=[token for token in banned if token is not None])
         items = media_items(prompt, media, self.text) if media else ()
-        return replace(job, is_chat=True, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
+        return replace(job, markers=self._markers, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
 
     def _thinks(self, chat: ChatPrompt) -> bool:
         if chat.thinks is not None:
@@ -107,7 +108,7 @@ class JobBuilder:
 
     async def _grammar(self, wants: Constraints, prompt: Sequence[int], thinking: bool, param: str) -> Grammar | None:
         """Return a reply's grammar; what only we want gives way. InvalidRequest: it cannot be kept; Overloaded: not now."""
-        reply_grammar = await self.pool.run(lambda: wants.grammar(Markers.of(self.text), prompt, thinking=thinking))
+        reply_grammar = await self.pool.run(lambda: wants.grammar(self._markers, prompt, thinking=thinking))
         if reply_grammar is None:
             return None
         try:

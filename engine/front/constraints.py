@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from engine.config import ToolGrammar
-from engine.errors import InvalidRequest
 from engine.front.call_grammar import CallGrammar
 from engine.front.grammar import Thought, begun_call, calls_answer, grammar
 from engine.front.reply import LABEL, Markers
@@ -37,14 +36,12 @@ class Constraints(NamedTuple):
     arguments: ToolGrammar
     budget: int | None
 
-    def grammar(self, markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
+    def grammar(self, markers: Markers, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
         """The grammar of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
         thought = _thought(markers, prompt, thinking=thinking)
         free = self.choice.mode == "none" or (self.ours and self.arguments == "off")  # nothing is to be said about calls
         if free or not self.tools:
             return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
-        if markers is None:
-            raise InvalidRequest("tools: this model's vocabulary has no tokens for tool calls", param="tools")
         names = self.tools.names if self.choice.names is None else self.choice.names
         kept = names if self.arguments == "strict" else self.tools.strict
         schemas = {name: self.tools.parameters(name).schema if name in kept else {} for name in names}
@@ -59,10 +56,9 @@ class Constraints(NamedTuple):
             return Grammar(begun_call(calls), markers.begin_call)
         return Grammar(grammar(markers, answer, thought))
 
-    def thought_budget(self, text: TextProcessor, prompt: Sequence[int]) -> ThoughtBudget | None:
-        """Tokens that the reply to `prompt` may think; None: without limit, or it cannot think."""
-        markers = Markers.of(text)
-        if self.budget is None or markers is None:
+    def thought_budget(self, text: TextProcessor, markers: Markers, prompt: Sequence[int]) -> ThoughtBudget | None:
+        """Tokens that the reply to `prompt` may think; None: without limit."""
+        if self.budget is None:
             return None
         label = len(text.encode(LABEL, add_bos=False))
         begun = markers.open_thought(prompt)
@@ -82,7 +78,7 @@ class Constraints(NamedTuple):
         return self._replace(arguments="off") if self.ours and self.arguments == "names" else None
 
 
-def _thought(markers: Markers | None, prompt: Sequence[int], *, thinking: bool) -> Thought:
-    if markers is not None and markers.open_thought(prompt) is not None:
+def _thought(markers: Markers, prompt: Sequence[int], *, thinking: bool) -> Thought:
+    if markers.open_thought(prompt) is not None:
         return Thought.begun
     return Thought.forced if thinking else Thought.none

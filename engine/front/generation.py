@@ -37,7 +37,7 @@ class Job:
     prompts    int32 token ids; each has equally many choices, those of the first prompt come first
     params     one per choice
     salt       only requests of the same salt share cached prefixes;   priority  lower ones go first
-    is_chat    the reply may have thoughts, and calls of `tools` if there are any;   one_call  it ends with its first call
+    markers    of a chat, whose reply may have thoughts, and calls of `tools`;   one_call  it ends with its first call
     media      of the one prompt of a chat
     echoes     the prompts' texts, if each answer begins with its prompt's;   echo_only  the answer is nothing else
     """
@@ -49,7 +49,7 @@ class Job:
     priority: int = 0
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-    is_chat: bool = False
+    markers: Markers | None = None
     tools: Tools | None = None
     one_call: bool = False
     echoes: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ class Choice(msgspec.Struct):
 
 
 class PlainText:
-    """A reply that is nothing but text: it is no chat, or the model has no markers for thoughts and calls."""
+    """A reply that is nothing but text: it is no chat."""
 
     reasoning_tokens = calls = ended_calls = 0
 
@@ -202,12 +202,11 @@ class Generation:
         self.clock = self.stream.clock
         self.cached = self.accepted = self.rejected = 0
         self.has_ended = False
-        markers = Markers.of(text) if job.is_chat else None
         skip = job.skip_special_tokens
         self._reader: ReplyParser | PlainText = (
             PlainText(Detokenizer(text.pieces, skip_special_tokens=skip))
-            if markers is None
-            else ReplyParser(text.pieces, markers, job.tools, prompt=prompt, show_special=not skip)
+            if job.markers is None
+            else ReplyParser(text.pieces, job.markers, job.tools, prompt=prompt, show_special=not skip)
         )
         self._one_call = job.one_call
         self._may_stop_early = bool(job.stops) or job.one_call

@@ -203,7 +203,7 @@ def begun_call(calls: CallGrammar) -> str:
 
 
 def grammar(markers: Markers | None, answer: str, thought: Thought) -> str:
-    """The whole of it. Without markers there are no thoughts."""
+    """The whole of it. Without markers, as in completions, there are no thoughts."""
     if markers is None:
         return f"{_HEAD}start: answer\n{answer}\n"
     inside = f"thought <[{markers.end_thought}]>"

@@ -23,6 +23,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
+from engine.errors import CheckpointError
 from engine.front.arguments import ArgumentsParser
 from engine.front.notation import MARK, QUOTE
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
@@ -58,12 +59,12 @@ class Markers(NamedTuple):
     boundaries: frozenset[int]  # where a thought, a call, a result or a turn begins or ends
 
     @classmethod
-    def of(cls, text: TextProcessor) -> Self | None:
-        """The markers of a checkpoint; None if its vocabulary lacks them."""
+    def of(cls, text: TextProcessor) -> Self:
+        """The markers of a checkpoint. CheckpointError: its vocabulary lacks some."""
         names = (*_MARKERS, *_BOUNDARIES)
         known = {name: number for name in names if (number := text.control_id(name)) is not None}
-        if not known.keys() >= _MARKERS.keys():
-            return None
+        if absent := _MARKERS.keys() - known.keys():
+            raise CheckpointError(f"the tokenizer lacks the markers of thoughts and tool calls {', '.join(sorted(absent))}")
         boundaries = frozenset(number for name, number in known.items() if name != QUOTE)
         return cls(**{field: known[name] for name, field in _MARKERS.items()}, boundaries=boundaries)
 

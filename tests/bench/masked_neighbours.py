@@ -106,7 +106,6 @@ async def neighbours(
 async def measure(group: Group, folder: Path, args: argparse.Namespace) -> list[Row]:
     """Free and masked batches in turn."""
     markers = Markers.of(TextProcessor.load(folder))
-    assert markers is not None
     grammars = random_grammars(markers, args.masked)
     client = EngineClient(group.front_socket, sink=no_sink)
     await client.start()

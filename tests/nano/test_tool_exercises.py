@@ -33,7 +33,6 @@ def drawn(skill: str, member: str, size: int) -> list[Exercise]:
 def parsed(text: TextProcessor, exercise: Exercise) -> tuple[str, str, Calls]:
     """(thought, answer, calls) as a client would get them."""
     markers = Markers.of(text)
-    assert markers is not None
     parser = ReplyParser(text.pieces, markers, Tools(exercise.tools), prompt=exercise.prompt(text))
     parts = [*parser.push(text.encode(exercise.reply, add_bos=False)[:-1]), *parser.end(cut=False)]
     names = {part.index: part.name for part in parts if isinstance(part, ToolCallStart)}

@@ -114,7 +114,6 @@ def test_a_thought_has_a_budget(edge: Edge) -> None:
     """In any chat the engine is told it, with the ids that begin and end a thought and the length of its label; with tools a call
     ends a thought, too. Anthropic's budget_tokens are the same; without the key there is none, and -1 is a 400."""
     markers = Markers.of(edge.text)
-    assert markers is not None
     label = len(edge.text.encode("thought\n", add_bos=False))
     budget = ThoughtBudget(8, markers.begin_thought, markers.end_thought, label, None, None)
     on = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 8}
@@ -166,7 +165,6 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge) -> None:
     """auto: the grammar begins behind the marker; tool_grammar says how much it keeps, a tool's strict more. Without tools, and
     where the choice is none, there is no grammar."""
     markers = Markers.of(edge.text)
-    assert markers is not None
     behind = [text.removeprefix("<|tool_call>") for text in (ONE, call("run-it", "{b:2}"), call("f"))]
     strict = [{"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}, TOOLS[0]]
     free = {"type": "object", "properties": {"b": {"not": {}}}}

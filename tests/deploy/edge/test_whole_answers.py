@@ -20,6 +20,7 @@ from deploy.edge.openai.response_stream import ResponseObject
 from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
 from engine.errors import GenerationFailed
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
+from engine.front.reply import Markers
 from engine.front.stream import Clock, Stream
 from engine.front.text import Detokenizer, TextProcessor
 from engine.pieces import Pieces
@@ -64,7 +65,7 @@ class Case:
             (SamplingParams(max_tokens=10_000, stop_ids=text.eos_ids),),
             clip=False,
             stops=stops,
-            is_chat=is_chat,
+            markers=Markers.of(text) if is_chat else None,
             tools=TOOLS if is_chat and rng.random() < 0.9 else None,
             one_call=rng.random() < 0.2,
         )

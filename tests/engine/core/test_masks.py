@@ -45,7 +45,6 @@ TIGHT = (60, 56)
 def model(nano: Nano) -> Model:
     text = TextProcessor.load(nano("31b"))
     markers = Markers.of(text)
-    assert markers is not None
     return Model(text, Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size), markers)
 
 

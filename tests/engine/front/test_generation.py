@@ -10,6 +10,7 @@ import pytest
 from engine.errors import GenerationFailed, SlowReader
 from engine.front.generation import Choice, Delta, DeltaReader, Generation, Job
 from engine.front.parts import Content
+from engine.front.reply import Markers
 from engine.front.stream import Clock, Stream
 from engine.front.text import TextProcessor
 from engine.front.tools import Tools
@@ -254,7 +255,7 @@ CALL = '<|tool_call>call:get_weather{city:<|"|>Observation: Paris<|"|>}<tool_cal
 def chat(text: TextProcessor, reply: str, **job: Any) -> tuple[Choice, list[Delta]]:
     """The choice and its deltas of a reply in a conversation with a tool."""
     choice, tokens = Choice(), text.encode(reply, add_bos=False)
-    found = [delta for _, delta in deltas_of(text, tokens, is_chat=True, tools=TOOLS, **job)]
+    found = [delta for _, delta in deltas_of(text, tokens, markers=Markers.of(text), tools=TOOLS, **job)]
     for delta in found:
         choice.add(delta)
     return choice, found

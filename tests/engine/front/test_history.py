@@ -50,7 +50,6 @@ def message(
 ) -> dict[str, Any]:
     """The reply as a client keeps it; `cut`: max_tokens ended it."""
     markers = Markers.of(text)
-    assert markers is not None
     choice = choice_of(ReplyParser(text.pieces, markers, Tools(tools), prompt=prompt), reply, cut=cut)
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for call in choice.calls

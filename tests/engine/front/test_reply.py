@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from engine.errors import CheckpointError
 from engine.front.arguments import ArgumentsParser
 from engine.front.parts import Arguments, Content, ToolCallStart
-from engine.front.reply import ReplyParser
+from engine.front.reply import Markers, ReplyParser
 from engine.front.tools import Tools
 from tests.support.engine.replies import (
     BEGIN_THOUGHT,
@@ -263,3 +264,18 @@ def test_other_control_tokens_show_where_they_are_asked_for() -> None:
     made = segments('a<|turn>b<|channel>thought\nc<|turn><channel|><|tool_call>call:f{a:<|"|>d<|"|>}<tool_call|>')
     assert parsed(tokens(made))[0] == Said("ab", "c", [("f", '{"a":"d"}')])
     assert parsed(tokens(made), show_special=True)[0] == Said("a<|turn>b", "c", [("f", '{"a":"d"}')])
+
+
+def test_a_tokenizer_without_markers_is_refused() -> None:
+    """By their names; that of a result may be absent."""
+
+    class Text:
+        def __init__(self, *absent: str) -> None:
+            self.absent = absent
+
+        def control_id(self, name: str) -> int | None:
+            return None if name in self.absent else len(name)
+
+    assert Markers.of(Text("<|tool_response>"))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"<channel\|>, <\|tool_call>$"):
+        Markers.of(Text("<|tool_call>", "<channel|>"))  # type: ignore[arg-type]

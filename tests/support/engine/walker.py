@@ -37,7 +37,6 @@ class Walker:
 
     def __init__(self, text: TextProcessor) -> None:
         markers = Markers.of(text)
-        assert markers is not None
         self.text, self.markers = text, markers
         pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
         self.vocabulary = Vocabulary(pieces, text.pieces.special, text.eos_ids)
