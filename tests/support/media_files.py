@@ -10,7 +10,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from engine.front.audio_features import RATE, Array
+from deploy.edge.media.audio_features import RATE, Array
 
 
 def saved(image: Image.Image, form: str, **options: Any) -> bytes:

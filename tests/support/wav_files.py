@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 
-from engine.front.audio_features import RATE, Array
+from deploy.edge.media.audio_features import RATE, Array
 
 
 def wav(samples: Array, bits: int = 16, rate: int = RATE, *, code: int = 1, extensible: bool = False) -> bytes:

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 from av import AudioResampler
 
+from deploy.edge.media.audio_features import RATE, Array, cut_at_silences, log_mels, raw_rows
 from deploy.edge.media.containers import check_seconds, opened_stream
 from deploy.edge.media.rasters import prepared
 from deploy.edge.media.tasks import DecodeTask, Prepared
 from engine.audio_geometry import tower_tokens
 from engine.errors import InvalidRequest
-from engine.front.audio_features import RATE, Array, cut_at_silences, log_mels, raw_rows
 
 _RATES = range(1000, 384_001)
 

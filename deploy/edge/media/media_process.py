@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
+from deploy.edge.media.audio_features import RATE, log_mels
 from deploy.edge.media.base64_reader import unbase64
 from deploy.edge.media.clips import prepare_audio
 from deploy.edge.media.fetching import fetched
@@ -15,7 +16,6 @@ from deploy.edge.media.tasks import CPU_S, FRAMES_TYPE, LENGTH, MEMORY_BYTES, De
 from deploy.edge.media.videos import prepare_video
 from deploy.edge.side_process import begin, fork_for_each
 from engine.errors import InvalidRequest
-from engine.front.audio_features import RATE, log_mels
 from engine.protocol import MediaKind
 
 _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {

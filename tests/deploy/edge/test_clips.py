@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from engine.front.audio_features import CLIP_SAMPLES, RATE, log_mels, raw_rows
+from deploy.edge.media.audio_features import CLIP_SAMPLES, RATE, log_mels, raw_rows
 from engine.protocol import GenerateRequest
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.front.audio_features import RATE
+from deploy.edge.media.audio_features import RATE
 from tests.conftest import Nano
 from tests.support.edge.api_client import error_of
 from tests.support.edge.edge_process import EdgeProcess

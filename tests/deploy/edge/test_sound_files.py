@@ -4,10 +4,10 @@
 import numpy as np
 import pytest
 
+from deploy.edge.media.audio_features import RATE
 from deploy.edge.media.clips import read_audio
 from deploy.edge.media.containers import demuxer
 from engine.errors import InvalidRequest
-from engine.front.audio_features import RATE
 from tests.support.media_files import sound
 from tests.support.wav_files import tone, wav
 

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.front.audio_features import RATE
+from deploy.edge.media.audio_features import RATE
 from tests.support.edge.api_client import client
 from tests.support.edge.http_edge import Edge, Edges
 from tests.support.wav_files import tone, wav

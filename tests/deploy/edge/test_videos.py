@@ -14,10 +14,10 @@ from PIL import Image, WebPImagePlugin
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from deploy.edge.media import containers, videos
+from deploy.edge.media.audio_features import RATE
 from deploy.edge.media.rasters import prepare_image
 from deploy.edge.media.tasks import FRAMES_TYPE, DecodeTask, Prepared
 from engine.errors import InvalidRequest
-from engine.front.audio_features import RATE
 from tests.support.media_files import declared, film, moving, sound
 from tests.support.wav_files import tone
 

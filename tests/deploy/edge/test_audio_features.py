@@ -6,8 +6,8 @@ from transformers import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import Gemma4UnifiedAudioFeatureExtractor
 
+from deploy.edge.media import audio_features as af
 from engine.audio_geometry import read_audio
-from engine.front import audio_features as af
 from tests.conftest import Nano
 
 pytestmark = pytest.mark.cpu
