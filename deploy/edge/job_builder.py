@@ -25,7 +25,7 @@ from engine.front.grammar_check import GrammarCheck
 from engine.front.reply import Markers
 from engine.front.template import characters
 from engine.front.text import TextProcessor
-from engine.front.tools import Tools
+from engine.front.tools import NO_TOOLS, Tools
 from engine.protocol import Grammar, SamplingParams
 
 CALL_TOKENS = ("<|tool_call>", "<|tool_response>")  # not to come with tool_choice none, where tools stay declared in the prompt
@@ -79,8 +79,8 @@ class JobBuilder:
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
         media = await self._media(chat, ask.prompt_key)
-        job, tools, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
-        wants = Constraints(tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
+        job, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
+        wants = Constraints(job.tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
         return _with(job, grammar=kept, thought=wants.thought_budget(self.text, self._markers, prompt))
@@ -89,7 +89,7 @@ class JobBuilder:
         with _naming(key):
             return await self.media_preparer.prepare(chat, self.settings)
 
-    def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, Tools, AnswerForm | None]:
+    def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, AnswerForm | None]:
         """Without its grammar; takes a while."""
         settings = self.settings
         prompt, tools = self._render(chat, media, ask.prompt_key, settings.max_len)
@@ -99,7 +99,7 @@ class JobBuilder:
         limit = ask.sampling.max_tokens or settings.max_tokens or settings.max_len
         job = self._job(ask, [prompt], limit, scored=1, banned=[token for token in banned if token is not None])
         items = media_items(prompt, media, self.text) if media else ()
-        return replace(job, markers=self._markers, tools=tools, one_call=chat.choice.one, media=items), tools, _form(ask)
+        return replace(job, markers=self._markers, tools=tools, one_call=chat.choice.one, media=items), _form(ask)
 
     def _thinks(self, chat: ChatPrompt) -> bool:
         if chat.thinks is not None:
@@ -158,7 +158,7 @@ class JobBuilder:
                 media=[(medium.kind, medium.text) for medium in media],
                 **chat.switches,
             )
-        return prompt, Tools(()) if chat.choice.mode == "none" else tools
+        return prompt, NO_TOOLS if chat.choice.mode == "none" else tools
 
     def _tokens(self, source: str | list[int], key: str) -> list[int]:
         if not isinstance(source, str):

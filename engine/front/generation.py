@@ -21,7 +21,7 @@ from engine.front.client import EngineClient
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import Detokenizer, StopStrings, TextProcessor
-from engine.front.tools import Tools
+from engine.front.tools import NO_TOOLS, Tools
 from engine.protocol import AbortReason, FinishReason, Logprobs, MediaItem, Output, PromptLogprobs, SamplingParams
 
 TOOL_CALLS = "tool_calls"  # OpenAI's finish reason when the model waits for the results of its calls
@@ -50,7 +50,7 @@ class Job:
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     markers: Markers | None = None
-    tools: Tools | None = None
+    tools: Tools = NO_TOOLS
     one_call: bool = False
     echoes: tuple[str, ...] = ()
     echo_only: bool = False

@@ -28,7 +28,7 @@ from engine.front.arguments import ArgumentsParser
 from engine.front.notation import MARK, QUOTE
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
 from engine.front.text import Detokenizer, TextProcessor
-from engine.front.tools import Tools
+from engine.front.tools import NO_TOOLS, Tools
 from engine.pieces import Pieces
 
 LABEL = "thought\n"
@@ -98,7 +98,7 @@ class ReplyParser:
     ) -> None:
         self._pieces = pieces
         self._markers = markers
-        self._tools = tools or Tools(())
+        self._tools = tools or NO_TOOLS
         self._detokenizer = Detokenizer(pieces, skip_special_tokens=False)
         self._show_special = show_special
         self._parts: list[Part] = []

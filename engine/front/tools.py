@@ -66,6 +66,9 @@ class Tools:
         return any(f"call:{name}".startswith(text) for name in self._schemas)
 
 
+NO_TOOLS = Tools(())
+
+
 def _wrong(where: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{where}: {why}", param="tools")
 

@@ -83,12 +83,6 @@ class GenerateFormat(OneChoice, DataEvents):
     def __init__(self, rid: str | None) -> None:
         super().__init__()
         self.id = rid or secrets.token_hex(16)
-        self._usage = Usage(0, 0)
-
-    def begin(self, usage: Usage) -> bytes:
-        """Say nothing yet."""
-        self._usage = usage
-        return b""
 
     def events(self, index: int, delta: Delta) -> bytes:
         """The text so far."""
@@ -101,14 +95,14 @@ class GenerateFormat(OneChoice, DataEvents):
 
     def full(self, usage: Usage) -> bytes:
         """The whole answer."""
-        self._usage = usage
+        self.usage = usage
         return msgspec.json.encode(self._said() | {"output_ids": self.choice.tokens})
 
     def _said(self) -> JsonObject:
         tokens = len(self.choice.tokens)
         others = {"length": {"type": "length", "length": tokens}, None: None}
         finish = others.get(self.choice.finish, {"type": "stop", "matched": self.choice.stop})
-        counts = {"prompt_tokens": self._usage.prompt, "cached_tokens": self._usage.cached, "completion_tokens": tokens}
+        counts = {"prompt_tokens": self.usage.prompt, "cached_tokens": self.usage.cached, "completion_tokens": tokens}
         return {"text": self.choice.content, "meta_info": {"id": self.id, "finish_reason": finish, **counts}}
 
 

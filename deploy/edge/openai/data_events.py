@@ -17,10 +17,13 @@ def data_event(value: Any) -> bytes:
 
 
 class DataEvents:
-    """How a stream of such events begins, and how it breaks off."""
+    """How a stream of such events begins, and how it breaks off. `usage`: when it began."""
 
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002 - as others have it
+    usage = Usage(0, 0)
+
+    def begin(self, usage: Usage) -> bytes:
         """Nothing comes before the first token."""
+        self.usage = usage
         return b""
 
     def failure(self, error: QuartetError) -> bytes:

@@ -92,7 +92,7 @@ class _Base(DataEvents, abc.ABC):
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(self.CHUNK))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if usage_chunks == "none" else b'],"usage":null}\n\n'
-        self._prompt_tokens = self._tokens = 0  # for the usage in each chunk
+        self._tokens = 0  # for the usage in each chunk
         self._choices: dict[int, _ChoiceSoFar] = {}
 
     @abc.abstractmethod
@@ -107,16 +107,11 @@ class _Base(DataEvents, abc.ABC):
     def _whole(self, index: int, choice: _ChoiceSoFar) -> JsonObject:
         """A choice of a whole answer."""
 
-    def begin(self, usage: Usage) -> bytes:
-        """Nothing comes before the choices."""
-        self._prompt_tokens = usage.prompt
-        return b""
-
     def events(self, index: int, delta: Delta) -> bytes:
         """The first chunk of a choice, what the delta adds, the last chunk."""
         if self._usage_chunks == "each":
             self._tokens += len(delta.tokens)
-            self._tail = b'],"usage":%b}\n\n' % encode(_counts(self._prompt_tokens, self._tokens))
+            self._tail = b'],"usage":%b}\n\n' % encode(_counts(self.usage.prompt, self._tokens))
         events = b""
         if index not in self._choices:
             self._choices[index] = _ChoiceSoFar()

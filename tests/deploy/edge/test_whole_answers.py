@@ -23,6 +23,7 @@ from engine.front.generation import Delta, Generation, Job, ReplyBlock
 from engine.front.reply import Markers
 from engine.front.stream import Clock, Stream
 from engine.front.text import Detokenizer, TextProcessor
+from engine.front.tools import NO_TOOLS
 from engine.pieces import Pieces
 from engine.protocol import FinishReason, Logprobs, Output, SamplingParams
 from tests.conftest import Nano
@@ -66,7 +67,7 @@ class Case:
             clip=False,
             stops=stops,
             markers=Markers.of(text) if is_chat else None,
-            tools=TOOLS if is_chat and rng.random() < 0.9 else None,
+            tools=TOOLS if is_chat and rng.random() < 0.9 else NO_TOOLS,
             one_call=rng.random() < 0.2,
         )
 
