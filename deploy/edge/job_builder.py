@@ -226,8 +226,10 @@ class JobBuilder:
         )
 
     def _check_limits(self, ask: Ask, prompts: int) -> None:
-        sampling = ask.sampling
-        if sampling.n > (most := self.settings.limits.n):
+        sampling, limits = ask.sampling, self.settings.limits
+        if ask.priority < (most := limits.min_priority):
+            raise invalid("priority", f"{ask.priority} is more urgent than {most}, the most urgent allowed here")
+        if sampling.n > (most := limits.n):
             raise invalid("n", f"{sampling.n} exceeds the limit of {most}")
         most = min(MAX_CHOICES, self.settings.capacity)
         key = "n" if sampling.n > 1 else ask.prompt_key

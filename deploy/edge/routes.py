@@ -100,15 +100,15 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
             key = record_of(request.scope).key
             header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
             tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
-            job = service.with_priority(job, parsed.ask, tenant)
             choices = len(job.params)
             tokens = job.choices_each * job.prompt_tokens
             media = choices * sum(len(item.data) for item in job.media)
             await service.admission.make_room(ticket.client, choices, tokens, media)
             ticket.settle(choices, tokens, media)
-            job = replace(job, priority=(job.priority << TURN_BITS) + ticket.turn)
+            ask = parsed.ask
+            job = replace(job, salt=service.salt(ask, tenant), priority=(ask.priority << TURN_BITS) + ticket.turn)
             form = parsed.format(service.model)
-            return CompletionResponse(service, job, form, stream=parsed.ask.stream, media_type=parsed.media_type)
+            return CompletionResponse(service, job, form, stream=ask.stream, media_type=parsed.media_type)
 
 
 async def _parsed(service: Service, request: Request, api: GenerationApi) -> ParsedRequest:

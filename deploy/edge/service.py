@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -14,13 +14,11 @@ from deploy.edge.job_builder import JobBuilder
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe.record import RequestRecord
 from deploy.edge.observe.spans import Tracer
-from deploy.edge.raw_json import invalid
 from deploy.edge.response_format import ServedModel
 from deploy.edge.service_settings import ServiceSettings
 from deploy.edge.text_pool import TextPool
 from engine.events import KeyDecision, KeyTokens, KeyVerdict, Sink
 from engine.front.client import EngineClient
-from engine.front.generation import Job
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
 
@@ -88,15 +86,10 @@ class Service:
             record.grant.close(record.used_tokens)
             self.sink(KeyTokens(record.key, record.used_tokens))
 
-    def with_priority(self, job: Job, ask: Ask, tenant: str) -> Job:
-        """`job` with its place in the queue; where clients are kept apart, it shares cached prefixes with those of `tenant` alone.
-
-        InvalidRequest: it is too urgent.
-        """
-        limits = self.settings.limits
-        most = limits.min_priority
-        if ask.priority < most:
-            raise invalid("priority", f"{ask.priority} is more urgent than {most}, the most urgent allowed here")
-        isolated = self.keys is not None if limits.isolate_cache is None else limits.isolate_cache
+    def salt(self, ask: Ask, tenant: str) -> str:
+        """What requests have in common that share cached prefixes: where clients are kept apart those of `tenant` alone."""
+        isolated = self.settings.limits.isolate_cache
+        if isolated is None:
+            isolated = self.keys is not None
         shared = sha256(tenant.encode()).hexdigest() if isolated else ""
-        return replace(job, priority=ask.priority, salt=f"{len(shared)}:{shared}{ask.salt}")
+        return f"{len(shared)}:{shared}{ask.salt}"

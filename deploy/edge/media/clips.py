@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import msgspec
 import numpy as np
 from av import AudioResampler
 
@@ -30,7 +29,7 @@ def prepare_audio(task: DecodeTask, data: bytes) -> Prepared:
     if not all(tokens):
         raise InvalidRequest(f"it has {len(samples)} samples at 16 kHz, which are too few")
     text = "".join(f"<|audio>{'<|audio|>' * count}<audio|>" for count in tokens)
-    return msgspec.structs.replace(prepared("audio", np.concatenate(clips), text, runs=len(clips)), clips=tuple(map(len, clips)))
+    return prepared("audio", np.concatenate(clips), text, len(clips), tuple(map(len, clips)))
 
 
 def read_audio(data: bytes, most_seconds: float) -> Array:

@@ -68,12 +68,14 @@ def soft_tokens(raster: "np.ndarray[Any, Any]") -> int:
     return int(rows * columns) // CELL**2
 
 
-def prepared(kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: int = 1) -> Prepared:
+def prepared(
+    kind: MediaKind, raster: "np.ndarray[Any, Any]", text: str, runs: int = 1, clips: tuple[int, ...] = ()
+) -> Prepared:
     """Return the medium with the digest of what the encoder gets."""
     data = raster.tobytes()
     digest = hashlib.sha256(f"{kind}:{raster.shape}:".encode())
     digest.update(data)
-    return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest.digest(), text=text, runs=runs)
+    return Prepared(kind=kind, shape=raster.shape, data=data, digest=digest.digest(), text=text, runs=runs, clips=clips)
 
 
 def opened(data: bytes, pixels: int) -> Image.Image:

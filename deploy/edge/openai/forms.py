@@ -148,10 +148,9 @@ class _Base(DataEvents, abc.ABC):
         """What a whole answer says of its prompt."""
         return {}
 
-    def _scored(self, *choices: _ChoiceSoFar) -> JsonObject:
+    def _scored(self, choice: _ChoiceSoFar) -> JsonObject:
         """The prompt's logprobs, in vLLM's form, where they were asked for."""
-        entries = [entry for choice in choices for entry in choice.prompt]
-        return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(entries)}
+        return {} if self._prompt_logprobs is None else {"prompt_logprobs": _array(choice.prompt)}
 
     def _prompt_entry(self, token: int, rank: int, logprobs: Logprobs) -> JsonObject:
         """The token itself comes first."""
@@ -190,8 +189,8 @@ class ChatFormat(_Base):
         return events
 
     def _about_prompt(self) -> JsonObject:
-        """All choices have one prompt."""
-        return self._scored(*self._choices.values())
+        """All choices have one prompt, which the first tells of."""
+        return self._scored(self._choices[0])
 
     def _lists(self, entries: JsonObject | None) -> JsonObject | None:
         return {**entries, "refusal": None} if entries else None

@@ -31,7 +31,6 @@ from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.limits import outermost
 from deploy.edge.routes import create_app
 from engine.events import KeyDecision, KeyTokens
-from engine.front.generation import Job
 from tests.conftest import Nano
 from tests.support.edge.api_client import chat_body, error_of
 from tests.support.edge.http_edge import Edge, Edges, until, with_ids
@@ -342,8 +341,7 @@ def salts(edge: Edge, joined: Callable[[str, str], str] | None = None) -> int:
         tenants = [sha256(name.encode()).hexdigest() for name in names]
         for name, word in product(names, [*words, *tenants, *(f"{tenant}/a" for tenant in tenants)]):
             ask = Ask(prompt=RawPrompts([]), salt=word)
-            made = edge.service.with_priority(Job((), (), clip=False), ask, name)
-            found.add(joined(name, word) if joined else made.salt)
+            found.add(joined(name, word) if joined else edge.service.salt(ask, name))
     return len(found) - len(names) * (len(words) + 2 * len(tenants))
 
 
