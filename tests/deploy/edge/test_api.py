@@ -268,9 +268,11 @@ def test_templates_options_and_tools_reach_the_prompt(edge: Edge, monkeypatch: p
     edge.post("/v1/chat/completions", chat_body() | variants[-1]).raise_for_status()
     assert dict(edge.core.requests[-1].params.adjustments.bias) == {7: 2.0, 0: -float("inf")}  # type: ignore[union-attr]
     monkeypatch.undo()
-    full = {"tools": [tool], "tool_choice": "none", "logit_bias": {str(token): 1 for token in range(100, 1123)}}
-    reply = edge.post("/v1/chat/completions", chat_body() | full)
-    assert error_of(reply, 400)["param"] == "logit_bias"
+    edge.configure(vocab=2048)
+    full = {"tools": [tool], "tool_choice": "none", "logit_bias": {str(token): 1 for token in range(1024, 2047)}}
+    error = error_of(edge.post("/v1/chat/completions", chat_body() | full), 400)
+    assert (error["param"], "those that tool_choice none forbids" in error["message"]) == ("logit_bias", True)
+    edge.post("/v1/chat/completions", chat_body() | full | {"tool_choice": "auto"}).raise_for_status()
 
 
 def test_models(edge: Edge) -> None:
