@@ -172,14 +172,14 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("choices-share-noise", "deploy/edge/test_api.py", "[(first ^ (_MIX * choice))", "[(first + choice)"),
         ("ignore-eos-is-ignored", "deploy/edge/test_api.py",
          "() if sampling.ignore_eos else self.text.eos_ids", "self.text.eos_ids"),
+        ("anybody-may-jump-the-queue", "deploy/edge/test_sharing.py deploy/edge/test_validation.py",
+         "if ask.priority < (most := limits.min_priority):", "if False:"),
     ),
     "deploy/edge/service_settings.py": (
         ("greedy-checkpoint-samples", "deploy/edge/test_validation.py deploy/edge/test_api.py",
          'if config.get("do_sample") is False:', "if False:"),
     ),
     "deploy/edge/service.py": (
-        ("anybody-may-jump-the-queue", "deploy/edge/test_sharing.py deploy/edge/test_validation.py",
-         "if ask.priority < most:", "if False:"),
         ("holders-of-keys-share-a-cache", "deploy/edge/test_sharing.py deploy/edge/test_keys.py",
          'hexdigest() if isolated else ""', 'hexdigest() if False else ""'),
     ),
