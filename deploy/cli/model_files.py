@@ -26,19 +26,18 @@ def check_files(config: EngineConfig, template: Path | None) -> None:
     from engine.media_geometry import read_media
     from engine.rank.load.slices import pieces
     from engine.rank.load.tensor_files import checked_headers
-    from engine.rank.models import assistant_weights, audio_weights, gemma4_weights, vision_weights
-    from engine.rank.models.assistant_geometry import check_shards, read_assistant
+    from engine.rank.models import assistant_weights, gemma4_weights
+    from engine.rank.models.assistant_geometry import read_assistant
+    from engine.rank.models.encoder_weights import ENCODER_TENSORS
 
     folder = Path(config.model)
     geometry = config.geometry
     loaded = [(folder, gemma4_weights.TENSORS, geometry)]
-    encoders = read_media(folder, language_model_only=config.language_model_only)
-    tables = {"image": vision_weights.TENSORS, "audio": audio_weights.TENSORS}  # a video has the image's
-    loaded += [(folder, tables[kind], shape) for kind, shape in encoders.items() if kind in tables]
+    encoders = read_media(folder, language_model_only=config.language_model_only).values()
+    loaded += [(folder, ENCODER_TENSORS[type(shape)], shape) for shape in dict.fromkeys(encoders)]  # videos have the pictures'
     if config.widest > 1:
         drafter = Path(str(config.mtp.model))
-        assistant = read_assistant(drafter, geometry)
-        check_shards(assistant, geometry, config.tp)
+        assistant = read_assistant(drafter, geometry, config.tp)
         loaded.append((drafter, assistant_weights.TENSORS, assistant))
     for checkpoint, tensors, shape in loaded if config.load_format == "safetensors" else ():
         checked_headers(checkpoint, pieces(tensors, shape, weights=weight_format(checkpoint)), tensors, shape)

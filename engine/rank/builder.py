@@ -21,25 +21,25 @@ from engine.rank.load.slices import allocate
 from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.architecture import Architecture, MediaEncoder, Model
 from engine.rank.models.assistant import Assistant, load_assistant
-from engine.rank.models.assistant_geometry import check_shards, read_assistant
+from engine.rank.models.assistant_geometry import read_assistant
 from engine.rank.models.assistant_weights import TENSORS as ASSISTANT_TENSORS
 from engine.rank.models.audio import AudioEncoder, AudioTower
-from engine.rank.models.audio_weights import TENSORS as AUDIO_TENSORS
 from engine.rank.models.clipped import load_encoder
+from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.models.layers import Shard
 from engine.rank.models.vision import Tower, VisionEmbedder
-from engine.rank.models.vision_weights import TENSORS as VISION_TENSORS
 from engine.rank.parallel import Inboxes, Parallel, make_inboxes
 from engine.rank.runner import Runner
 from engine.rank.start_checks import check_attention, check_inboxes, check_kernels, is_untried
 from engine.vision_geometry import VisionGeometry
 from engine.weight_formats import PLAIN, WeightFormat, weight_format
 
-# The tower of a geometry, what a unified model has in its place, and the tensors of both.
-_ENCODERS: Mapping[type[MediaGeometry], tuple[Callable[..., MediaEncoder], Callable[..., MediaEncoder], TensorTable]] = {
-    VisionGeometry: (Tower, VisionEmbedder, VISION_TENSORS),
-    AudioGeometry: (AudioTower, AudioEncoder, AUDIO_TENSORS),
+_ENCODERS: Mapping[tuple[type[MediaGeometry], bool], Callable[..., MediaEncoder]] = {  # by geometry, and whether it is unified
+    (VisionGeometry, False): Tower,
+    (VisionGeometry, True): VisionEmbedder,
+    (AudioGeometry, False): AudioTower,
+    (AudioGeometry, True): AudioEncoder,
 }
 
 
@@ -107,8 +107,7 @@ def _drafter(config: EngineConfig, model: Model, source: str) -> Assistant | Non
     if config.widest == 1:
         return None
     folder = Path(str(config.mtp.model))
-    shape = read_assistant(folder, model.geometry)
-    check_shards(shape, model.geometry, model.parallel.size)
+    shape = read_assistant(folder, model.geometry, model.parallel.size)
     drafter = Assistant(shape, model.parallel, model.dtype, model.device)
     _fill(drafter, ASSISTANT_TENSORS, source, partial(load_assistant, drafter, folder))
     return drafter
@@ -120,8 +119,8 @@ def _encoders(config: EngineConfig, model: Model, source: str) -> dict[MediaKind
     made: dict[MediaGeometry, MediaEncoder] = {}
     shapes = read_media(folder, language_model_only=config.language_model_only)
     for shape in dict.fromkeys(shapes.values()):
-        tower, unified, tensors = _ENCODERS[type(shape)]
-        encoder = made[shape] = (unified if shape.unified else tower)(shape, model.dtype, model.device)
+        tensors = ENCODER_TENSORS[type(shape)]
+        encoder = made[shape] = _ENCODERS[type(shape), shape.unified](shape, model.dtype, model.device)
         _fill(encoder, tensors, source, partial(load_encoder, encoder, tensors, folder))
     return {kind: made[shape] for kind, shape in shapes.items()}
 

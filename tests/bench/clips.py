@@ -19,7 +19,7 @@ from engine.audio_geometry import AudioGeometry, read_audio
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
 from engine.rank.models.audio import AudioEncoder, AudioTower
-from engine.rank.models.audio_weights import TENSORS
+from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from engine.rank.stages.encode_stage import batches
 from tests.bench.encoders import compared, seconds, show
 from tests.nano.model_shapes import PUBLIC, ModelShape, config
@@ -34,7 +34,7 @@ def encoder(shape: ModelShape, device: torch.device) -> AudioEncoder:
         geometry = read_audio(Path(folder))
     assert geometry is not None
     model = (AudioEncoder if geometry.unified else AudioTower)(geometry, torch.bfloat16, device)
-    dummy(model, TENSORS)
+    dummy(model, ENCODER_TENSORS[AudioGeometry])
     return model
 
 
@@ -46,7 +46,8 @@ def theirs(shape: ModelShape, geometry: AudioGeometry, clips: list[Tensor], dtyp
     device, settings = clips[0].device, Gemma4Config(**config(shape, "bfloat16"))
     tower = Gemma4AudioModel(settings.audio_config).to(device).eval()
     embedder = Gemma4MultimodalEmbedder(settings.audio_config, settings.text_config).to(device)
-    weights = {name: dummy_tensor(name, TENSORS, geometry, 0, device) for name in pieces(TENSORS, geometry)}
+    tensors = ENCODER_TENSORS[AudioGeometry]
+    weights = {name: dummy_tensor(name, tensors, geometry, 0, device) for name in pieces(tensors, geometry)}
     embedder.load_state_dict({"embedding_projection.weight": weights.pop("model.embed_audio.embedding_projection.weight")})
     missing = tower.load_state_dict({name.removeprefix("model.audio_tower."): x for name, x in weights.items()}, strict=False)
     assert not missing.unexpected_keys

@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from engine.memory import ENCODER_ROWS
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
+from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from engine.rank.models.vision import Tower, VisionEmbedder, VisionEncoder
-from engine.rank.models.vision_weights import TENSORS
 from engine.rank.stages.encode_stage import batches
 from engine.vision_geometry import CELL, VisionGeometry, read_vision
 from tests.nano.model_shapes import PUBLIC, ModelShape, config
@@ -42,7 +42,7 @@ def encoder(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Visi
         geometry = read_vision(Path(folder))
     assert geometry is not None
     model = (VisionEmbedder if geometry.unified else Tower)(geometry, dtype, device)
-    dummy(model, TENSORS)
+    dummy(model, ENCODER_TENSORS[VisionGeometry])
     return model
 
 
@@ -56,7 +56,8 @@ class Theirs:
         self.config = Gemma4Config(**config(shape, "bfloat16"))
         self.tower = Gemma4VisionModel(self.config.vision_config).to(device).eval()
         self.embedder = Gemma4MultimodalEmbedder(self.config.vision_config, self.config.text_config).to(device)
-        weights = {name: dummy_tensor(name, TENSORS, geometry, 0, device) for name in pieces(TENSORS, geometry)}
+        tensors = ENCODER_TENSORS[VisionGeometry]
+        weights = {name: dummy_tensor(name, tensors, geometry, 0, device) for name in pieces(tensors, geometry)}
         strip = {name.removeprefix("model.vision_tower."): x for name, x in weights.items() if "vision_tower" in name}
         missing = self.tower.load_state_dict(strip, strict=False).missing_keys
         assert all(name.endswith(("_min", "_max")) for name in missing), missing

@@ -26,8 +26,9 @@ class AssistantGeometry(Geometry):
     centroid_top_k: int
 
 
-def read_assistant(folder: Path, target: Geometry) -> AssistantGeometry:
-    """Geometry of the assistant in `folder`, for `target`; CheckpointError: it is none, or another model's."""
+def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeometry:
+    """Geometry of the assistant in `folder`, for `target` on `tp` ranks; CheckpointError: it is none, another model's, or cannot be
+    cut for them."""
     path = folder / "config.json"
     config = read_json(path)
     kind = str(config.get("model_type"))
@@ -44,6 +45,7 @@ def read_assistant(folder: Path, target: Geometry) -> AssistantGeometry:
         msgspec.convert(msgspec.to_builtins(assistant), AssistantGeometry)  # every number is one
     if wrong := _unlike(assistant, target):
         raise CheckpointError(f"{folder} is no drafter of this model: {'; '.join(wrong)}")
+    check_shards(assistant, target, tp)
     return assistant
 
 

@@ -256,8 +256,7 @@ def test_a_drafter_of_another_model_is_refused(nano: Nano, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="model_type 'gemma4' is no Gemma 4 assistant"):
         read_assistant(nano("31b"), read_geometry(nano("31b")))
     target = read_geometry(nano("31b"))
-    drafter = read_assistant(tmp_path, target)
-    check_shards(drafter, target, 4)
+    drafter = read_assistant(tmp_path, target, 4)
     with pytest.raises(CheckpointError, match="12 query heads cannot be cut for 8 ranks"):
         check_shards(replace(drafter, heads=12), target, 8)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.audio_geometry import read_audio
+from engine.audio_geometry import AudioGeometry, read_audio
 from engine.rank.models import audio
 from engine.rank.models.audio import AudioEncoder, AudioTower, Before
-from engine.rank.models.audio_weights import TENSORS
 from engine.rank.models.clipped import load_encoder
+from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from tests.conftest import Nano
 from tests.support.judge.oracle import load_oracle
 
@@ -35,7 +35,7 @@ def encoder(folder: Path) -> AudioEncoder:
     geometry = read_audio(folder)
     assert geometry is not None
     model = (AudioEncoder if geometry.unified else AudioTower)(geometry, torch.float32, torch.device("cpu"))
-    load_encoder(model, TENSORS, folder)
+    load_encoder(model, ENCODER_TENSORS[AudioGeometry], folder)
     return model
 
 

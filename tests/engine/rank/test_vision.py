@@ -17,9 +17,9 @@ from engine.errors import CheckpointError
 from engine.rank.graphs import StageGraphs
 from engine.rank.models import captured_layers, vision
 from engine.rank.models.clipped import ClippedProduct, load_encoder
+from engine.rank.models.encoder_weights import ENCODER_TENSORS
 from engine.rank.models.vision import Tower, VisionBlock, VisionEmbedder, VisionEncoder
-from engine.rank.models.vision_weights import TENSORS
-from engine.vision_geometry import CELL, read_vision
+from engine.vision_geometry import CELL, VisionGeometry, read_vision
 from kernels.ragged_attention import ragged_attention
 from tests.conftest import Nano
 from tests.support.engine.checkpoints import rewrite
@@ -40,7 +40,7 @@ def encoder(folder: Path) -> VisionEncoder:
     geometry = read_vision(folder)
     assert geometry is not None
     model = (VisionEmbedder if geometry.unified else Tower)(geometry, torch.float32, torch.device("cpu"))
-    load_encoder(model, TENSORS, folder)
+    load_encoder(model, ENCODER_TENSORS[VisionGeometry], folder)
     return model
 
 

@@ -1,0 +1,121 @@
+"""The tensors of encoders of media: vision towers, the 12B's embedder, audio towers, the 12B's projection of samples. No torch:
+shapes are asked for without it."""
+
+from collections.abc import Mapping
+
+from engine.audio_geometry import AudioGeometry
+from engine.geometry import Layer
+from engine.media_geometry import MediaGeometry
+from engine.rank.load.tensor_table import Rule, TensorTable
+from engine.rank.models.gemma4_weights import BLOCK_NORMS
+from engine.vision_geometry import PATCH, SIDE, VisionGeometry
+
+_B = "blocks.{i}."
+_T, _L, _E = "vision_tower.", "vision_tower.encoder.layers.{i}.", "vision_embedder."
+_VISION = (
+    Rule(_T + "patch_embedder.input_proj.weight", "patches", ("tower", "patch")),
+    Rule(_T + "patch_embedder.position_embedding_table", "positions", ("axes", "positions", "tower"), kind="unpacked"),
+    *(Rule(f"{_L}self_attn.{name}_proj.linear.weight", f"{_B}{name}.weight", ("heads", "hidden")) for name in "qkv"),
+    Rule(_L + "self_attn.o_proj.linear.weight", _B + "o.weight", ("hidden", "heads")),
+    *(Rule(f"{_L}self_attn.{name}_norm.weight", f"{_B}{name}_norm", ("head_dim",), kind="head_norm") for name in "qk"),
+    *(Rule(f"{_L}mlp.{name}_proj.linear.weight", f"{_B}{name}.weight", ("width", "hidden")) for name in ("gate", "up")),
+    Rule(_L + "mlp.down_proj.linear.weight", _B + "down.weight", ("hidden", "width")),
+    *(Rule(f"{_L}{name}.weight", f"{_B}norms.{own}", ("tower",), kind="norm") for name, own in BLOCK_NORMS.items()),
+    Rule(_T + "std_bias", "std_bias", ("standardized",), kind="norm"),
+    Rule(_T + "std_scale", "std_scale", ("standardized",), kind="norm"),
+    Rule(_E + "patch_dense.weight", "dense.weight", ("embedder", "cell"), kind="unpacked"),
+    Rule(_E + "patch_dense.bias", "dense.bias", ("embedder",), kind="norm"),
+    Rule(_E + "pos_embedding", "positions", ("positions", "axes", "embedder"), kind="unpacked"),
+    *(
+        Rule(f"{_E}{norm}.{name}", f"{own}.{name}", (size,), kind="norm")
+        for norm, own, size in (
+            ("patch_ln1", "patch_norm", "cell"), ("patch_ln2", "dense_norm", "embedder"), ("pos_norm", "position_norm", "embedder")
+        )
+        for name in ("weight", "bias")
+    ),
+    Rule("embed_vision.embedding_projection.weight", "out", ("model", "hidden")),
+)
+
+
+def _vision_sizes(geometry: VisionGeometry, layer: Layer) -> dict[str, int]:
+    tower, embedder = (0, geometry.hidden) if geometry.unified else (geometry.hidden, 0)
+    return {
+        "axes": 2,
+        "hidden": geometry.hidden,
+        "tower": tower,
+        "embedder": embedder,
+        "model": geometry.model,
+        "positions": geometry.positions,
+        "patch": 3 * PATCH**2,
+        "cell": 3 * SIDE**2 if embedder else 0,
+        "head_dim": layer.head_dim,
+        "heads": geometry.heads * layer.head_dim,
+        "width": layer.intermediate,
+        "standardized": geometry.hidden if geometry.standardize else 0,
+    }
+
+
+_A, _I = "audio_tower.", "audio_tower.layers.{i}."
+_PRODUCTS = {
+    "self_attn.q_proj": ("attention.q", "tower", "tower"),
+    "self_attn.k_proj": ("attention.k", "tower", "tower"),
+    "self_attn.v_proj": ("attention.v", "tower", "tower"),
+    "self_attn.post": ("attention.o", "tower", "tower"),
+    "lconv1d.linear_start": ("convolution.start", "double", "tower"),
+    "lconv1d.linear_end": ("convolution.end", "tower", "tower"),
+    "feed_forward1.ffw_layer_1": ("first.up", "wide", "tower"),
+    "feed_forward1.ffw_layer_2": ("first.down", "tower", "wide"),
+    "feed_forward2.ffw_layer_1": ("second.up", "wide", "tower"),
+    "feed_forward2.ffw_layer_2": ("second.down", "tower", "wide"),
+}
+_NORMS = {
+    "norm_pre_attn": "pre_attention",
+    "norm_post_attn": "post_attention",
+    "norm_out": "norm",
+    "lconv1d.pre_layer_norm": "convolution.pre",
+    "lconv1d.conv_norm": "convolution.norm",
+    "feed_forward1.pre_layer_norm": "first.pre",
+    "feed_forward1.post_layer_norm": "first.post",
+    "feed_forward2.pre_layer_norm": "second.pre",
+    "feed_forward2.post_layer_norm": "second.post",
+}
+_CONV = _A + "subsample_conv_projection."
+_AUDIO = (
+    Rule(_CONV + "layer0.conv.weight", "subsample.convolutions.0", ("first", "one", "three", "three"), kind="unpacked"),
+    Rule(_CONV + "layer0.norm.weight", "subsample.norms.0", ("first",), kind="norm"),
+    Rule(_CONV + "layer1.conv.weight", "subsample.convolutions.1", ("second", "first", "three", "three"), kind="unpacked"),
+    Rule(_CONV + "layer1.norm.weight", "subsample.norms.1", ("second",), kind="norm"),
+    Rule(_CONV + "input_proj_linear.weight", "subsample.out", ("tower", "flat")),
+    *(Rule(f"{_I}{name}.linear.weight", f"{_B}{path}.weight", tuple(shape)) for name, (path, *shape) in _PRODUCTS.items()),
+    *(Rule(f"{_I}{name}.weight", _B + path, ("tower",), kind="norm") for name, path in _NORMS.items()),
+    Rule(_I + "self_attn.relative_k_proj.weight", _B + "attention.relative", ("tower", "tower")),
+    Rule(_I + "self_attn.per_dim_scale", _B + "attention.scale", ("head_dim",), kind="norm", present="tower"),
+    Rule(_I + "lconv1d.depthwise_conv1d.weight", _B + "convolution.depthwise", ("tower", "one", "kernel"), kind="unpacked"),
+    Rule(_A + "output_proj.weight", "last", ("output", "tower"), kind="unpacked"),
+    Rule(_A + "output_proj.bias", "bias", ("output",), kind="norm", present="tower"),
+    Rule("embed_audio.embedding_projection.weight", "out", ("model", "output")),
+)
+
+
+def _audio_sizes(geometry: AudioGeometry, layer: Layer) -> dict[str, int]:
+    first, second = geometry.channels
+    tower = 0 if geometry.unified else geometry.hidden
+    return {
+        "three": 3,
+        "first": first,
+        "second": second,
+        "flat": geometry.features // 4 * second,
+        "tower": tower,
+        "double": 2 * tower,
+        "wide": layer.intermediate,
+        "head_dim": layer.head_dim,
+        "kernel": geometry.kernel,
+        "output": geometry.output,
+        "model": geometry.model,
+    }
+
+
+ENCODER_TENSORS: Mapping[type[MediaGeometry], TensorTable] = {
+    VisionGeometry: TensorTable.of_encoder(_VISION, _vision_sizes, "vision_", "embed_vision."),
+    AudioGeometry: TensorTable.of_encoder(_AUDIO, _audio_sizes, "audio_tower.", "embed_audio."),
+}
