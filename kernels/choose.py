@@ -40,7 +40,7 @@ class ArgmaxInbox(Inbox):
     """
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, errors: Tensor) -> None:
-        super().__init__(memories, rank, rows, torch.int32, _EMPTY.value)
+        super().__init__(memories, rank, rows, torch.int32)
         self.errors = errors
 
     @staticmethod

@@ -36,7 +36,6 @@ from kernels.norm import norm_add, rms_norm
 
 BUFFERS = 5
 WAIT_S = 10.0  # for a peer's part, until `AllReduceInbox.wait_at_most` says otherwise
-EMPTY = {torch.bfloat16: -(1 << 15), torch.float32: -(1 << 31)}
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _ONE_SHOT: tuple[bool, ...] = (True, True)  # stages: send this rank's part, receive all parts
 _SHARDED = (True, True, True)  # stages: send parts to their rows' owners, norm own rows and send x, receive x
@@ -61,20 +60,20 @@ class InboxPart:
 class Inbox:
     """One rank's end of `memories`, one of each rank, which all ranks can write, for `rows` rows at most.
 
-    inbox     this rank's, in words of `dtype`, which are `nothing` where nothing has come
+    inbox     this rank's, in words of `dtype`, which are `nothing`, a sign bit alone, where nothing has come
     pointers  int64 [size], to every rank's, own too
     """
 
-    def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype, nothing: int) -> None:
+    def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, dtype: torch.dtype) -> None:
         self.rank, self.size, self.rows = rank, len(memories), rows
-        self.inbox, self._nothing = memories[rank].view(dtype), nothing
+        self.inbox, self.nothing = memories[rank].view(dtype), torch.iinfo(dtype).min
         self.pointers = torch.tensor([memory.data_ptr() for memory in memories], device=self.inbox.device)
-        self.inbox.fill_(nothing)
+        self.inbox.fill_(self.nothing)
 
     @property
     def empty(self) -> bool:
         """Whether this rank has read all that came. Asks the device."""
-        return bool((self.inbox == self._nothing).all())
+        return bool((self.inbox == self.nothing).all())
 
 
 class AllReduceInbox(Inbox):
@@ -87,8 +86,8 @@ class AllReduceInbox(Inbox):
     sent_rows = 16  # up to which products write their parts themselves (`kernels.linear.linear_send`)
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
-        super().__init__(memories, rank, rows, _BITS[dtype], EMPTY[dtype])
-        self.width, self.dtype = width, dtype
+        super().__init__(memories, rank, rows, _BITS[dtype])
+        self.width = width
         self.errors = self.inbox.new_zeros(2, dtype=torch.int32)
         self.wait_at_most(WAIT_S)
         self._calls = 0

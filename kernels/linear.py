@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from kernels.activation import geglu, gelu
-from kernels.fused_allreduce_norm import EMPTY, AllReduceInbox, InboxPart, inboxes_of, send
+from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
 from kernels.numerics import add_product, cast
 from kernels.tiles import GemmShape, Tile, choose
@@ -102,7 +102,7 @@ def _run(
     if sent is not None:
         peers, buffer = sent[0], sent[1].buffer
         pointers, rank = peers.pointers, peers.rank
-        inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": EMPTY[peers.dtype]}
+        inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)
     args = x, weight, up, out, pointers, rank, buffer
     constexprs = {

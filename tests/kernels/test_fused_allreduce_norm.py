@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kernels.fused_allreduce_norm import (
     BUFFERS,
-    EMPTY,
     AllReduceInbox,
     Norms,
     _launch,
@@ -199,7 +198,7 @@ def interpreted_a_rank_that_was_stopped_is_waited_for(wait_s: float) -> None:
     for part, rank in zip(it.parts, peers, strict=True):
         _launch(part, it.residual, it.norms, EPS, it.scalar, 1.0, rank, *it.want, buffers[0], (True, False))
     sent = peers[0].inbox.clone()
-    peers[0].inbox.fill_(EMPTY[torch.float32])
+    peers[0].inbox.fill_(peers[0].nothing)
     peers[0].wait_at_most(wait_s)
     fault = wait_s < 0.5
     late = threading.Timer(10.0 if fault else 0.5, peers[0].inbox.copy_, [sent])
