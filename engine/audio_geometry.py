@@ -12,12 +12,13 @@ from engine.geometry import Geometry, Implemented, Layer, Rope, read_section
 from engine.protocol import JsonObject, MediaItem
 
 MELS: Final = 128
+EPS: Final = 1e-6  # of all its norms
 _IMPLEMENTED: Final[Implemented] = {
     "attention_context_right": (0,),
     "gradient_clipping": (1e10,),
     "hidden_act": ("silu",),
     "residual_weight": (0.5,),
-    "rms_norm_eps": (1e-6,),
+    "rms_norm_eps": (EPS,),
 }
 
 
@@ -68,7 +69,7 @@ def read_audio(folder: Path) -> AudioGeometry | None:
 
 
 def _geometry(audio: JsonObject, text: Geometry) -> AudioGeometry:
-    common = {**vars(text), "model": text.hidden, "ple": 0, "moe": None}
+    common = {**vars(text), "model": text.hidden, "eps": EPS, "ple": 0, "moe": None}
     if (samples := audio.get("audio_embed_dim")) is not None:
         return AudioGeometry(**{**common, "layers": _layers(1, 1, 0), "heads": 1}, features=samples, output=samples)
     heads, hidden = audio["num_attention_heads"], audio["hidden_size"]

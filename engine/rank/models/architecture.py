@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.geometry import Geometry
 from engine.media_geometry import MediaGeometry
@@ -16,6 +17,7 @@ from engine.rank.load.tensor_table import TensorTable
 from engine.rank.models.allreduce_norm import AllReduceNorm, Peers
 from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.parallel import Parallel, Single
+from kernels.norm import rms_norm
 
 Launches = Generator[None, None, Tensor]  # what is launched a piece at a time: yields between them, returns what they give
 
@@ -68,8 +70,12 @@ class MediaEncoder(Shard, ABC):
         self(self.largest())
 
     @abstractmethod
+    def encoded(self, batch: Sequence[Tensor]) -> Launches:
+        """Inputs -> what is normed and goes through `out`; launched a layer at a time."""
+
     def pieces(self, batch: Sequence[Tensor]) -> Launches:
         """`forward`, launched a layer at a time."""
+        return functional.linear(rms_norm((yield from self.encoded(batch)), None, self.geometry.eps), self.out.weight)
 
     def forward(self, batch: Sequence[Tensor]) -> Tensor:
         """Inputs on the encoder's device -> their rows [n, hidden of the text model], in order."""

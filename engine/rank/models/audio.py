@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.audio_geometry import AudioGeometry
+from engine.audio_geometry import EPS, AudioGeometry
 from engine.memory import ENCODER_ROWS
 from engine.rank.models.architecture import Launches, MediaEncoder
 from engine.rank.models.clipped import ClippedProduct
 from engine.rank.models.layers import Shard
 from engine.rank.upload import uploaded
 from kernels.norm import rms_norm
-
-_EPS = 1e-6
 
 
 class Before(NamedTuple):
@@ -61,7 +59,7 @@ class Subsample(nn.Module):
         x = clip[None, None]
         for weight, norm in zip(self.convolutions, self.norms, strict=True):
             x = functional.conv2d(x, weight, stride=2, padding=1).movedim(1, 3)
-            x = functional.relu(functional.layer_norm(x, norm.shape, norm, eps=_EPS)).movedim(3, 1)
+            x = functional.relu(functional.layer_norm(x, norm.shape, norm, eps=EPS)).movedim(3, 1)
         return x[0].permute(1, 2, 0).flatten(1)
 
 
@@ -74,7 +72,7 @@ class FeedForward(nn.Module):
         self.up, self.down = ClippedProduct(shard, 4 * width, width), ClippedProduct(shard, width, 4 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(self.down(functional.silu(self.up(rms_norm(x, self.pre, _EPS)))), self.post, _EPS)
+        return rms_norm(self.down(functional.silu(self.up(rms_norm(x, self.pre, EPS)))), self.post, EPS)
 
 
 class AudioAttention(nn.Module):
@@ -110,11 +108,11 @@ class Convolution(nn.Module):
         self.depthwise = shard.parameter(width, 1, geometry.kernel)
 
     def forward(self, x: Tensor, before: Before) -> Tensor:
-        x = functional.glu(self.start(rms_norm(x, self.pre, _EPS)))
+        x = functional.glu(self.start(rms_norm(x, self.pre, EPS)))
         count = self.depthwise.shape[2]
         near = x[before.rows[:, :count]].masked_fill(before.none[:, :count, None], 0)
         x = torch.einsum("tnc,cn->tc", near, self.depthwise[:, 0].flip(1))
-        return self.end(functional.silu(rms_norm(x, self.norm, _EPS)))
+        return self.end(functional.silu(rms_norm(x, self.norm, EPS)))
 
 
 class AudioBlock(nn.Module):
@@ -129,14 +127,15 @@ class AudioBlock(nn.Module):
 
     def forward(self, x: Tensor, distances: Tensor, before: Before) -> Tensor:
         x = x + 0.5 * self.first(x)
-        attended = self.attention(rms_norm(x, self.pre_attention, _EPS), distances, before)
-        x = x + rms_norm(attended, self.post_attention, _EPS)
+        attended = self.attention(rms_norm(x, self.pre_attention, EPS), distances, before)
+        x = x + rms_norm(attended, self.post_attention, EPS)
         x = x + self.convolution(x, before)
-        return rms_norm(x + 0.5 * self.second(x), self.norm, _EPS)
+        return rms_norm(x + 0.5 * self.second(x), self.norm, EPS)
 
 
 class AudioEncoder(MediaEncoder):
-    """An encoder of clips. Its geometry is an `AudioGeometry`."""
+    """An encoder of clips, fp32 [rows, features]; without a tower the rows are what is projected. Its geometry is an
+    `AudioGeometry`."""
 
     geometry: AudioGeometry
 
@@ -150,15 +149,9 @@ class AudioEncoder(MediaEncoder):
         clip = torch.zeros((3000, self.geometry.features), device=self.device)
         return [clip] * (ENCODER_ROWS // self.rows(clip))
 
-    def pieces(self, batch: Sequence[Tensor]) -> Launches:
-        """batch: clips fp32 [rows, features] -> soft tokens [T, model]."""
-        encoded = yield from self.encoded([clip.to(self.dtype) for clip in batch])
-        return functional.linear(rms_norm(encoded, None, _EPS), self.out.weight)
-
     def encoded(self, clips: Sequence[Tensor]) -> Launches:
-        """[T, output]; without a tower the rows themselves."""
         yield
-        return torch.cat(list(clips))
+        return torch.cat(list(clips)).to(self.dtype)
 
 
 class AudioTower(AudioEncoder):
@@ -176,7 +169,7 @@ class AudioTower(AudioEncoder):
 
     def encoded(self, clips: Sequence[Tensor]) -> Launches:
         before = Before.of([self.geometry.tokens(len(clip)) for clip in clips], self.geometry.reach, self.device)
-        x = self.subsample(clips)
+        x = self.subsample([clip.to(self.dtype) for clip in clips])
         for block in self.blocks:
             yield
             x = block(x, self._distances, before)

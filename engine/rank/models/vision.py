@@ -11,7 +11,6 @@ that the mean is that of nine rows; attention has the rows where pictures begin.
 embedding and gate are fp32 with one cast, as in the text model. Every rank has the whole encoder.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -39,7 +38,8 @@ from kernels.ragged_attention import ragged_attention
 
 
 class VisionEncoder(MediaEncoder):
-    """An encoder of pictures and video. Its geometry is a `VisionGeometry`."""
+    """An encoder of pictures and video, uint8 [height, width, 3], sides multiples of 48; `encoded` gives [cells, hidden]. Its
+    geometry is a `VisionGeometry`."""
 
     geometry: VisionGeometry
 
@@ -49,16 +49,8 @@ class VisionEncoder(MediaEncoder):
     def rows(self, one: Tensor) -> int:
         return one.shape[0] * one.shape[1] // SIDE**2
 
-    def pieces(self, batch: Sequence[Tensor]) -> Launches:
-        """batch: pictures uint8 [height, width, 3], sides multiples of 48 -> [cells, model]."""
-        return functional.linear(rms_norm((yield from self.cells(batch)), None, self.geometry.eps), self.out.weight)
-
     def largest(self) -> list[Tensor]:
         return [torch.zeros((32 * SIDE, 32 * SIDE, 3), dtype=torch.uint8, device=self.device)] * (ENCODER_ROWS // 32**2)
-
-    @abstractmethod
-    def cells(self, pictures: Sequence[Tensor]) -> Launches:
-        """Encodes pictures, launched a layer at a time -> [cells, hidden]."""
 
 
 class VisionBlock(nn.Module):
@@ -117,7 +109,7 @@ class Tower(VisionEncoder):
         angles = torch.zeros((*shape, self.geometry.layers[0].head_dim // 2), dtype=torch.float32, device=self.device)
         self._captured = CapturedLayers(self._layers, len(self.blocks), states, angles, graphs)
 
-    def cells(self, pictures: Sequence[Tensor]) -> Launches:
+    def encoded(self, pictures: Sequence[Tensor]) -> Launches:
         x, y, rows = self._rows(pictures)
         patches = (2 * (_patches(pictures, CELL) - 0.5)).to(self.dtype)
         h = functional.linear(patches, self.patches.weight) + (self.positions[0][x] + self.positions[1][y])
@@ -175,7 +167,7 @@ class VisionEmbedder(VisionEncoder):
         self.patch_norm, self.dense, self.dense_norm = Affine(self, cell), Affine(self, hidden, cell), Affine(self, hidden)
         self.positions, self.position_norm = self.parameter(geometry.positions, 2, hidden), Affine(self, hidden)
 
-    def cells(self, pictures: Sequence[Tensor]) -> Launches:
+    def encoded(self, pictures: Sequence[Tensor]) -> Launches:
         yield
         x, y = uploaded(torch.from_numpy(_positions(pictures, 1)), self.device)
         h = self.dense_norm.norm(self.dense(self.patch_norm.norm(_patches(pictures, 1).to(self.dtype))))
