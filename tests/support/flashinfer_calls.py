@@ -253,7 +253,7 @@ def real(kernel: KernelStandIn, patch: pytest.MonkeyPatch, kernels: Kernels = "t
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed (make install-gpu): its front end is tested where it is")
     patch.setenv("FLASHINFER_NO_DOWNLOAD", "1")
-    found = load_for(kernels)
+    found = load_for(kernels, download=False)
     import flashinfer.decode
     import flashinfer.prefill
 

@@ -78,13 +78,11 @@ class AttentionParts:
     extend: Callable[[GroupCache], AttentionPart]
 
 
-def normed_queries(
-    cache: GroupCache, settings: PartSettings, rows: LayerRows, q: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Write the rows' K and V into their pages; returns their normed and roped queries [rows, heads, d], in `q` where it is given,
-    and the pool that they read."""
+def normed_queries(cache: GroupCache, settings: PartSettings, rows: LayerRows) -> tuple[Tensor, Tensor]:
+    """Write the rows' K and V into their pages; returns their normed and roped queries [rows, heads, d], and the pool that they
+    read."""
     qkv, layer, norms, block, _ = rows
-    q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim) if q is None else q
+    q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
     pool, rope = cache.layers[layer.kv_source], block.rope[layer.rope, layer.head_dim]
     qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
     return q, pool

@@ -65,7 +65,7 @@ def load(device: torch.device, *, download: bool) -> FlashInfer:
     return load_for("trtllm-gen" if torch.cuda.get_device_capability(device)[0] == 10 else "xqa", download=download)
 
 
-def load_for(kernels: Kernels, *, download: bool = False) -> FlashInfer:
+def load_for(kernels: Kernels, *, download: bool) -> FlashInfer:
     """Import FlashInfer for these kernels. download: it may fetch what it lacks on disk, for which a first call waits up to
     minutes."""
     if not download:
@@ -152,14 +152,13 @@ class TrtllmDecode:
     """
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
-        group, most, unit = cache.group, settings.buckets[-1], ROW_TOKENS // cache.group.page
-        check_group(group, settings.heads, scratch.flashinfer.kernels)
+        most, unit = settings.buckets[-1], ROW_TOKENS // cache.group.page
+        check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
         assert settings.width == 1, "an obstacle of its entry: decode rows are of one token"
         self._cache, self._settings, self._scratch = cache, settings, scratch
         width = -(-cache.read_width // unit) * unit
         self._tables = torch.zeros((most, width), dtype=torch.int32, device=settings.device)
         self._lengths = torch.ones(most, dtype=torch.int32, device=settings.device)
-        self._q = torch.zeros((most, settings.heads, group.head_dim), dtype=cache.pool.dtype, device=settings.device)
 
     def prepare(self, block: RowBlock) -> TableRows:
         """Make the rows' tables and lengths."""
@@ -173,7 +172,7 @@ class TrtllmDecode:
 
     def attend(self, rows: LayerRows, plan: TableRows) -> None:
         """As `AttentionPart.attend`."""
-        q, pool = normed_queries(self._cache, self._settings, rows, self._q[: len(rows.qkv)])
+        q, pool = normed_queries(self._cache, self._settings, rows)
         call_decode(self._scratch, self._cache.group, q, pool, plan, rows.out.view(q.shape))
 
 

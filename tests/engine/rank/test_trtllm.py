@@ -108,7 +108,7 @@ def test_a_version_that_lacks_an_argument_is_refused(monkeypatch: pytest.MonkeyP
     real(KernelStandIn(), monkeypatch)
     monkeypatch.setattr("flashinfer.decode.trtllm_batch_decode_with_kv_cache", lambda query, kv_cache: None)
     with pytest.raises(ConfigError, match="has no backend, block_tables"):
-        trtllm.load_for("trtllm-gen")
+        trtllm.load_for("trtllm-gen", download=False)
 
 
 # ---- answers
