@@ -92,6 +92,7 @@ class Check:
     arguments: tuple[Any, ...] = ()
 
 
+@torch.inference_mode()
 def failures(checks: Iterable[Check], device: torch.device, dtype: torch.dtype) -> list[str]:
     """What is wrong of the checks that do not hold on `device`."""
     return [wrong for check in checks if (wrong := failure(check, device, dtype)) is not None]
@@ -127,7 +128,7 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out and a release, applied; then the
     inputs of its chunks and, behind them, of three sequences of up to `width` tokens, all padded."""
-    layout, counts = PlanLayout(header=5, step=4, counts=0, row=2, chunk=4, append=4, release=4), (2, 2, 3, 1)
+    layout, counts = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4), (2, 2, 3, 1)
     decodes, chunked = [[2, 1], [0, width]], [[1, 0, 20, 20], [3, 70, 83, 82]]
     changes = [[0, 2, 3, 9], [1, 0, 1, 4], [-1, 1, 1, 3], [0, 2, 0, 2]]
     plan = draw.ints(*counts, 7, *(number for row in decodes + chunked + changes for number in row))

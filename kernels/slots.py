@@ -25,10 +25,9 @@ _INPUTS = 32  # of decode rows, of a program: a lane each
 
 class PlanLayout(NamedTuple):
     """header: int32 in front of the sections: decode rows, chunks, appends, releases, and others. counts: index of the number of
-    rows of the first; step: of the step's low word. row, chunk, append, release: int32 of a row of each section."""
+    rows of the first. row, chunk, append, release: int32 of a row of each section."""
 
     header: int
-    step: int
     counts: int
     row: int
     chunk: int

@@ -102,8 +102,7 @@ def kernels() -> Finding:
     if not torch.cuda.is_available():
         return Finding("kernel checks", "fail", "torch sees no GPU to run them on", "run it on a node with GPUs")
     device = torch.device("cuda", 0)
-    with torch.inference_mode():
-        wrong = failures(CHECKS, device, torch.bfloat16)
+    wrong = failures(CHECKS, device, torch.bfloat16)
     verdict = "; ".join(wrong) or f"{len(CHECKS)} hold on {torch.cuda.get_device_name(device)}"
     return checked("kernel checks", not wrong, verdict, "no rank starts on such a GPU: please report it", "fail")
 

@@ -86,10 +86,9 @@ def load_rank(
     if source == "safetensors":
         geometry = with_head(geometry, architecture.tensors, folder)
     new_gpu = checked and is_untried(device)
-    with torch.inference_mode():
-        if new_gpu:
-            check_kernels(device)
-        failed_checks, fallbacks = check_attention(parallel, config, geometry, device) if checked else ((), ())
+    if new_gpu:
+        check_kernels(device)
+    failed_checks, fallbacks = check_attention(parallel, config, geometry, device) if checked else ((), ())
     model = architecture.build(geometry, parallel, dtype, device)
     reading = partial(load, model, architecture.tensors, folder, weights=weights)
     _fill(model, architecture.tensors, source, reading, weights)
@@ -97,8 +96,7 @@ def load_rank(
     inboxes = make_inboxes(parallel, inbox_rows(config, geometry), geometry.summed_width, dtype, sequence_rows(config, geometry))
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
-        with torch.inference_mode():
-            check_inboxes(parallel, inboxes, geometry.hidden, device, dtype)
+        check_inboxes(parallel, inboxes, geometry.hidden, device, dtype)
     return Rank(config, geometry, device, parallel, model, inboxes, failed_checks, fallbacks, drafter, encoders)
 
 

@@ -199,6 +199,7 @@ def self_check(parallel: Parallel, device: torch.device, dtype: torch.dtype) -> 
     _expect(parallel, parallel.exchange_rows(10 * rows + rank), own, "exchange")
 
 
+@torch.inference_mode()
 def check_own_rows(parallel: Parallel, sequence: SequenceParallel, dtype: torch.dtype) -> None:
     """Parts of known values, of which each rank norms rows of its own: all ranks get what an all-reduce and a norm give.
 

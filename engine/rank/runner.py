@@ -2,7 +2,7 @@
 
     forward  upload the plan, run the model                              does not wait for the device
     sample   upload masks, sample, store the tokens, start the copy out  likewise; `launch` is both
-    encode   begin with the media items that the plan names, or before the forward if it reads them; `advance` launches encoders
+    encode   begin with the media items that the plan names, or before the forward if it reads them; then `EncodeStage.advance`
     result   wait for the copy; the result's bytes                       in plan order
     fold     update the state hash
 
@@ -64,12 +64,11 @@ def warm_rows(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A step whose forward was launched, for `Runner.sample`. data: the plan's bytes; uploaded: the plan on the device; start: the
-    step's start event; media: has the items whose encode is still to begin, None if it has begun."""
+    """A step whose forward was launched, for `Runner.sample`. data: the plan's bytes; start: the step's start event; media: has
+    the items whose encode is still to begin, None if it has begun."""
 
     plan: PlanView
     data: bytes
-    uploaded: Tensor
     final: FinalRows
     start: DeviceEvent
     media: MediaReader | None
@@ -112,15 +111,16 @@ class Runner:
         chosen = AttentionConfig(*asked, failed_checks, config.flashinfer_download)
         attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
-        self.forward_stage = ForwardStage(model, attention, self._inputs, inboxes, self.pages)
+        soft = None
+        if encoders and not geometry.bidirectional:
+            values = torch.zeros((config.prefill_budget, geometry.hidden), dtype=model.dtype, device=device)
+            soft = SoftTokens(torch.full((len(values),), -1, device=device), values)
+        self.forward_stage = ForwardStage(model, attention, self._inputs, inboxes, self.pages, soft)
         self.sample_stage = SampleStage(model, sampler, self.slots, inboxes)
-        self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes) if encoders else None
+        self.encode_stage = EncodeStage(encoders, device, parallel, config.encoder_host_bytes)
         large = not all(layer.owns_kv for layer in geometry.layers) or (inboxes is not None and inboxes.sequence is not None)
         most = min(config.prefill_budget, (LARGE_PROMPT_ROWS if large else PROMPT_ROWS)[-1])
         self._prompt_rows = [*(rows for rows in PROMPT_ROWS + LARGE_PROMPT_ROWS if rows < most), most]
-        if encoders and not geometry.bidirectional:
-            values = torch.zeros((config.prefill_budget, geometry.hidden), dtype=model.dtype, device=device)
-            self.forward_stage.soft_tokens = SoftTokens(torch.full((len(values),), -1, device=device), values)
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
             reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
@@ -149,10 +149,9 @@ class Runner:
             # `warm` has run all that samplers launch.
             for name in LARGEST_SAMPLERS[sizes.prompts > 0 :]:
                 graphs.warm(partial(self.repeat, sizes, name, width))
-            plan = self._inputs.plan
-            state = graphs.capture("forward", sizes, partial(self.forward_stage.padded, sizes, plan, width), width)
+            state = graphs.capture("forward", sizes, partial(self.forward_stage.padded, sizes, width), width)
             for name in SAMPLERS:
-                graphs.capture(name, sizes, partial(self._sampled, name, plan, *state), width)
+                graphs.capture(name, sizes, partial(self._sampled_by, name, *state), width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(buckets or self._buckets, reverse=True), self._widths[1:]):
                 graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
@@ -184,9 +183,8 @@ class Runner:
     def repeat(self, sizes: StepSizes, sampler: str = "argmax", width: int = 1) -> None:
         """Run the plan uploaded last eagerly, padded to `sizes` with decode rows of `width` tokens, and behind decode rows alone
         the drafts of the next step; on a GPU."""
-        plan = self._inputs.plan
-        batch, hidden = self.forward_stage.padded(sizes, plan, width)
-        sampled = self._sampled(sampler, plan, batch, hidden)
+        batch, hidden = self.forward_stage.padded(sizes, width)
+        sampled = self._sampled_by(sampler, batch, hidden)
         if self.draft_stage is not None and not sizes.prompts:
             if width == 1:
                 self.draft_stage.accept(batch, sampled.chosen, hidden, adjusted=False)
@@ -215,19 +213,20 @@ class Runner:
         has, slots = StepSizes.of(plan), plan.chunks[:, 0].tolist()
         if len(plan.spans) or self.slots.prompt_scorings.keys() & slots:
             return None
-        if self.encode_stage is not None and self.forward_stage.soft_tokens is None and self.encode_stage.has_items(slots):
+        if self.forward_stage.soft_tokens is None and self.encode_stage.has_items(slots):
             return None
         fitting = (sizes for sizes in self._mixed_sizes if sizes.prompts >= has.prompts and sizes.decodes >= has.decodes)
         least = min(fitting, default=None)
         return least if least and least.chunks >= has.chunks else None
 
-    def _sampled(self, name: str, plan: Tensor, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
-        """Sample a padded step by the sampler of that name, and accept its drafts. Capturable."""
-        adjusted, special = name.startswith("adjusted"), SpecialRows(small_top_k=name.endswith("small_top_k"))
-        sampled = self.sample_stage.sample(plan if adjusted else None, batch, hidden, special)
-        return self._accepted(batch, hidden, sampled, adjusted=adjusted)
+    def _sampled_by(self, name: str, batch: ForwardBatch, hidden: Tensor) -> StepTokens:
+        """Call `_sampled` for the sampler of that name. Capturable."""
+        special = SpecialRows(small_top_k=name.endswith("small_top_k"))
+        return self._sampled(batch, hidden, special, adjusted=name.startswith("adjusted"))
 
-    def _accepted(self, batch: ForwardBatch, hidden: Tensor, sampled: StepTokens, *, adjusted: bool) -> StepTokens:
+    def _sampled(self, batch: ForwardBatch, hidden: Tensor, special: SpecialRows, *, adjusted: bool) -> StepTokens:
+        """Sample the uploaded plan's result rows, and accept their drafts."""
+        sampled = self.sample_stage.sample(self._inputs.plan if adjusted else None, batch, hidden, special)
         if self.draft_stage is None or batch.width == 1:
             return sampled
         return replace(sampled, accepted=self.draft_stage.accept(batch, sampled.chosen, hidden, adjusted=adjusted))
@@ -240,16 +239,15 @@ class Runner:
         They run in the padding slot, whose pages are the null page, which is zeroed again afterwards.
         """
         self.slots.warm()
-        if self.encode_stage is not None:
-            self.encode_stage.warm(graphs=self.capturable)
+        self.encode_stage.warm(graphs=self.capturable)
         size, slot = self._prefill, self.slots.padding
         for rows in warm_rows(size):
             image = self._images and rows == size
             chunk = (slot, 0, rows, rows - 1, 0, int(image))
             plan = read_plan(encode_plan(StepPlan(1, chunks=[chunk], spans=[(0, rows)] * image)))
-            uploaded = self._inputs.upload(plan)
-            self._inputs.apply(uploaded)
-            batch = replace(self._inputs.batch(uploaded, StepSizes.of(plan))[0], chunks=chunks_of(plan))
+            self._inputs.upload(plan)
+            self._inputs.apply()
+            batch = replace(self._inputs.batch(StepSizes.of(plan))[0], chunks=chunks_of(plan))
             every = self.forward_stage.run(replace(batch, logit_rows=None))
             record_event(self._device).synchronize()  # the plan's staging memory is used again
         assert batch.logit_rows is not None
@@ -259,7 +257,7 @@ class Runner:
         for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others
             everything = SpecialRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
             ends = replace(batch, slots=batch.slots[-1:].repeat(rows), positions=batch.positions.new_full((rows,), -1))
-            for plan_of_masks in (None, uploaded):
+            for plan_of_masks in (None, self._inputs.plan):
                 self.sample_stage.sample(plan_of_masks, ends, hidden[-1:].repeat(rows, 1), everything)
         scored = [ScoredRows(batch.chunks[0], PromptScoring(0, size + 1, MAX_ALTERNATIVES), size)]
         self.sample_stage.prompt_logprobs(ScoredBatch(scored, batch, every))
@@ -273,11 +271,6 @@ class Runner:
         return self.sample(self.forward(data, media), masks)
 
     @torch.inference_mode()
-    def advance(self) -> bool:
-        """Read a record of media, or launch a piece of what encoders have begun; returns whether there was one."""
-        return self.encode_stage is not None and self.encode_stage.advance()
-
-    @torch.inference_mode()
     def forward(self, data: bytes, media: MediaReader | None = None) -> Forwarded:
         """Start the forward of the plan `data`; `sample` must follow before the next `forward`."""
         plan = read_plan(data)
@@ -285,28 +278,27 @@ class Runner:
             self.pages.expect(plan)
         start = record_event(self._device)
         self.slots.admit(plan.admissions)
-        if self.encode_stage is not None:
-            self.encode_stage.admit(plan.admissions)
+        self.encode_stage.admit(plan.admissions)
         assert media or not len(plan.encodes), "a plan encodes media, and there are none"
         if reaches_encodes(plan):
             self._encode(plan, media)
             media = None
         for group, page in plan.zeros.tolist():
             self.slots.cache.groups[group].pool[:, page] = 0
-        uploaded = self._inputs.upload(plan)
+        self._inputs.upload(plan)
         sizes = self._padded_sizes(plan)
         widths = self._mixed_widths if sizes and sizes.prompts else self._widths
         width = next(width for width in widths if width >= plan.width)
         if sizes:
-            if self.encode_stage is not None and sizes.prompts and self.forward_stage.soft_tokens is not None:
+            if sizes.prompts and self.forward_stage.soft_tokens is not None:
                 self.forward_stage.set_soft_tokens(self.encode_stage.soft_tokens(chunks_of(plan)))
-            final = self._padded_forward(sizes, width, uploaded)
+            final = self._padded_forward(sizes, width)
         else:
-            final = self.forward_stage.eager(plan, uploaded, self.slots.prompt_scorings, width, self.encode_stage)
+            final = self.forward_stage.eager(plan, self.slots.prompt_scorings, width, self.encode_stage)
         if plan.masked:  # the core may make no masks before its media are read: the ring may be full
             self._encode(plan, media)
             media = None
-        return Forwarded(plan, data, uploaded, final, start, media)
+        return Forwarded(plan, data, final, start, media)
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, masks: bytes = b"") -> Launched:
@@ -318,15 +310,13 @@ class Runner:
             self.slots.adjustments.set_masks(plan.step, given.slots, given.bits, after=self.report_stage.last_end)
         width = 1 if final.batch is None else final.batch.width
         rows = self.slots.result_rows(plan.result_slots, plan.step, width)
-        sampled = None
+        sampled = StepTokens(torch.empty((0, 2), dtype=torch.int32))
         if final.batch is not None and len(rows.slots):
             name = captured_sampler(rows) if final.captured else None
             if self.graphs and name:
                 sampled = self.graphs.replay(name, final.captured, width)
             else:
-                adjusted = step.uploaded if rows.adjusted else None
-                sampled = self.sample_stage.sample(adjusted, final.batch, final.hidden, rows.special)
-                sampled = self._accepted(final.batch, final.hidden, sampled, adjusted=rows.adjusted)
+                sampled = self._sampled(final.batch, final.hidden, rows.special, adjusted=rows.adjusted)
             if plan.drafts and self.draft_stage is not None:
                 if width == 1:
                     self.draft_stage.accept(final.batch, sampled.chosen, final.hidden, adjusted=False)
@@ -339,7 +329,6 @@ class Runner:
                 if plan.masked:
                     sampled = replace(sampled, drafts=self.draft_stage.last_drafts(sequences, plan.drafts))
         if final.prompts is not None:
-            sampled = sampled or StepTokens(torch.empty((0, 2), dtype=torch.int32))
             sampled = replace(sampled, scored=final.prompts.scored, prompts=self.sample_stage.prompt_logprobs(final.prompts))
         launched = self.report_stage.start(plan, rows, sampled, final.hidden, step.start, (step.data, masks))
         self._encode(plan, step.media)
@@ -357,13 +346,12 @@ class Runner:
 
     def _encode(self, plan: PlanView, media: MediaReader | None) -> None:
         if media and len(plan.encodes):
-            assert self.encode_stage is not None, "a plan encodes media, and there is no encoder"
             self.encode_stage.encode(plan.encodes[:, 0].tolist(), media)
 
-    def _padded_forward(self, sizes: StepSizes, width: int, uploaded: Tensor) -> FinalRows:
-        """Run the forward of a plan padded to `sizes`, as a graph if there is one and the plan lies where it reads."""
-        if self.graphs is not None and ("forward", sizes, width) in self.graphs and uploaded is self._inputs.plan:
+    def _padded_forward(self, sizes: StepSizes, width: int) -> FinalRows:
+        """Run the forward of the uploaded plan padded to `sizes`, as a graph if there is one."""
+        if self.graphs is not None and ("forward", sizes, width) in self.graphs:
             batch, hidden = self.graphs.replay("forward", sizes, width)
             return FinalRows(hidden, batch, captured=sizes)
-        batch, hidden = self.forward_stage.padded(sizes, uploaded, width)
+        batch, hidden = self.forward_stage.padded(sizes, width)
         return FinalRows(hidden, batch)

@@ -72,8 +72,10 @@ class Sampler:
 
         Overwrites logits. Capturable, if no row is filtered or reported.
         """
-        reported = _index(special.reported, logits.device)
-        raw = logits[reported] if special.reported else None
+        raw = None
+        if special.reported:
+            reported = _index(special.reported, logits.device)
+            raw = logits[reported]
         size = max(1, PIECE_LOGITS // logits.shape[1])  # rows of PIECE_LOGITS logits
         first, parts = self._parallel.rank * logits.shape[1], parts_of(logits.shape[1], len(logits), self._processors)
         if batch.adjustments is not None:
@@ -127,4 +129,4 @@ class Sampler:
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:
-    return uploaded(torch.tensor(rows, dtype=torch.int64), device) if rows else torch.empty(0, dtype=torch.int64, device=device)
+    return uploaded(torch.tensor(rows), device)

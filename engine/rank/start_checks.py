@@ -52,6 +52,7 @@ def _refuse(wrong: Sequence[str]) -> None:
         raise ConfigError(f"kernels have failed their checks on this GPU, whose architecture nobody tried: {'; '.join(wrong)}")
 
 
+@torch.inference_mode()
 def check_attention(
     parallel: Parallel, config: EngineConfig, geometry: Geometry, device: torch.device
 ) -> tuple[FailedChecks, tuple[str, ...]]:
@@ -84,6 +85,7 @@ def failed_on_any_rank(parallel: Parallel, names: Sequence[Any], failed: Collect
     return {name for name, count in zip(names, parallel.all_reduce(flags).tolist(), strict=True) if count}
 
 
+@torch.inference_mode()
 def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
     """Compute the root mean square of the residual stream behind the last layer, over a short fixed prompt; every rank must call
     it.

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.channel import MAX_RECORD
 from engine.plan import PlanView
-from engine.plan_layout import COUNTS, HEADER, SECTIONS, STEP
+from engine.plan_layout import COUNTS, HEADER, SECTIONS
 from engine.rank.batch import Chunk, ForwardBatch, RopeTensors, chunk_rows
 from engine.rank.slots import SlotState
 from engine.rank.upload import staging
@@ -28,7 +29,7 @@ PROMPT_ROWS = (16, 32, 64, 128, 192, 256, *range(384, 1025, 128))  # that chunks
 LARGE_PROMPT_ROWS = (*range(1280, 2049, 256), *range(2560, 4097, 512), *range(5120, 8193, 1024))
 DECODES_BESIDE_PROMPTS = (0, 8, 32, 128)  # sequences that decode in such steps, padded; the largest bucket is another
 MOST_PADDED_CHUNKS = 16  # of a padded step of up to 2048 prompt tokens, in proportion of a larger one; with more it runs unpadded
-LAYOUT = PlanLayout(HEADER, STEP, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))
+LAYOUT = PlanLayout(HEADER, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))
 
 
 class StepSizes(NamedTuple):
@@ -73,27 +74,23 @@ class StepBuffers:
         results = torch.zeros((2, self._most * widest), dtype=torch.int32, device=device)
         self._chunks = results.new_zeros((self._most + 1, 4), dtype=torch.int32)
         self._results = ResultInputs(results[0].long(), *results)
-        capacity = HEADER + 64 * self._most + prefill + 1024  # of a usual step; a larger plan gets memory of its own
-        self.plan = results.new_zeros(capacity, dtype=torch.int32)
-        self._staging = staging(device, capacity)
+        self.plan = results.new_zeros(MAX_RECORD // 4)  # what a plan has at most
+        self._staging = staging(device, len(self.plan))
 
     def bucket(self, decodes: int) -> int:
         """Returns the rows that `decodes` decode rows are padded to."""
         return self.buckets[bisect.bisect_left(self.buckets, decodes)]
 
-    def upload(self, plan: PlanView) -> Tensor:
-        """Copy the plan to the device: int32 [n] in `self.plan`, or in memory of its own if it is larger."""
+    def upload(self, plan: PlanView) -> None:
+        """Copy the plan to `self.plan`, on the device."""
         size = len(plan.fixed)
-        if size > len(self.plan):
-            return torch.from_numpy(_unique_appends(plan)).to(self.plan.device)
         staging = next(self._staging)[:size]
         staging.numpy()[:] = _unique_appends(plan) if plan.admissions else plan.fixed
         self.plan[:size].copy_(staging, non_blocking=True)
-        return self.plan
 
-    def apply(self, plan: Tensor) -> None:
-        """Apply an uploaded plan to page tables and lengths."""
-        apply_plan(plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
+    def apply(self) -> None:
+        """Apply the uploaded plan to page tables and lengths."""
+        apply_plan(self.plan, LAYOUT, [cache.table for cache in self._slots.cache], self._slots.lengths)
 
     def drafting(self, slots: Tensor, positions: Tensor, rope_positions: Tensor) -> ForwardBatch:
         """Make a drafter's rows: they read what positions int32 [n] of `slots` see, with queries roped as at `rope_positions`.
@@ -102,23 +99,23 @@ class StepBuffers:
         unread = slots  # a drafter begins with tokens of its own, not with ids
         return ForwardBatch(unread, positions, slots, self._rotary(rope_positions), pages)
 
-    def batch(self, plan: Tensor, sizes: StepSizes, width: int = 1) -> tuple[ForwardBatch, ForwardBatch]:
-        """Make the plan's chunk rows and behind them its decode rows, of `width` tokens a sequence, padded to `sizes`; and a batch
-        of the rows that give results, `width` a sequence (`logit_rows` of the first): the same one where there are no chunks.
-        Lengths of sequences that decode advance by one. Capturable."""
+    def batch(self, sizes: StepSizes, width: int = 1) -> tuple[ForwardBatch, ForwardBatch]:
+        """Make the uploaded plan's chunk rows and behind them its decode rows, of `width` tokens a sequence, padded to `sizes`; and
+        a batch of the rows that give results, `width` a sequence (`logit_rows` of the first): the same one where there are no
+        chunks. Lengths of sequences that decode advance by one. Capturable."""
         first = sizes.prompts
         rows = StepRows(*self._rows[:, : first + sizes.decodes * width])
         pages = tuple(page_ids[: sizes.decodes] for page_ids in self._pages)
         if sizes.decodes:
             ids, positions, slots = (column[first:] for column in rows)
             tokens, lengths = self._slots.tokens, self._slots.lengths
-            decode_inputs(plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
+            decode_inputs(self.plan, LAYOUT, tokens, lengths, self._slots.padding, ids, positions, slots, width)
             self._slots.cache.gather(slots, positions, pages)
         if not first:
             batch = ForwardBatch(*rows, self._rotary(rows.positions), pages, width=width)
             return batch, batch
         chunks, results = self._chunks[: sizes.chunks + 1], ResultInputs(*(x[: sizes.results * width] for x in self._results))
-        chunk_inputs(plan, LAYOUT, self._slots.tokens, self._slots.padding, rows, first, chunks, results, width)
+        chunk_inputs(self.plan, LAYOUT, self._slots.tokens, self._slots.padding, rows, first, chunks, results, width)
         batch = ForwardBatch(
             *rows, self._rotary(rows.positions), pages, results.rows, width=width, prompts=first, chunk_list=chunks
         )

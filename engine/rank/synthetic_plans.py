@@ -9,14 +9,14 @@ from engine.protocol import SamplingParams
 from engine.rank.kv import KVCache
 
 
-def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int, step: int = 0) -> StepPlan:
-    """Make plan `step`, which admits sequences of `length` tokens to a rank's slots, `cached` of them computed, with pages for
+def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
+    """Make a plan that admits sequences of `length` tokens to a rank's slots, `cached` of them computed, with pages for
     positions [cached, end); in a small pool they share pages. Tokens are random: equal ones would all go to the same experts."""
     params, admissions = SamplingParams(max_tokens=1), []
     for slot in slots:
         tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
         admissions.append(Admission(slot, slot + 1, tokens, length, params, cached=cached))
-    plan = StepPlan(step, admissions=admissions)
+    plan = StepPlan(0, admissions=admissions)
     for group in cache:
         entries, count = group.group.pages_for(cached, end), group.pool.shape[1] - 1
         pages = 1 + np.random.default_rng(0).permutation(count)

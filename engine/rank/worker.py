@@ -63,8 +63,7 @@ def _boot(lifeline: Lifeline) -> Runner:
         set_cache_keys()
     compilers = compile_ahead.start(config) if config.device == "cuda" and lifeline.args.index == 0 else []
     rank = load(config, lifeline.args)
-    with torch.inference_mode():
-        rms = residual_rms(rank.model, config.kv_groups(rank.geometry))
+    rms = residual_rms(rank.model, config.kv_groups(rank.geometry))
     seconds = time.monotonic() - started
     torch.set_num_threads(1)  # woken ones took 6 ms to copy a picture of 1.8 MB, between steps
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank)))
@@ -72,8 +71,7 @@ def _boot(lifeline: Lifeline) -> Runner:
     self_check(rank.parallel, rank.device, rank.model.dtype)
     wait_at_most(rank, config.boot_timeout_s)  # another rank's compiler may take long
     if rank.inboxes is not None and rank.inboxes.sequence is not None:
-        with torch.inference_mode():
-            check_own_rows(rank.parallel, rank.inboxes.sequence, rank.model.dtype)
+        check_own_rows(rank.parallel, rank.inboxes.sequence, rank.model.dtype)
     if rank.device.type == "cuda":
         runner.warm()
     if runner.capturable:
@@ -131,7 +129,7 @@ class Worker:
                 progressed, running = True, self._launch(*record)
             else:
                 progressed = False
-            if self._runner.advance() or progressed:
+            if self._runner.encode_stage.advance() or progressed:
                 self._waiter.reset()
             elif (len(self._launched) == DEPTH or (self._launched and not running)) and not self._media.left:
                 self._finish()
@@ -171,8 +169,7 @@ class Worker:
         self._progress(launched.step)
         status = self._lifeline.status
         status.device(self._lifeline.args.index, busy_us, launched.clock.idle_us, launch.late_compilations())
-        if self._runner.encode_stage is not None:
-            status.encoder(self._lifeline.args.index, self._runner.encode_stage.figures)
+        status.encoder(self._lifeline.args.index, self._runner.encode_stage.figures)
 
     def _progress(self, finished: int) -> None:
         args, now = self._lifeline.args, time.monotonic_ns()

@@ -138,6 +138,7 @@ class EncodeStage:
             self._counts[_COUNTED_AS[item.kind]] += item.shape[0] if item.kind == "video" else 1
             self._counts["rows"] += item.soft_tokens
 
+    @torch.inference_mode()
     def advance(self) -> bool:
         """Read a record of data; once all are read, launch the next piece of what was begun if the device has ended the last one.
         Returns whether it did."""

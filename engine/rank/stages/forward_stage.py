@@ -57,7 +57,7 @@ class ForwardStage:
     inputs: StepBuffers
     inboxes: Inboxes | None
     pages: PageCheck | None
-    soft_tokens: SoftTokens | None = None
+    soft_tokens: SoftTokens | None
 
     def set_soft_tokens(self, soft: SoftTokens | None) -> None:
         """Set the soft tokens of the next padded step; None: it has none."""
@@ -66,18 +66,18 @@ class ForwardStage:
         if soft is not None:
             rows[: len(soft.rows)], values[: len(soft.rows)] = soft.rows, soft.values
 
-    def padded(self, sizes: StepSizes, plan: Tensor, width: int = 1) -> tuple[ForwardBatch, Tensor]:
-        """Returns inputs and final hidden rows of a plan's result rows, padded to `sizes`, with decode rows of `width` tokens.
-        Capturable."""
-        batch, ends = self._inputs_of(sizes, plan, width)
+    def padded(self, sizes: StepSizes, width: int = 1) -> tuple[ForwardBatch, Tensor]:
+        """Returns inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`, with decode rows of `width`
+        tokens. Capturable."""
+        batch, ends = self._inputs_of(sizes, width)
         if (soft := self.soft_tokens) is not None and sizes.prompts:
             batch = replace(batch, soft=SoftTokens(soft.rows[: sizes.prompts], soft.values[: sizes.prompts]))
         return ends, self.run(batch)
 
-    def _inputs_of(self, sizes: StepSizes, plan: Tensor, width: int) -> tuple[ForwardBatch, ForwardBatch]:
-        """Apply a plan; returns its rows, and those that give results."""
-        self.inputs.apply(plan)
-        batch, ends = self.inputs.batch(plan, sizes, width)
+    def _inputs_of(self, sizes: StepSizes, width: int) -> tuple[ForwardBatch, ForwardBatch]:
+        """Apply the uploaded plan; returns its rows, and those that give results."""
+        self.inputs.apply()
+        batch, ends = self.inputs.batch(sizes, width)
         if self.pages is not None:
             self.pages.check(batch)
         return batch, ends
@@ -85,21 +85,20 @@ class ForwardStage:
     def eager(
         self,
         plan: PlanView,
-        uploaded: Tensor,
         scorings: Mapping[int, PromptScoring],
         width: int,
-        media: EncodeStage | None,
+        media: EncodeStage,
     ) -> FinalRows:
-        """Run the forward of an unpadded step: with chunks, and decode rows of `width` tokens, or with no rows at all.
+        """Run the forward of the uploaded plan unpadded: with chunks, and decode rows of `width` tokens, or with no rows at all.
 
-        uploaded: the plan on the device; scorings: of slots that report logprobs of their prompts; media: has the soft tokens.
+        scorings: of slots that report logprobs of their prompts; media: has the soft tokens.
         """
         if not len(plan.chunks):
-            self.inputs.apply(uploaded)
-            return FinalRows(uploaded[:0])
+            self.inputs.apply()
+            return FinalRows(self.inputs.plan[:0])
         chunks = chunks_of(plan)
-        batch, ends = self._inputs_of(StepSizes.of(plan), uploaded, width)
-        batch = replace(batch, chunks=chunks, soft=None if media is None else media.soft_tokens(chunks))
+        batch, ends = self._inputs_of(StepSizes.of(plan), width)
+        batch = replace(batch, chunks=chunks, soft=media.soft_tokens(chunks))
         if not (scored := scored_rows(batch.chunks, scorings)):
             return FinalRows(self.run(batch), ends)
         hidden = self.run(replace(batch, logit_rows=None))

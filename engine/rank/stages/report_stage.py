@@ -34,7 +34,7 @@ class Launched:
 
     step: int
     hashed: tuple[bytes, bytes]
-    rows: ResultRows | None
+    rows: ResultRows
     scored: Sequence[ScoredRows]
     copies: dict[str, Tensor]
     clock: StepClock
@@ -53,12 +53,9 @@ class Launched:
     def result(self) -> bytes:
         """Wait for the step; the bytes of its StepResult. RuntimeError: another rank's part of an all-reduce did not come.
         PageViolation: a page table was wrong (`debug_pages`)."""
-        host, pages, encodes = self.outputs(), self.stage.pages, self.stage.encodes
+        host, pages, encoded = self.outputs(), self.stage.pages, self.stage.encodes.ended
         if pages is not None:
             pages.verify(self.step, host["violations"])
-        encoded = 0 if encodes is None else encodes.ended
-        if self.rows is None:
-            return encode_rows(self.step, np.zeros((0, RESULT_HEAD + 1), np.int32), {}, encoded=encoded)
         tokens, flags = host["chosen"].T
         if (flags & ROW_ERROR).any():
             raise RuntimeError(f"step {self.step}: another rank's part of an all-reduce did not come in time")
@@ -111,7 +108,7 @@ class ReportStage:
     whose encodes have ended."""
 
     def __init__(
-        self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage | None, *, debug_hash: bool
+        self, rows: int, device: torch.device, pages: PageCheck | None, encodes: EncodeStage, *, debug_hash: bool
     ) -> None:
         self._device, self.pages, self.encodes, self.debug_hash = device, pages, encodes, debug_hash
         self.state_hash = 0
@@ -122,7 +119,7 @@ class ReportStage:
         self,
         plan: PlanView,
         rows: ResultRows,
-        sampled: StepTokens | None,
+        sampled: StepTokens,
         hidden: Tensor,
         start: DeviceEvent,
         hashed: tuple[bytes, bytes],
@@ -133,18 +130,18 @@ class ReportStage:
         copies = {name: downloaded(output, pinned.get(name)) for name, output in self._outputs(sampled, hidden, rows).items()}
         clock = StepClock(self.last_end if len(plan.rows) else None, start, record_event(self._device))
         self.last_end = clock.end
-        scored = sampled.scored if sampled is not None else ()
-        return Launched(plan.step, hashed, None if sampled is None else rows, scored, copies, clock, self)
+        return Launched(plan.step, hashed, rows, sampled.scored, copies, clock, self)
 
-    def _outputs(self, sampled: StepTokens | None, hidden: Tensor, rows: ResultRows) -> dict[str, Tensor]:
+    def _outputs(self, sampled: StepTokens, hidden: Tensor, rows: ResultRows) -> dict[str, Tensor]:
         """Returns the device tensors to copy to the host, by name."""
-        outputs: dict[str, Tensor | None] = {"violations": None if self.pages is None else self.pages.violations}
-        if sampled is not None:
-            count = len(rows.slots)
-            outputs |= {"chosen": sampled.chosen[:count], "drafts": sampled.drafts}
-            outputs |= {"logprobs": sampled.logprobs, "prompts": sampled.prompts}
-            if sampled.accepted is not None and rows.width > 1:
-                outputs["accepted"] = sampled.accepted[: count // rows.width]
-            if self.debug_hash:
-                outputs["hidden"] = hidden[:count].contiguous().view(torch.uint8)
+        count = len(rows.slots)
+        outputs: dict[str, Tensor | None] = {
+            "violations": None if self.pages is None else self.pages.violations,
+            "chosen": sampled.chosen[:count],
+            "accepted": None if sampled.accepted is None else sampled.accepted[: count // rows.width],
+            "hidden": hidden[:count].contiguous().view(torch.uint8) if self.debug_hash else None,
+            "drafts": sampled.drafts,
+            "logprobs": sampled.logprobs,
+            "prompts": sampled.prompts,
+        }
         return {name: output for name, output in outputs.items() if output is not None}

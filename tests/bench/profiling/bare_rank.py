@@ -42,8 +42,8 @@ class BareRank(Rank):
     def admission(self, batch: int, context: int, steps: int, step: int) -> StepPlan:
         """Plan `step`: `batch` sequences of `context` tokens whose K and V are there; each decodes its last one."""
         slots, end = list(range(batch)), context + steps + _SPARE
-        plan = admission_plan(self.cache, self.geometry.vocab, slots, context, context - 1, end, step)
-        return msgspec.structs.replace(plan, rows=single_rows(slots))
+        plan = admission_plan(self.cache, self.geometry.vocab, slots, context, context - 1, end)
+        return msgspec.structs.replace(plan, step=step, rows=single_rows(slots))
 
     def run(self, plans: Sequence[bytes]) -> tuple[list[bytes], float]:
         """Every plan, two out at a time: results, and seconds."""

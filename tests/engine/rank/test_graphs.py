@@ -67,7 +67,7 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     runner._widths = runner._mixed_widths = (1,)
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
     runner.forward_stage.padded = lambda sizes, *_: ran.append(f"forward {sizes.decodes}") or (sizes, None)
-    runner._sampled = lambda name, _, sizes, __: ran.append(f"{name} {sizes.decodes}")  # type: ignore[method-assign,assignment,return-value]
+    runner._sampled_by = lambda name, sizes, _: ran.append(f"{name} {sizes.decodes}")  # type: ignore[method-assign,assignment,return-value]
     runner.capture((1, 8))
     made: Any = runner.graphs
     warmed = [entry for name in LARGEST_SAMPLERS for entry in ("forward 8", f"{name} 8")]

@@ -63,10 +63,10 @@ def met(runner: Runner, prompts: int, decodes: int, width: int) -> set[str]:
     rows = [(slot, width, 0) for slot in range(decodes)]
     plan = read_plan(encode_plan(StepPlan(1, chunks=[(decodes, 0, prompts, prompts - 1, 0, 0)], rows=rows)))
     with record(target=(9, 0)) as nodes, torch.inference_mode():
-        final = runner.forward_stage.eager(plan, runner._inputs.upload(plan), {}, width, None)
+        runner._inputs.upload(plan)
+        final = runner.forward_stage.eager(plan, {}, width, runner.encode_stage)
         special = runner.slots.result_rows(plan.result_slots, plan.step, width).special
-        sampled = runner.sample_stage.sample(None, final.batch, final.hidden, special)
-        runner._accepted(final.batch, final.hidden, sampled, adjusted=False)
+        runner._sampled(final.batch, final.hidden, special, adjusted=False)
     return variants(nodes)
 
 

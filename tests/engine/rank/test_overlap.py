@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from engine.plan import StepPlan, encode_plan, encode_rows, read_plan
 from engine.protocol import MediaItem
 from engine.rank.step_clock import HostEvent, StepClock
 from engine.rank.worker import Worker
-from engine.rank_status import STATUS_BYTES, StatusBlock
+from engine.rank_status import STATUS_BYTES, EncoderFigures, StatusBlock
 from engine.step_media import RECORD_BYTES, MediaReader, write_media
 from tests.support.engine.core_loop import running
 from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
@@ -40,7 +42,10 @@ class SlowDevice:
     free_at: float = 0.0
     idle_s: list[float] = field(default_factory=list)
     state_hash: int = 0
-    encode_stage: None = None
+
+    @property
+    def encode_stage(self) -> Any:
+        return SimpleNamespace(figures=EncoderFigures(), advance=self.advance)
 
     def advance(self) -> bool:
         return False

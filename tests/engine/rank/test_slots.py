@@ -39,12 +39,12 @@ class Rank:
         """The plan, through its bytes, into the tables; its inputs, decode rows alone with `padding` rows behind them."""
         view = read_plan(encode_plan(plan))
         self.slots.admit(view.admissions)
-        uploaded = self.step.upload(view)
-        self.step.apply(uploaded)
+        self.step.upload(view)
+        self.step.apply()
         if not plan.chunks and not plan.rows:
             return None
         sizes = StepSizes.of(view) if plan.chunks else StepSizes.decoding(len(plan.rows) + padding)
-        return self.step.batch(uploaded, sizes)[0]
+        return self.step.batch(sizes)[0]
 
     def results(self, plan: StepPlan) -> ResultRows:
         """How the rows of the plan's results sample."""
@@ -277,15 +277,18 @@ def test_padding_rows_change_nothing() -> None:
     assert rank.slots.lengths.tolist() == [2, 0, 0, 0, 0]
 
 
-def test_a_plan_too_large_for_the_buffer_goes_up_by_itself() -> None:
-    """More appends than the device buffer holds are applied all the same."""
+def test_the_largest_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan as long as a record of the ring is applied, the last append to each entry; planted fault: where its appends alone are
+    longer there is no room."""
+    admission, appends = Admission(0, 1, [5], 1, SamplingParams(max_tokens=1)), [(1, 0, at % 8, 1 + at) for at in range(90)]
+    plan = StepPlan(1, admissions=[admission], appends=appends)
+    monkeypatch.setattr("engine.rank.step.MAX_RECORD", len(encode_plan(plan)))
     rank = Rank()
-    room = len(rank.step.plan)
-    appends = [PageAppend(1, at % SLOTS, at % 8, 1 + at % 90) for at in range(room)]
-    rank.run(StepPlan(1, appends=appends))
-    last = {(append.slot, append.index): append.page for append in appends}
-    for (slot, index), page in last.items():
-        assert rank.slots.cache.groups[1].table[slot, index] == page
+    rank.run(plan)
+    assert rank.slots.cache.groups[1].table[0, :8].tolist() == [89, 90, *range(83, 89)]
+    monkeypatch.setattr("engine.rank.step.MAX_RECORD", 4 * len(read_plan(encode_plan(plan)).fixed) - 4)
+    with pytest.raises(ValueError, match="broadcast"):
+        Rank().run(plan)
 
 
 def test_chunks_have_the_spans_that_they_name() -> None:

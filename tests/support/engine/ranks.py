@@ -225,7 +225,7 @@ def media_of(*plans: Sequence[MediaItem]) -> MediaReader:
 def run(runner: Runner, plan: StepPlan, masks: bytes = b"") -> StepResult:
     """One plan through its bytes, launched and finished."""
     launched = runner.launch(encode_plan(plan), masks, media_of(plan.media))
-    while runner.advance():
+    while runner.encode_stage.advance():
         pass
     return finish(launched)
 
