@@ -40,21 +40,20 @@ _COUNTED_AS: dict[MediaKind, str] = {"image": "images", "video": "frames", "audi
 @dataclass
 class EncodedItem:
     """positions int64 [n] of an item's soft tokens, ascending, on the host; output: the rows in their place, once they are
-    gathered; end: of the item."""
+    gathered."""
 
+    item: MediaItem
     positions: np.ndarray
-    key: Key
-    end: int
     output: EncodedRows | None = None
 
 
 @dataclass(frozen=True)
 class EncodeShare:
-    """What a rank encodes of a plan's items of a kind. keys: of all items, and how many rows each has; inputs: those of this rank,
-    on the host, once they are read; counts: rows by rank, one number if every rank makes all; parts: what it has made so far."""
+    """What a rank encodes of a plan's `items` of a kind. inputs: those of this rank, on the host, once they are read; counts: rows
+    by rank, one number if every rank makes all; parts: what it has made so far."""
 
     encoder: MediaEncoder
-    keys: Sequence[tuple[Key, int]]
+    items: Sequence[MediaItem]
     inputs: Sequence[Tensor]
     counts: Sequence[int]
     parts: list[Tensor] = field(default_factory=list)
@@ -125,9 +124,7 @@ class EncodeStage:
         new = [item for key, item in asked.items() if key not in self._outputs]
         of_kinds = ((encoder, [item for item in new if item.kind == kind]) for kind, encoder in self._encoders.items())
         self._shares = [self._share_out(encoder, items, data) for encoder, items in of_kinds if items]
-        self._items = [
-            EncodedItem(np.concatenate([np.arange(*run) for run in item.runs]), _key(item), item.end) for item in items
-        ]
+        self._items = [EncodedItem(item, np.concatenate([np.arange(*run) for run in item.runs])) for item in items]
         for slot, encoded in zip(slots, self._items, strict=True):
             self._slot_items[slot].append(encoded)
         self._pieces = self._launches()
@@ -170,12 +167,12 @@ class EncodeStage:
         if self._end is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).wait_event(self._end)
         for share in self._shares:
-            rows = self._gathered_rows(share).split([count for _, count in share.keys])
-            self._outputs |= {key: EncodedRows(own.clone()) for (key, _), own in zip(share.keys, rows, strict=True)}
+            rows = self._gathered_rows(share).split([item.soft_tokens for item in share.items])
+            self._outputs |= {_key(item): EncodedRows(own.clone()) for item, own in zip(share.items, rows, strict=True)}
         for key, output in self._outputs.items():
             self._cache.put(key, output)
-        for item in self._items:
-            item.output = self._outputs[item.key]
+        for encoded in self._items:
+            encoded.output = self._outputs[_key(encoded.item)]
         self._items, self._outputs, self._shares = [], {}, []
 
     def has_items(self, slots: Iterable[int]) -> bool:
@@ -184,17 +181,17 @@ class EncodeStage:
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """Returns the soft tokens of a step's chunks, None if they have none. Items that end in a chunk are dropped."""
-        reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
-        if any(item.output is None for _, item in reached):
+        reached = [(chunk, it) for chunk in chunks for it in self._slot_items[chunk.slot] if it.positions[0] < chunk.end]
+        if any(encoded.output is None for _, encoded in reached):
             self._gather()
         places, rows = [], []
-        for chunk, item in reached:
-            first, last = np.searchsorted(item.positions, (chunk.start, chunk.end)).tolist()
-            places.append(item.positions[first:last] + (chunk.offset - chunk.start))
-            assert item.output is not None
-            rows.append(item.output.rows[first:last].to(self._device, non_blocking=True))
+        for chunk, encoded in reached:
+            first, last = np.searchsorted(encoded.positions, (chunk.start, chunk.end)).tolist()
+            places.append(encoded.positions[first:last] + (chunk.offset - chunk.start))
+            assert encoded.output is not None
+            rows.append(encoded.output.rows[first:last].to(self._device, non_blocking=True))
         for chunk in chunks:
-            self._slot_items[chunk.slot] = [item for item in self._slot_items[chunk.slot] if item.end > chunk.end]
+            self._slot_items[chunk.slot] = [left for left in self._slot_items[chunk.slot] if left.item.end > chunk.end]
         if not places:
             return None
         return SoftTokens(uploaded(torch.from_numpy(np.concatenate(places)), self._device), torch.cat(rows))
@@ -208,7 +205,7 @@ class EncodeStage:
         own = self._parallel.rank if ranks > 1 else 0
         mine = [one for one, owner in zip(inputs, owners, strict=True) if owner == own]
         counts = np.bincount(owners, rows, self._parallel.size if ranks > 1 else 1).astype(int).tolist()
-        return EncodeShare(encoder, [(_key(item), item.soft_tokens) for item in items], mine, counts)
+        return EncodeShare(encoder, items, mine, counts)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
         """Gather the rows [rows, hidden] of all the share's items, in order."""
