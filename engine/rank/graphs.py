@@ -1,4 +1,4 @@
-"""Captured stages of steps, by stage, rows and tokens of each: a step replays one graph of each stage.
+"""Captured stages of steps, by a key: the stage's name, its sizes. A step replays one graph of each stage.
 
     capture   largest rows first, all in one memory pool: warm up (kernels compile, workspaces appear), then record
     replay    a launch a stage for the host, whatever the model's depth
@@ -20,7 +20,7 @@ class StageGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._graphs: dict[tuple[str, Hashable, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def warm(self, run: Callable[[], object]) -> None:
@@ -30,19 +30,19 @@ class StageGraphs:
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def capture(self, stage: str, rows: Hashable, run: Callable[[], Any], width: int = 1) -> Any:
-        """Record a stage of `rows`, a number of sequences or the sizes of a step, of `width` tokens each; what it gives."""
+    def capture(self, run: Callable[[], Any], *key: Hashable) -> Any:
+        """Record a stage; what it gives."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = run()
-        self._graphs[stage, rows, width] = graph, output
+        self._graphs[key] = graph, output
         return output
 
-    def __contains__(self, captured: tuple[str, Hashable, int]) -> bool:
-        return captured in self._graphs
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
 
-    def replay(self, stage: str, rows: Hashable, width: int = 1) -> Any:
+    def replay(self, *key: Hashable) -> Any:
         """Run a captured stage; what it gives."""
-        graph, output = self._graphs[stage, rows, width]
+        graph, output = self._graphs[key]
         graph.replay()
         return output

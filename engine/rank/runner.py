@@ -149,12 +149,12 @@ class Runner:
             # `warm` has run all that samplers launch.
             for name in LARGEST_SAMPLERS[sizes.prompts > 0 :]:
                 graphs.warm(partial(self.repeat, sizes, name, width))
-            state = graphs.capture("forward", sizes, partial(self.forward_stage.padded, sizes, width), width)
+            state = graphs.capture(partial(self.forward_stage.padded, sizes, width), "forward", sizes, width)
             for name in SAMPLERS:
-                graphs.capture(name, sizes, partial(self._sampled_by, name, *state), width)
+                graphs.capture(partial(self._sampled_by, name, *state), name, sizes, width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
             for rows, width in product(sorted(buckets or self._buckets, reverse=True), self._widths[1:]):
-                graphs.capture("draft", rows, partial(self.draft_stage.draft, rows, width - 1), width)
+                graphs.capture(partial(self.draft_stage.draft, rows, width - 1), "draft", rows, width)
         torch.cuda.synchronize(self._device)
         self.graphs = graphs
         if self._inboxes is not None and self._inboxes.allreduce.failed:
@@ -206,8 +206,8 @@ class Runner:
         ]
 
     def _padded_sizes(self, plan: PlanView) -> StepSizes | None:
-        """Returns what a plan is padded to. None: it runs unpadded, as
-        it has no rows, or too many, or the host must know its chunks (spans, logprobs of prompts, soft tokens)."""
+        """Returns what a plan is padded to. None: it runs unpadded, as it has no rows, or too many, or the host must know its
+        chunks (spans, logprobs of prompts, soft tokens)."""
         if not len(plan.chunks):
             return StepSizes.decoding(self._inputs.bucket(len(plan.rows))) if len(plan.rows) else None
         has, slots = StepSizes.of(plan), plan.chunks[:, 0].tolist()

@@ -1,5 +1,4 @@
-"""What a rank keeps of each tensor of a checkpoint, and where it goes. No torch at import: shapes are
-asked for without it."""
+"""What a rank keeps of each tensor of a checkpoint, and where it goes. No torch at import: shapes are asked for without it."""
 
 import math
 from dataclasses import dataclass

@@ -50,7 +50,7 @@ class CapturedLayers:
             h, x = states[:, :size]
             graphs.warm(partial(run, self._parts[0], h, x, rows))
             for part in self._parts:
-                h, x = graphs.capture("layers", (size, part.start), partial(run, part, h, x, rows))
+                h, x = graphs.capture(partial(run, part, h, x, rows), "layers", size, part.start)
 
     def fit(self, rows: Rows) -> bool:
         """Whether there are graphs for a batch."""
@@ -65,5 +65,5 @@ class CapturedLayers:
         own.starts[:pictures], own.starts[pictures:] = rows.starts, rows.starts[-1:]
         for part in self._parts:
             yield
-            h, _ = self._graphs.replay("layers", (size, part.start))
+            h, _ = self._graphs.replay("layers", size, part.start)
         return h[:count]

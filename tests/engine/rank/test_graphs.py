@@ -74,6 +74,6 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     recorded = ["forward 8", *(f"{name} 8" for name in SAMPLERS)]
     assert ran == [*warmed, *recorded, *(name.replace("8", "1") for name in warmed + recorded)]
     eight, four = map(StepSizes.decoding, (8, 4))
-    assert made.replay("forward", eight) == (eight, None)
+    assert made.replay("forward", eight, 1) == (eight, None)
     with pytest.raises(KeyError):
-        made.replay("forward", four)
+        made.replay("forward", four, 1)

@@ -141,7 +141,7 @@ def test_few_pictures_have_captured_layers(nano: Nano, member: str, fault: bool,
         errors.append(error(model(batch), rows))
         if fault:
             captured._rows = replace(captured._rows, starts=captured._rows.starts.clone())
-    assert {size for _, (size, _), _ in graphs.replayed} == set(sizes)
+    assert {size for _, size, _ in graphs.replayed} == set(sizes)
     assert not all(each <= FAULT for each in errors[1:4]) if fault else max(errors) < TOLERANCE  # NaN where memory had it
     assert max(errors[4:]) == 0
 

@@ -13,26 +13,26 @@ class Rerun:
     gave that were captured later is overwritten: it may lie where this one's memory was."""
 
     def __init__(self, _: object = None) -> None:
-        self.stages: dict[tuple[str, Any, int], tuple[Callable[[], Any], Any]] = {}
-        self.replayed: set[tuple[str, Any, int]] = set()
+        self.stages: dict[tuple[Any, ...], tuple[Callable[[], Any], Any]] = {}
+        self.replayed: set[tuple[Any, ...]] = set()
 
     def warm(self, run: Callable[[], object]) -> None:
         run()
 
-    def capture(self, stage: str, rows: Any, run: Callable[[], Any], width: int = 1) -> Any:
-        self.stages[stage, rows, width] = run, run()
-        return self.stages[stage, rows, width][1]
+    def capture(self, run: Callable[[], Any], *key: Any) -> Any:
+        self.stages[key] = run, run()
+        return self.stages[key][1]
 
-    def __contains__(self, captured: tuple[str, Any, int]) -> bool:
-        return captured in self.stages
+    def __contains__(self, key: Any) -> bool:
+        return key in self.stages
 
-    def replay(self, stage: str, rows: Any, width: int = 1) -> Any:
-        run, kept = self.stages[stage, rows, width]
-        self.replayed.add((stage, rows, width))
+    def replay(self, *key: Any) -> Any:
+        run, kept = self.stages[key]
+        self.replayed.add(key)
         for one, other in zip(tensors(kept), tensors(run()), strict=True):
             one.copy_(other)
         order = list(self.stages)
-        for later in order[order.index((stage, rows, width)) + 1 :]:
+        for later in order[order.index(key) + 1 :]:
             given = self.stages[later][1]
             for tensor in tensors(given[1:] if later[0] == "forward" else given):  # a batch lies in the step's buffers
                 tensor.fill_(ROW_ERROR)
