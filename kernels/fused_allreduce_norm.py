@@ -50,13 +50,6 @@ class Norms(NamedTuple):
     halves: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass(frozen=True)
-class InboxPart:
-    """A part that its product has written to `buffer` of the inboxes itself."""
-
-    buffer: int
-
-
 class Inbox:
     """One rank's end of `memories`, one of each rank, which all ranks can write, for `rows` rows at most.
 
@@ -119,6 +112,14 @@ class AllReduceInbox(Inbox):
         return buffer
 
 
+@dataclass(frozen=True)
+class InboxPart:
+    """A part that its product has written to `buffer` of the inboxes of `peers` itself."""
+
+    peers: AllReduceInbox
+    buffer: int
+
+
 def fused_allreduce_norm(
     part: Tensor | InboxPart,
     residual: Tensor | None,
@@ -131,7 +132,7 @@ def fused_allreduce_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
-    part is this rank's with `peers`, else the whole sum; an `InboxPart` has a residual and one branch. Without `peers` it
+    part is this rank's with `peers`, else the whole sum; an `InboxPart` has its own, a residual and one branch. Without `peers` it
     may be [parts, T, n], which the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
     Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
@@ -140,8 +141,7 @@ def fused_allreduce_norm(
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
         assert residual is not None, "the first fused norm's part is an embedding"
-        assert peers is not None, "only an inbox can hold a part"
-        buffer, stages = part.buffer, (False, True)
+        peers, buffer, stages = part.peers, part.buffer, (False, True)
         part = residual  # not read: what its product has sent is
     elif not enabled(part):
         assert peers is None, "on this device sums are made by a collective"

@@ -39,8 +39,8 @@ def linear_send(x: Tensor, weight: Tensor, peers: AllReduceInbox) -> InboxPart |
     if tile is None:
         return None
     assert len(weight) <= peers.width, (weight.shape, peers.width)
-    sent = InboxPart(peers.next_buffer())
-    _run(tile, x, weight, peers.inbox, sent=(peers, sent))
+    sent = InboxPart(peers, peers.next_buffer())
+    _run(tile, x, weight, peers.inbox, sent=sent)
     return sent
 
 
@@ -92,7 +92,7 @@ def _tile(x: Tensor, weight: Tensor, *, gated: bool = False, parts: bool = False
 
 def _run(
     tile: Tile, x: Tensor, weight: Tensor, out: Tensor, *,
-    gated: bool = False, sent: tuple[AllReduceInbox, InboxPart] | None = None, up: Tensor | None = None,
+    gated: bool = False, sent: InboxPart | None = None, up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Starts `tile`'s kernel. sent: it writes to that buffer of the inboxes, and `out` is this rank's own. up: what the product's
     GELU is multiplied by."""
@@ -100,7 +100,7 @@ def _run(
     m //= 1 + gated
     pointers, rank, buffer, inboxes = None, 0, 0, {"SIZE": 0, "INBOX_ROWS": 0, "WIDTH": m, "EMPTY": 0}
     if sent is not None:
-        peers, buffer = sent[0], sent[1].buffer
+        peers, buffer = sent.peers, sent.buffer
         pointers, rank = peers.pointers, peers.rank
         inboxes = {"SIZE": peers.size, "INBOX_ROWS": peers.rows, "WIDTH": peers.width, "EMPTY": peers.nothing}
     blocks, columns = cdiv(len(x), tile.rows), cdiv(m, tile.bn)

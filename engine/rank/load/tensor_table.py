@@ -32,6 +32,11 @@ class Rule:
     present: str = "one"
 
 
+def norm_rule(name: str, parameter: str, size: str = "hidden", present: str = "one") -> Rule:
+    """Returns the rule of a vector that every rank holds, drawn as norms are."""
+    return Rule(name, parameter, (size,), kind="norm", present=present)
+
+
 @dataclass(frozen=True)
 class TensorTable:
     """The tensors of an architecture's checkpoints.

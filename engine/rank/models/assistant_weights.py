@@ -1,7 +1,7 @@
 """The tensors of Gemma 4's assistants. No torch: shapes are asked for without it."""
 
 from engine.geometry import Layer
-from engine.rank.load.tensor_table import HEAD, Rule, TensorTable
+from engine.rank.load.tensor_table import HEAD, Rule, TensorTable, norm_rule
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.gemma4_weights import block_rules
 
@@ -14,7 +14,7 @@ _RULES = (
     Rule("model.embed_tokens.weight", "head.weight", ("vocab", "hidden"), kind="unpacked", present="centroids"),
     Rule("masked_embedding.centroids.weight", "head.centroids", ("centroids", "hidden")),
     *block_rules("model.layers.{i}."),
-    Rule("model.norm.weight", "norm", ("hidden",), kind="norm"),
+    norm_rule("model.norm.weight", "norm"),
 )
 
 

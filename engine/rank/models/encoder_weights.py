@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from engine.audio_geometry import AudioGeometry
 from engine.geometry import Layer
 from engine.media_geometry import MediaGeometry
-from engine.rank.load.tensor_table import Rule, TensorTable
+from engine.rank.load.tensor_table import Rule, TensorTable, norm_rule
 from engine.rank.models.gemma4_weights import BLOCK_NORMS
 from engine.vision_geometry import PATCH, SIDE, VisionGeometry
 
@@ -20,14 +20,13 @@ _VISION = (
     *(Rule(f"{_L}self_attn.{name}_norm.weight", f"{_B}{name}_norm", ("head_dim",), kind="head_norm") for name in "qk"),
     *(Rule(f"{_L}mlp.{name}_proj.linear.weight", f"{_B}{name}.weight", ("width", "hidden")) for name in ("gate", "up")),
     Rule(_L + "mlp.down_proj.linear.weight", _B + "down.weight", ("hidden", "width")),
-    *(Rule(f"{_L}{name}.weight", f"{_B}norms.{own}", ("tower",), kind="norm") for name, own in BLOCK_NORMS.items()),
-    Rule(_T + "std_bias", "std_bias", ("standardized",), kind="norm"),
-    Rule(_T + "std_scale", "std_scale", ("standardized",), kind="norm"),
+    *(norm_rule(f"{_L}{name}.weight", f"{_B}norms.{own}", "tower") for name, own in BLOCK_NORMS.items()),
+    *(norm_rule(_T + name, name, "standardized") for name in ("std_bias", "std_scale")),
     Rule(_E + "patch_dense.weight", "dense.weight", ("embedder", "cell"), kind="unpacked"),
-    Rule(_E + "patch_dense.bias", "dense.bias", ("embedder",), kind="norm"),
+    norm_rule(_E + "patch_dense.bias", "dense.bias", "embedder"),
     Rule(_E + "pos_embedding", "positions", ("positions", "axes", "embedder"), kind="unpacked"),
     *(
-        Rule(f"{_E}{norm}.{name}", f"{own}.{name}", (size,), kind="norm")
+        norm_rule(f"{_E}{norm}.{name}", f"{own}.{name}", size)
         for norm, own, size in (
             ("patch_ln1", "patch_norm", "cell"), ("patch_ln2", "dense_norm", "embedder"), ("pos_norm", "position_norm", "embedder")
         )
@@ -82,17 +81,17 @@ _NORMS = {
 _CONV = _A + "subsample_conv_projection."
 _AUDIO = (
     Rule(_CONV + "layer0.conv.weight", "subsample.convolutions.0", ("first", "one", "three", "three"), kind="unpacked"),
-    Rule(_CONV + "layer0.norm.weight", "subsample.norms.0", ("first",), kind="norm"),
+    norm_rule(_CONV + "layer0.norm.weight", "subsample.norms.0", "first"),
     Rule(_CONV + "layer1.conv.weight", "subsample.convolutions.1", ("second", "first", "three", "three"), kind="unpacked"),
-    Rule(_CONV + "layer1.norm.weight", "subsample.norms.1", ("second",), kind="norm"),
+    norm_rule(_CONV + "layer1.norm.weight", "subsample.norms.1", "second"),
     Rule(_CONV + "input_proj_linear.weight", "subsample.out", ("tower", "flat")),
     *(Rule(f"{_I}{name}.linear.weight", f"{_B}{path}.weight", tuple(shape)) for name, (path, *shape) in _PRODUCTS.items()),
-    *(Rule(f"{_I}{name}.weight", _B + path, ("tower",), kind="norm") for name, path in _NORMS.items()),
+    *(norm_rule(f"{_I}{name}.weight", _B + path, "tower") for name, path in _NORMS.items()),
     Rule(_I + "self_attn.relative_k_proj.weight", _B + "attention.relative", ("tower", "tower")),
-    Rule(_I + "self_attn.per_dim_scale", _B + "attention.scale", ("head_dim",), kind="norm", present="tower"),
+    norm_rule(_I + "self_attn.per_dim_scale", _B + "attention.scale", "head_dim", present="tower"),
     Rule(_I + "lconv1d.depthwise_conv1d.weight", _B + "convolution.depthwise", ("tower", "one", "kernel"), kind="unpacked"),
     Rule(_A + "output_proj.weight", "last", ("output", "tower"), kind="unpacked"),
-    Rule(_A + "output_proj.bias", "bias", ("output",), kind="norm", present="tower"),
+    norm_rule(_A + "output_proj.bias", "bias", "output", present="tower"),
     Rule("embed_audio.embedding_projection.weight", "out", ("model", "output")),
 )
 

@@ -3,17 +3,11 @@
 import re
 
 from engine.geometry import Geometry, Layer
-from engine.rank.load.tensor_table import HEAD, Rule, TensorTable
+from engine.rank.load.tensor_table import HEAD, Rule, TensorTable, norm_rule
 
 _TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.")
 # Of the text model's tensors: as published with towers and without, and as classes of transformers write them.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-
-
-def _norm(name: str, parameter: str, size: str = "hidden", present: str = "one") -> Rule:
-    return Rule(name, parameter, (size,), kind="norm", present=present)
-
-
 BLOCK_NORMS = {  # of a block, by its own names: drafters and towers have the same
     "input_layernorm": "pre_attention",
     "post_attention_layernorm": "post_attention",
@@ -32,7 +26,7 @@ def block_rules(layer: str) -> tuple[Rule, ...]:
         Rule(layer + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "gate"),
         Rule(layer + "mlp.up_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "up"),
         Rule(layer + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "width"), "columns"),
-        *(_norm(f"{layer}{name}.weight", f"{_B}norms.{norm}") for name, norm in BLOCK_NORMS.items()),
+        *(norm_rule(f"{layer}{name}.weight", f"{_B}norms.{norm}") for name, norm in BLOCK_NORMS.items()),
         Rule(layer + "layer_scalar", _B + "scalar", ("one",), kind="scalar"),
     )
 
@@ -41,23 +35,23 @@ _RULES = (
     Rule("embed_tokens.weight", "embedding.tokens.head", ("vocab", "hidden"), "vocab", "embedding"),
     Rule("embed_tokens_per_layer.weight", "embedding.ple_tokens.head", ("ple_vocab", "ples"), "vocab", "ple_table"),
     Rule("per_layer_model_projection.weight", "embedding.ple_projection", ("ples", "hidden")),
-    _norm("per_layer_projection_norm.weight", "embedding.ple_norm", "ple"),
+    norm_rule("per_layer_projection_norm.weight", "embedding.ple_norm", "ple"),
     *block_rules(_I),
     Rule(_I + "self_attn.k_proj.weight", _B + "attention.qkv", ("kv", "hidden"), "k"),
     Rule(_I + "self_attn.v_proj.weight", _B + "attention.qkv", ("v", "hidden"), "v"),
     Rule(_I + "self_attn.k_norm.weight", _B + "attention.k_norm", ("head_dim",), kind="head_norm", present="kv"),
     Rule(_I + "router.proj.weight", _B + "router.proj", ("experts", "hidden"), kind="unpacked"),
     Rule(_I + "router.scale", _B + "router.scale", ("hidden",), kind="one", present="experts"),
-    _norm(_I + "router.per_expert_scale", _B + "router.per_expert_scale", "experts"),
+    norm_rule(_I + "router.per_expert_scale", _B + "router.per_expert_scale", "experts"),
     Rule(_I + "experts.gate_up_proj", _B + "experts.gate_up", ("experts", "expert_pair", "hidden"), "gate_up"),
     Rule(_I + "experts.down_proj", _B + "experts.down", ("experts", "hidden", "expert"), "depth"),
-    _norm(_I + "pre_feedforward_layernorm_2.weight", _B + "norms.pre_experts", present="experts"),
-    _norm(_I + "post_feedforward_layernorm_1.weight", _B + "norms.post_dense", present="experts"),
-    _norm(_I + "post_feedforward_layernorm_2.weight", _B + "norms.post_experts", present="experts"),
+    norm_rule(_I + "pre_feedforward_layernorm_2.weight", _B + "norms.pre_experts", present="experts"),
+    norm_rule(_I + "post_feedforward_layernorm_1.weight", _B + "norms.post_dense", present="experts"),
+    norm_rule(_I + "post_feedforward_layernorm_2.weight", _B + "norms.post_experts", present="experts"),
     Rule(_I + "per_layer_input_gate.weight", _B + "ple_gate", ("ple", "hidden")),
     Rule(_I + "per_layer_projection.weight", _B + "ple_out", ("hidden", "ple")),
-    _norm(_I + "post_per_layer_input_norm.weight", _B + "norms.post_ple", present="ple"),
-    _norm("norm.weight", "norm"),
+    norm_rule(_I + "post_per_layer_input_norm.weight", _B + "norms.post_ple", present="ple"),
+    norm_rule("norm.weight", "norm"),
     Rule(HEAD, "own_head.head", ("head", "hidden"), "vocab", "embedding"),
 )
 
