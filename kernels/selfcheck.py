@@ -62,9 +62,13 @@ class RandomInputs:
     dtype: torch.dtype
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
-    def floats(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    def fp32(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Draws normal numbers, fp32 whatever `dtype` is."""
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device)
+
+    def floats(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Draws normal numbers."""
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
+        return self.fp32(*shape, scale=scale).to(self.dtype)
 
     def pool(self, pages: int, kv_heads: int, d: int) -> Tensor:
         """Pages of keys and values, such that scores have deviation one where queries are alike."""
@@ -140,7 +144,7 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     decode_inputs(plan, layout, tokens, lengths, padding, ids, positions, slots, width)
     chunks, results = draw.filled(9, 5, 4), ResultInputs(draw.filled(9, 10).long(), *draw.filled(9, 2, 10))
     chunk_inputs(plan, layout, tokens, padding, rows, prompts, chunks, results, width)
-    pages, angles = draw.filled(-7, 3, 4), draw.floats(3 * width, 10, dtype=torch.float32)
+    pages, angles = draw.filled(-7, 3, 4), draw.fp32(3 * width, 10)
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
     rotary_table(positions, draw.rising(5) / 10, angles)
     copies, keys = draw.filled(7, 3, 16), draw.ints(9, 9, 9)  # for other libraries
@@ -152,7 +156,7 @@ def _admissions(draw: RandomInputs) -> Outputs:
     """Two sequences of five tokens and none, with two stop ids and none, into four slots."""
     tables, tokens, lengths = [draw.rising(4, 6), draw.rising(4, 1100)], draw.rising(4, 9), draw.ints(1, 2, 3, 4)
     records = [2, 2 * RECORD, 2, 5, 3, *range(40, 49), 0, 2 * RECORD + 7, 0, 0, 0, *range(50, 59)]
-    floats = draw.floats(4, 3, dtype=torch.float32)
+    floats = draw.fp32(4, 3)
     parameters = SlotParameters(draw.rising(4, 3).long(), floats, draw.rising(4, 1024))
     admit(draw.ints(*records, *range(7)), 2, 5, tokens, lengths, tables, parameters)
     return *tables, tokens, lengths, parameters.integers, floats.view(torch.int32), parameters.stop
@@ -187,14 +191,14 @@ def _qkv_post(draw: RandomInputs) -> Outputs:
     heads, kv_heads, d, pairs = 4, 2, 32, 5
     pool, q = draw.pool(5, kv_heads, d) * math.nan, draw.floats(4, heads, d)
     rows = draw.ints(3, 1, 4, 2).view(2, 2), draw.ints(0, 1, 0, 1), draw.ints(17, 15, -1, 31)
-    raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.floats(4, 2 * pairs, dtype=torch.float32)
+    raw, cos_sin = draw.floats(4, (heads + 2 * kv_heads) * d), draw.fp32(4, 2 * pairs)
     qkv_post(raw, pool, *rows, cos_sin, draw.floats(d), draw.floats(d), _EPS, q)
     return q, pool
 
 
 def _axial_rope(draw: RandomInputs) -> Outputs:
     """Heads of 24, turned and not."""
-    x, (cos, sin) = draw.floats(5, 3, 24), draw.floats(2, 5, 12, dtype=torch.float32)
+    x, (cos, sin) = draw.floats(5, 3, 24), draw.fp32(2, 5, 12)
     return norm_axial_rope(x, draw.floats(24), cos, sin, _EPS), head_norm(x, _EPS)
 
 
@@ -211,7 +215,7 @@ def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projection
     ids = 1 + draw.rising(rows, pages) % (2 * pages)
     ids[1, 1:] = _NO_PAGE
     scratch = DecodeScratch(rows, heads, kv_heads, d, rows * splits, draw.device)
-    raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.floats(rows, 12, dtype=torch.float32)
+    raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.fp32(rows, 12)
     norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if kv_projections else None
     decode_attention(raw, pool, ids, draw.ints(114, 0, -1), cos_sin, *norms, _EPS, window, scratch, out, splits)
     return out, pool
@@ -253,7 +257,7 @@ def sampled_rows(
     draw: RandomInputs, vocabulary: int = _VOCABULARY, *, filtered: bool = False, adjusted: bool = False
 ) -> tuple[Tensor, SamplingBatch]:
     """Logits fp32 of four rows, a slot each; where `adjusted`, those of two rows are capped."""
-    logits = draw.floats(4, vocabulary, scale=4, dtype=torch.float32)
+    logits = draw.fp32(4, vocabulary, scale=4)
     logits[:, _SUPPRESSED], logits[:, _STOP] = 80.0, 79.0
     integers, floats = (torch.tensor(numbers, device=draw.device) for numbers in (_FILTERED if filtered else _PLAIN))
     stop = draw.filled(-1, 4, 8)
@@ -355,16 +359,16 @@ def _table_check(draw: RandomInputs) -> Outputs:
 
 def _router(draw: RandomInputs) -> Outputs:
     n, count = 72, 12
-    proj, scale = draw.floats(count, n, dtype=torch.float32), draw.floats(n, dtype=torch.float32)
+    proj, scale = draw.fp32(count, n), draw.fp32(n)
     few, many = (router_logits(draw.floats(rows, n), router_parts(proj, scale), draw.floats(n), _EPS) for rows in (3, 140))
-    chosen = route(draw.floats(3, count, dtype=torch.float32), draw.floats(count, dtype=torch.float32), 3)
+    chosen = route(draw.fp32(3, count), draw.fp32(count), 3)
     return *few, *many, *chosen
 
 
 def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
     n, m, count = 40, 24, top_k + 4
     chosen = draw.rising(rows, 1) % 4 + draw.rising(top_k)
-    weights = draw.floats(rows, top_k, dtype=torch.float32)
+    weights = draw.fp32(rows, top_k)
     gate_up, down = draw.floats(count, 2 * m, n, scale=n**-0.5), draw.floats(count, n, m, scale=m**-0.5)
     return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, partial(draw.floats, rows, n)),)
 

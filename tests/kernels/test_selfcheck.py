@@ -136,8 +136,11 @@ class GuardedInputs(RandomInputs):
 
     front: bool = False
 
-    def floats(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        return guarded(super().floats(*shape, scale=scale, dtype=dtype), front=self.front)
+    def fp32(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return guarded(super().fp32(*shape, scale=scale), front=self.front)
+
+    def floats(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return guarded(super().floats(*shape, scale=scale), front=self.front)
 
     def ints(self, *values: int) -> Tensor:
         return guarded(super().ints(*values), front=self.front)
