@@ -66,10 +66,11 @@ def test_drafts_are_verified_beside_chunks(member: str) -> None:
             assert made.graphs is not None
             replay = made.graphs.replay
 
-            def seen(stage: str, rows: Any, width: int = 1, replay: Any = replay) -> Any:
+            def seen(*key: Any, replay: Any = replay) -> Any:
+                stage, rows, width = key
                 if stage != "draft" and rows.prompts:
                     replayed.add((stage, width))
-                return replay(stage, rows, width)
+                return replay(*key)
 
             made.graphs.replay = seen  # type: ignore[method-assign]
         given, _, _ = answers(partial(run, made), config, requests(), every=1)

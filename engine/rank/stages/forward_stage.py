@@ -66,7 +66,7 @@ class ForwardStage:
         if soft is not None:
             rows[: len(soft.rows)], values[: len(soft.rows)] = soft.rows, soft.values
 
-    def padded(self, sizes: StepSizes, width: int = 1) -> tuple[ForwardBatch, Tensor]:
+    def padded(self, sizes: StepSizes, width: int) -> tuple[ForwardBatch, Tensor]:
         """Returns inputs and final hidden rows of the uploaded plan's result rows, padded to `sizes`, with decode rows of `width`
         tokens. Capturable."""
         batch, ends = self._inputs_of(sizes, width)
