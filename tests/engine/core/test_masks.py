@@ -15,7 +15,6 @@ from llguidance import LLParserLimits
 
 from engine.core.masks import Masks
 from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
 from engine.front.call_grammar import CallGrammar
 from engine.front.generation import Choice
 from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
@@ -25,16 +24,13 @@ from engine.front.tools import Tools
 from engine.matcher import Matcher, Vocabulary
 from engine.plan import ROW_MASKED
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, ThoughtBudget
-from engine.step_masks import StepMasks, allows, decode_masks
+from engine.step_masks import allows
 from tests.conftest import Nano
-from tests.support.engine.executors import AtOnce, Later
-from tests.support.engine.masked_machine import GROUPS
-from tests.support.engine.masked_ranks import a_token_old, left_out, of_another_row
-from tests.support.engine.masked_serving import MAX_LEN, PAGES, MaskedRun, Model, request, serve
+from tests.support.engine.masked_ranks import a_token_old
+from tests.support.engine.masked_serving import GROUPS, MAX_LEN, PAGES, MaskedRun, Model, request, serve
 from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 from tests.support.engine.schemas import members, tools_of
 from tests.support.engine.walker import choice_of
-from tests.support.engine.world_faults import thoughts_end_late, without_cuts
 
 pytestmark = pytest.mark.pure
 
@@ -46,6 +42,33 @@ def model(nano: Nano) -> Model:
     text = TextProcessor.load(nano("31b"))
     markers = Markers.of(text)
     return Model(text, Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size), markers)
+
+
+class AtOnce(Executor):
+    """In place of a pool of threads: what is submitted is done."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **options))
+        return future
+
+
+class Later(Executor):
+    """In place of a pool whose threads are busy."""
+
+    def __init__(self) -> None:
+        self._futures: list[Future[Any]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
+        self._futures.append(Future())
+        return self._futures[-1]
+
+    def begin(self) -> int:
+        """How much of what was submitted a thread would do now."""
+        return sum(future.set_running_or_notify_cancel() for future in self._futures)
 
 
 def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools | None = None) -> Choice:
@@ -101,13 +124,10 @@ def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...], monke
     assert alone.steps < served.steps
 
 
-@pytest.mark.parametrize("fault", [of_another_row, a_token_old(), left_out])
-def test_a_wrong_mask_is_seen(
-    model: Model, fault: Callable[[StepMasks], StepMasks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mask of the neighbour, one token old, or none: hardly a reply is valid, and those that break their grammar end in error."""
+def test_a_wrong_mask_is_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that is one token old: hardly a reply is valid, and those that break their grammar end in error."""
     monkeypatch.setattr("engine.core.masks.ThreadPoolExecutor", AtOnce)
-    served = serve(model, json_requests(model, COUNT), fault)
+    served = serve(model, json_requests(model, COUNT), a_token_old())
     assert len(valid_json(model, served, COUNT)) <= 2
     assert sum(output.finish is FinishReason.error for output in served.outputs) >= 8
 
@@ -131,13 +151,6 @@ def test_calls_behind_a_trigger_keep_their_schemas(model: Model, pages: tuple[in
     assert texts == 8
 
 
-def behind_the_first(masks: StepMasks) -> StepMasks:
-    """Planted fault: each slot has its first token's mask last."""
-    order = np.argsort(masks.slots, kind="stable")
-    order = np.concatenate([np.roll(each, -1) for each in np.split(order, np.flatnonzero(np.diff(masks.slots[order])) + 1)])
-    return masks._replace(slots=masks.slots[order], bits=masks.bits[order])
-
-
 def not_taken_back(matcher: Matcher, drafts: list[int], masks: np.ndarray, until: float) -> int:
     """Planted fault: the drafts that masks were made behind stay in the matcher."""
     for at, token in enumerate(drafts, 1):
@@ -149,75 +162,34 @@ def not_taken_back(matcher: Matcher, drafts: list[int], masks: np.ndarray, until
 
 
 def test_calls_are_drafted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In text as in calls rows have drafts. What a row gave behind a trigger is dropped, and behind a call's end tokens are free:
-    the tokens are those without drafts, in fewer steps, whether all are guessed or few. Planted faults change them: tokens behind a
-    trigger are read as text; a row's masks are shifted by one; drafts stay in the matcher."""
+    """In text as in calls rows have drafts. What a row gave behind a trigger is dropped, and its position runs again as a decode
+    row: no step has a chunk for it. Behind a call's end tokens are free: the tokens are those without drafts, in fewer steps,
+    whether all are guessed or few. Planted fault: drafts stay in the matcher."""
     rules = calls_of(model, {"get_weather": wanted(0)})
     asked = [request(model, at, rules) for at in range(5)]
 
     def tokens(run: MaskedRun) -> list[list[int]]:
         return [run.tokens(at) for at in range(5)]
 
-    plain = serve(model, asked)
+    plain = serve(model, asked, pages=(PAGES[0], 400))
+    assert plain.prefill == sum(len(one.tokens) for one in asked)
     few, served = serve(model, asked, drafts=3), serve(model, asked, drafts=3, known=plain.known)
     assert tokens(few) == tokens(served) == tokens(plain)
     assert served.steps < 0.4 * plain.steps < 0.8 * few.steps
     assert sum(each.count(model.markers.begin_call) for each in tokens(served)) > 5
     for flags in (0, ROW_MASKED):
         assert [row.width for row in served.rows if row.flags == flags].count(4) > 50
-
-    def differs(**plants: Any) -> bool:
-        try:
-            return tokens(serve(model, asked, drafts=3, known=plain.known, **plants)) != tokens(plain)
-        except AssertionError:
-            return True
-
-    assert differs(plant=behind_the_first)
-    with monkeypatch.context() as patch:
-        patch.setattr(Matcher, "fill_ahead", not_taken_back)
-        assert differs()
-
-    without_cuts(monkeypatch)
-    assert differs()
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_begun_call_computes_one_position_again(model: Model, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a trigger comes, the row in flight is dropped and its position runs again as a decode row: no step has a chunk for it,
-    with or without a prefix cache. The tokens are those of a sequence that is queued anew for it, which computes chunks."""
-    rules = calls_of(model, {"get_weather": wanted(0)})
-    asked = [request(model, at, rules) for at in range(5)]
-    served = serve(model, asked, pages=(PAGES[0], 400), prefix_cache=prefix_cache)
-    assert served.prefill == sum(len(each.tokens) for each in asked)
-    calls = [served.tokens(at).count(model.markers.begin_call) for at in range(5)]
-    assert min(calls) > 1
-
-    advance, stepped = Masks.advance, []
-
-    def step_back(sequence: Sequence) -> None:
-        stepped.append(sequence)
-
-    monkeypatch.setattr(Sequence, "step_back", step_back)
-
-    def queue_anew(masks: Masks) -> None:
-        advance(masks)
-        while stepped:
-            masks._requests.preempt(stepped.pop())
-
-    monkeypatch.setattr(Masks, "advance", queue_anew)
-    queued = serve(model, asked, pages=(PAGES[0], 400), prefix_cache=prefix_cache)
-    assert [served.tokens(at) for at in range(5)] == [queued.tokens(at) for at in range(5)]
-    assert queued.prefill >= served.prefill + sum(calls)
+    monkeypatch.setattr(Matcher, "fill_ahead", not_taken_back)
+    assert tokens(serve(model, asked, drafts=3, known=plain.known)) != tokens(plain)
 
 
 LABEL = 2
 
 
-def thinking(model: Model, number: int, budget: int | None, rules: Grammar | None = None, **more: Any) -> GenerateRequest:
+def thinking(model: Model, number: int, budget: int, rules: Grammar | None = None) -> GenerateRequest:
     """A request whose thoughts may have so many tokens."""
     asked, markers = request(model, number, rules, 120), model.markers
-    known = {"label": LABEL, "begin_call": markers.begin_call, "open_label": None} | more
-    thought = None if budget is None else ThoughtBudget(budget, markers.begin_thought, markers.end_thought, **known)
+    thought = ThoughtBudget(budget, markers.begin_thought, markers.end_thought, LABEL, markers.begin_call, None)
     return msgspec.structs.replace(asked, params=msgspec.structs.replace(asked.params, thought=thought))
 
 
@@ -233,77 +205,11 @@ def thoughts(model: Model, tokens: list[int]) -> list[int]:
     return lengths
 
 
-BUDGETS = (0, 1, 2, 3, 9, 30, None, 0, 1)
-
-
-def over_budget(model: Model, served: MaskedRun) -> list[int]:
-    """Requests of BUDGETS whose first thought is not of its budget, or whose others are more than their labels."""
-    wrong = []
-    for at, budget in enumerate(BUDGETS):
-        found = thoughts(model, served.tokens(at))
-        expected = [] if budget is None else [LABEL + budget, *[LABEL] * (len(found) - 1)]
-        wrong += [at] if not found or found != expected else []
-    return wrong
-
-
-@pytest.mark.parametrize("pages", [PAGES, TIGHT])
-def test_thoughts_end_with_their_budgets(model: Model, pages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that never ends a thought: the marker comes behind exactly so many tokens, up to it they are those of a reply
-    without a budget, and neighbours' are untouched, whatever is preempted; a budget off by one, and masks left out, are seen."""
-    asked = [thinking(model, at, budget) for at, budget in enumerate(BUDGETS)]
-    begin = (model.markers.begin_thought,)
-    served = serve(model, asked, pages=pages, marks=begin)
-    free = serve(model, [thinking(model, at, None) for at in range(len(BUDGETS))], marks=begin)
-    assert over_budget(model, served) == [BUDGETS.index(None)]
-    assert (served.preemptions > 0) == (pages == TIGHT)
-    for at in range(len(BUDGETS)):
-        tokens = served.tokens(at)
-        before = tokens.index(model.markers.end_thought) if model.markers.end_thought in tokens else len(tokens)
-        assert tokens[:before] == free.tokens(at)[:before]
-    assert len(over_budget(model, serve(model, asked, left_out, pages, marks=begin))) == len(BUDGETS)
-    thoughts_end_late(monkeypatch)
-    assert len(over_budget(model, serve(model, asked, pages=pages, marks=begin))) == len(BUDGETS)
-
-
-def broken_budgets(model: Model, seed: int) -> list[str]:
-    """What is wrong with the thoughts of random requests, some with calls' grammars, in pools that are tight in half of them."""
-    rng, markers = random.Random(seed), model.markers
-    calls = calls_of(model, {"run-it": members(rng, 1)})
-    budgets = [rng.choice((0, 1, 2, 5, 20)) for _ in range(8)]
-    asked = [thinking(model, 100 * seed + at, budget, rng.choice((None, calls))) for at, budget in enumerate(budgets)]
-    marks = (markers.begin_thought, markers.begin_call, markers.end_thought)
-    served = serve(model, asked, pages=rng.choice((PAGES, TIGHT)), marks=marks)
-    wrong = []
-    for one, budget in zip(asked, budgets, strict=True):
-        left = budget
-        for length in thoughts(model, served.tokens(one.id)):
-            left -= max(0, length - LABEL)
-        if left < 0 or served.end(one.id).finish is FinishReason.error:
-            wrong.append(f"seed {seed}: {budget} tokens, {left} left, {served.end(one.id)}")
-    return wrong
-
-
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 300), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_budgets_hold_in_random_cases(model: Model, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thoughts that end by themselves, by calls and by budgets, whatever is preempted: none is longer than its budget; where that
-    is off by one some are."""
-    assert [wrong for seed in seeds for wrong in broken_budgets(model, seed)] == []
-    thoughts_end_late(monkeypatch)
-    assert broken_budgets(model, seeds[0])
-
-
 def test_a_budget_holds_in_every_step(model: Model) -> None:
     """The end of a thought costs no step: its mask is made while the forward of its step runs."""
     served = serve(model, [thinking(model, at, 5) for at in range(4)], marks=(model.markers.begin_thought,))
     assert all(thoughts(model, served.tokens(at)) for at in range(4))
     assert {gap for at in range(4) for gap in gaps(served.given[at])} == {1}
-
-
-def test_a_thought_of_the_prompt_has_a_budget(model: Model) -> None:
-    """Where the prompt leaves a thought open the reply's tokens count at once, behind what is missing of the label."""
-    asked = [thinking(model, at, budget, open_label=label) for at, (budget, label) in enumerate([(0, 0), (1, 0), (0, 2), (5, 1)])]
-    served = serve(model, asked, marks=(model.markers.begin_thought,))
-    assert [served.tokens(at).index(model.markers.end_thought) for at in range(4)] == [0, 1, 2, 6]
 
 
 def test_a_budget_beside_grammars(model: Model) -> None:
@@ -365,22 +271,6 @@ def matching(model: Model, number: int, pattern: str) -> GenerateRequest:
     return request(model, number, Grammar(grammar(model.markers, regex_answer(pattern), Thought.none)))
 
 
-def test_ranks_that_are_told_to_stop_get_masks(model: Model) -> None:
-    """A step whose masks nobody will make any more can be ended: its record comes, and lets every token come."""
-    scheduler, masks = masked_scheduler(model.vocabulary)
-    masks.add(matching(model, 1, "[a-z]+"))
-    while masks.making:
-        masks.advance()
-    for _ in range(2):
-        plan = scheduler.schedule()
-        assert plan is not None
-        masks.planned(plan)
-    assert [decode_masks(data).step for data in masks.due()] == [1]
-    (data,) = masks.discard()
-    assert (decode_masks(data).step, len(decode_masks(data).slots)) == (2, 0)
-    assert not list(masks.due())
-
-
 def test_a_grammar_that_cannot_go_on_ends_its_own_request(model: Model) -> None:
     """A grammar that does not compile, and one that no token can follow, are errors that say so; the neighbour is served."""
     fine = Grammar(grammar(model.markers, choice_answer(["yes"]), Thought.none))
@@ -416,35 +306,6 @@ def test_a_grammar_that_failed_is_compiled_anew(model: Model, monkeypatch: pytes
     assert ends() == [(large, True)] * 2
     monkeypatch.setattr(Masks, "_fail", lambda masks, state, error: masks._requests.fail(state.sequence, str(error)))
     assert ends() == [(large, True), (large, False)]
-
-
-def test_an_aborted_request_leaves_nothing(model: Model) -> None:
-    """Masks of a request that has ended are not kept."""
-    scheduler, masks = masked_scheduler(model.vocabulary)
-    masks.add(matching(model, 1, "a+"))
-    assert masks._states
-    assert masks.making
-    scheduler.requests.abort(1, AbortReason.client_gone)
-    masks.advance()
-    assert not masks._states
-
-
-def test_grammars_that_nobody_waits_for_are_not_compiled(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that ends before a thread has come to its grammar leaves it nothing to do; planted fault: it does."""
-
-    def compiled() -> int:
-        work = Later()
-        scheduler, masks = masked_scheduler(model.vocabulary, work)
-        for number in range(5):
-            masks.add(matching(model, number, "a" * number + "b"))
-        for number in range(1, 5):
-            scheduler.requests.abort(number, AbortReason.client_gone)
-        masks.advance()
-        return work.begin()
-
-    assert compiled() == 1
-    monkeypatch.setattr(Future, "cancel", lambda future: False)
-    assert compiled() == 5
 
 
 def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
