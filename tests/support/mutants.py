@@ -12,13 +12,13 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "request = msgspec.msgpack.decode(raw, type=_Identified)", "raise"),
     ),
     "engine/core/results.py": (
-        ("prompt-with-nan-is-cached", "engine/core/test_not_finite.py",
+        ("prompt-with-nan-is-cached", "engine/core/test_prefix.py",
          "if row is None or not row.nan:", "if True:"),
         ("max-tokens-gives-one-more", "engine/core/test_scheduler.py",
          "if length + count >= sequence.limit:", "if length + count > sequence.limit:"),
         ("cached-tokens-counted-again", "engine/core/test_prefix.py engine/core/test_scheduler.py",
          "if len(sequence.tokens) == sequence.prompt else 0", "if len(sequence.tokens) >= sequence.prompt else 0"),
-        ("rejected-drafts-stay-planned", "engine/core/test_widths.py", "sequence.high -= width - given", "sequence.high -= 0"),
+        ("rejected-drafts-stay-planned", "engine/core/test_scheduler.py", "sequence.high -= width - given", "sequence.high -= 0"),
     ),
     "engine/core/step_budget.py": (
         ("pause-distorts-step-times", "engine/core/test_policy.py",
@@ -36,9 +36,9 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "engine/core/scheduler.py": (
         ("oldest-is-preempted-first", "engine/core/test_scheduler.py",
          "youngest = self.requests.running[-1]", "youngest = self.requests.running[0]"),
-        ("drafts-behind-the-limit", "engine/core/test_widths.py",
+        ("drafts-behind-the-limit", "engine/core/test_scheduler.py",
          "sequence.drafts, sequence.limit - 2 - sequence.high)", "sequence.drafts)"),
-        ("row-runs-before-its-mask", "engine/core/test_world_masks.py engine/core/test_masks.py",
+        ("row-runs-before-its-mask", "engine/core/test_scheduler.py engine/core/test_masks.py",
          "elif high < sequence.limit - 1 and not sequence.waits:", "elif high < sequence.limit - 1:"),
     ),
     "engine/core/requests.py": (
@@ -53,12 +53,12 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "success = reason is AbortReason.stop_string", "success = False"),
     ),
     "engine/core/allocator.py": (
-        ("nan-stays-in-freed-pages", "engine/core/test_not_finite.py", "certain = 0 if sequence.not_finite else", "certain ="),
+        ("nan-stays-in-freed-pages", "engine/core/test_scheduler.py", "certain = 0 if sequence.not_finite else", "certain ="),
         ("window-released-a-page-early", "engine/core/test_scheduler.py",
          "run.drop_before(first_page(pool.group, sequence.low))", "run.drop_before(first_page(pool.group, sequence.low) + 1)"),
     ),
     "engine/core/prefix.py": (
-        ("any-pages-may-be-a-prefix", "engine/core/test_prefix.py", "key = sha256(key + content", "key = sha256(content"),
+        ("any-pages-may-be-a-prefix", "engine/core/test_media.py", "key = sha256(key + content", "key = sha256(content"),
         ("superseded-tails-stay", "engine/core/test_prefix.py", "self._tails.move_to_end(above, last=False)", "pass"),
         ("cache-evicts-what-is-used", "engine/core/test_prefix.py", "self._order.move_to_end(ancestor)", "pass"),
     ),

@@ -26,7 +26,6 @@ from engine.plan import ROW_MASKED
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, ThoughtBudget
 from engine.step_masks import allows
 from tests.conftest import Nano
-from tests.support.engine.masked_ranks import a_token_old
 from tests.support.engine.masked_serving import GROUPS, MAX_LEN, PAGES, MaskedRun, Model, request, serve
 from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 from tests.support.engine.schemas import members, tools_of
@@ -125,9 +124,11 @@ def test_replies_keep_their_grammars(model: Model, pages: tuple[int, ...], monke
 
 
 def test_a_wrong_mask_is_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask that is one token old: hardly a reply is valid, and those that break their grammar end in error."""
+    """Planted fault: no row gets its mask. Hardly a reply is valid, and those that break their grammar end in error."""
     monkeypatch.setattr("engine.core.masks.ThreadPoolExecutor", AtOnce)
-    served = serve(model, json_requests(model, COUNT), a_token_old())
+    encoded = Masks._encoded
+    monkeypatch.setattr(Masks, "_encoded", lambda masks, step, made: encoded(masks, step, {}))
+    served = serve(model, json_requests(model, COUNT))
     assert len(valid_json(model, served, COUNT)) <= 2
     assert sum(output.finish is FinishReason.error for output in served.outputs) >= 8
 

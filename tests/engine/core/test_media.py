@@ -2,8 +2,8 @@
 
 import random
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -11,15 +11,14 @@ import pytest
 from engine.core import prefix
 from engine.core.allocator import Allocator, first_page
 from engine.core.prefix import extend_keys, root_key
-from engine.core.scheduler import PlanDraft, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.step_budget import StepBudget
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.protocol import AbortReason, FinishReason, MediaItem, Output
 from tests.support.engine.scheduling import SchedulerConfig, one_token_each, request_of, scheduler_of
-from tests.support.engine.world_faults import caught
-from tests.support.engine.worlds import World, check_ends, run_worlds, simulate
+from tests.support.engine.worlds import World, check_ends, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -32,28 +31,35 @@ def picture(first: int, length: int, name: int) -> MediaItem:
     return MediaItem(first, length, bytes([name]) * 32, ((first, first + length),), "image", (), b"")
 
 
-def prompt(rng: random.Random) -> tuple[list[int], list[MediaItem]]:
+class Asked(NamedTuple):
+    """Of a tenant: text and pictures."""
+
+    salt: str
+    tokens: list[int]
+    media: list[MediaItem]
+
+    def keys(self) -> list[bytes]:
+        """A page at a time, as they are asked for."""
+        keys: list[bytes] = []
+        for count in range(len(self.tokens) // PAGE + 1):
+            extend_keys(keys, root_key(self.salt), array("i", self.tokens), PAGE, count, self.media)
+        return keys
+
+    def content(self, end: int) -> "Asked":
+        """All that positions below `end` depend on."""
+        return self._replace(tokens=self.tokens[:end], media=[item for item in self.media if item.first < end])
+
+
+def prompt(rng: random.Random) -> Asked:
     """Text and pictures of few sizes and contents, so that many prompts are alike."""
-    tokens: list[int] = []
-    media = []
-    while len(tokens) < 24:
-        tokens += [5] * rng.randint(1, 2)
-        length = rng.choice((1, 3, 6))
-        media.append(picture(len(tokens), length, rng.randint(1, 2)))
-        tokens += [PLACEHOLDER] * length
-    return tokens, media
-
-
-def keys_of(tokens: list[int], media: list[MediaItem]) -> list[bytes]:
-    keys: list[bytes] = []
-    for count in range(len(tokens) // PAGE + 1):
-        extend_keys(keys, root_key(""), array("i", tokens), PAGE, count, media)
-    return keys
-
-
-def content(tokens: list[int], media: list[MediaItem], end: int) -> tuple[list[int], list[tuple[int, int, bytes]]]:
-    """All that positions below `end` depend on."""
-    return tokens[:end], [(item.first, item.length, item.digest) for item in media if item.first < end]
+    asked = Asked(rng.choice(("", "", "", "1")), [], [])
+    while len(asked.tokens) < 24:
+        asked.tokens.extend(rng.choices((5, 6), (9, 1), k=rng.randint(1, 2)))
+        length = rng.choice((0, 1, 3, 6))
+        if length:
+            asked.media.append(picture(len(asked.tokens), length, rng.randint(1, 2)))
+        asked.tokens.extend([PLACEHOLDER] * length)
+    return asked
 
 
 def wrong_keys(seeds: range) -> int:
@@ -61,59 +67,28 @@ def wrong_keys(seeds: range) -> int:
     wrong = 0
     for seed in seeds:
         rng = random.Random(seed)
-        (one, pictures), (other, others) = prompt(rng), prompt(rng)
-        for page, (key, another) in enumerate(zip(keys_of(one, pictures), keys_of(other, others), strict=False)):
+        one, other = prompt(rng), prompt(rng)
+        for page, (key, another) in enumerate(zip(one.keys(), other.keys(), strict=False)):
             end = (page + 1) * PAGE
-            wrong += (key == another) != (content(one, pictures, end) == content(other, others, end))
+            wrong += (key == another) != (one.content(end) == other.content(end))
     return wrong
 
 
 def test_page_keys_are_equal_where_contents_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two prompts, whatever pictures stand where in them; planted fault: keys of the tokens alone."""
-    assert wrong_keys(range(500)) == 0
+    """Of two prompts, whatever text and pictures stand where in them, and whose they are. Planted fault: keys of the
+    tokens alone."""
+    assert wrong_keys(range(2000)) == 0
     monkeypatch.setattr(prefix, "_media_by_page", lambda media, page: {})
-    assert wrong_keys(range(500)) > 50
+    assert wrong_keys(range(2000)) > 50
 
 
-def test_pages_without_media_have_the_keys_of_text() -> None:
-    """A page before the first picture is shared with prompts without any."""
-    tokens = [5] * 8 + [PLACEHOLDER] * 8
-    with_picture, plain = keys_of(tokens, [picture(9, 3, 1)]), keys_of(tokens, [])
-    assert [a == b for a, b in zip(with_picture, plain, strict=True)] == [True, True, False, False]
-
-
-class Bench:
-    """A scheduler whose ranks answer at once."""
-
-    def __init__(self, pages: tuple[int, ...] = (60, 60), budget: int = 16) -> None:
-        self.scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 4, 100, budget, prefix_cache=True))
-        self.outputs: list[Output] = []
-
-    def ask(self, tokens: list[int], media: list[MediaItem], number: int = 1) -> int:
-        """Serve a request to its end; how many tokens it found in the cache."""
-        before = self.scheduler.requests.counters.hit_tokens
-        self.scheduler.requests.add(request_of(number, tokens, media=tuple(media)))
-        while self.scheduler.requests.unfinished:
-            plan = self.scheduler.schedule()
-            assert plan is not None
-            self.scheduler.commit(one_token_each(self.scheduler, plan))
-        self.outputs += self.scheduler.requests.drain()
-        return self.scheduler.requests.counters.hit_tokens - before
-
-
-def test_only_the_same_picture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question with the same picture finds all but its last page; with another of the same size, only the text before. Planted
-    fault: keys of the tokens alone find another's picture."""
-    tokens = [5] * 8 + [PLACEHOLDER] * 6 + [5] * 8
-
-    def found(name: int, bench: Bench) -> int:
-        return bench.ask(tokens, [picture(8, 6, name)])
-
-    bench = Bench()
-    assert [found(name, bench) for name in (1, 1, 2, 2, 1)] == [0, 20, 0, 20, 20]
-    monkeypatch.setattr(prefix, "_media_by_page", lambda media, page: {})
-    bench = Bench()
-    assert [found(name, bench) for name in (1, 2)] == [0, 20]
+def answer(item: MediaItem, length: int = 10, pages: tuple[int, int] = (60, 60)) -> Output:
+    """Of a request with this item, the last that it is told."""
+    scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 4, 100, 16))
+    scheduler.requests.add(request_of(1, [5] * length, media=(item,)))
+    while scheduler.requests.unfinished:
+        scheduler.commit(one_token_each(scheduler, scheduler.schedule()))
+    return scheduler.requests.drain()[-1]
 
 
 @pytest.mark.parametrize(
@@ -128,64 +103,9 @@ def test_only_the_same_picture_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_media_that_do_not_fit_their_prompt_are_refused(item: MediaItem, complaint: str) -> None:
     """Each is an error of its request that says what is wrong."""
-    bench = Bench()
-    bench.ask([5] * 10, [item])
-    (output,) = bench.outputs
+    output = answer(item)
     assert (output.finish, output.invalid) == (FinishReason.error, True)
     assert complaint in (output.error or "")
-
-
-def test_media_are_encoded_and_whole_in_random_worlds() -> None:
-    """No chunk cuts a span or comes before its encode, no hit ends in a span, and requests share pages of equal contents alone."""
-    seen = run_worlds(range(300, 400))
-    print(dict(seen))
-    assert min(seen[name] for name in ("encodes", "spans", "hit_tokens", "preemptions")) > 50
-
-
-def cut_anywhere(patch: pytest.MonkeyPatch) -> None:
-    """Chunks end where the budget does."""
-    patch.setattr(Sequence, "last_end", lambda self, end: end)
-
-
-def ends_in_a_span(patch: pytest.MonkeyPatch) -> None:
-    """A prefix from the cache may end within a span."""
-    patch.setattr(Allocator, "_uncut_pages", lambda self, sequence, pages: pages)
-
-
-def ignored_wait(patch: pytest.MonkeyPatch) -> None:
-    """A step computes positions of an item that it has no rows to encode."""
-    encode = Scheduler._encode
-
-    def hasty(self: Scheduler, sequence: Sequence, size: int, draft: PlanDraft) -> int:
-        encode(self, sequence, size, draft)
-        return size
-
-    patch.setattr(Scheduler, "_encode", hasty)
-
-
-def not_again(patch: pytest.MonkeyPatch) -> None:
-    """What was encoded before a preemption counts after it."""
-    admit = Sequence.admit
-
-    def remembering(self: Sequence, *args: int) -> None:
-        encoded = self.encoded
-        admit(self, *args)
-        self.encoded = encoded
-
-    patch.setattr(Sequence, "admit", remembering)
-
-
-def same_picture(patch: pytest.MonkeyPatch) -> None:
-    """Page keys know the tokens alone."""
-    patch.setattr(prefix, "_media_by_page", lambda media, page: {})
-
-
-@pytest.mark.parametrize("fault", [cut_anywhere, ends_in_a_span, ignored_wait, not_again, same_picture])
-def test_a_fault_with_media_shows(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted faults: spans cut by chunks, or by hits; items computed before they are encoded; pages of another picture."""
-    fault(monkeypatch)
-    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
-    assert caught(100, 1, fault=(AssertionError, StopIteration), where=lambda world: world.media)
 
 
 def chunks_of(
@@ -306,10 +226,8 @@ def test_who_has_left_waits_for_no_encoder() -> None:
 
 def test_a_span_that_no_chunk_can_hold_is_refused() -> None:
     """Longer than the pages of sliding layers allow beside the window, or than any chunk may be."""
-    bench = Bench((10, 60))
     for length, invalid in ((20, False), (40, True)):
-        bench.ask([5] * 60, [picture(8, length, 1)])
-        assert bench.outputs[-1].invalid == invalid
+        assert answer(picture(8, length, 1), 60, (10, 60)).invalid == invalid
 
 
 @pytest.mark.parametrize("window", range(2, 12))

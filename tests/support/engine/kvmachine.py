@@ -51,8 +51,7 @@ class KVMachine:
     """Executor with the two-step depth of the real one: `submit` a plan, `result` of the oldest comes when asked for.
 
     `model(prefix, position, seed)` gives the token at `position` behind a prefix of that identity; `guess(prefix, position)` says
-    whether a draft is right there; `nan(prefix)` whether the logits behind it are finite. `plant(plan)` may alter each plan before
-    it runs.
+    whether a draft is right there; `nan(prefix)` whether the logits behind it are finite.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class KVMachine:
         self.reads = 0
         self.rejected = 0
         self.largest = 0  # bytes of a plan
-        self.plant: Callable[[StepPlan], StepPlan] = lambda plan: plan
         self.guess: Callable[[int, int], bool] = lambda prefix, position: True
         self.nan: Callable[[int], bool] = lambda prefix: False
         self.empty: Callable[[int], bool] = lambda prefix: False
@@ -91,7 +89,7 @@ class KVMachine:
         self.largest = max(self.largest, len(data))
         decoded = decode_plan(data)
         assert (decoded.step, decoded.chunks, decoded.rows) == (plan.step, plan.chunks, plan.rows)
-        self.queue.append(self.plant(decoded))
+        self.queue.append(decoded)
 
     def result(self) -> StepResult:
         """Run the oldest plan."""

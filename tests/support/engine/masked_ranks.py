@@ -1,7 +1,6 @@
-"""The KV machine with masks: a masked step runs when its record has come. Beside it, faults of records."""
+"""The KV machine with masks: a masked step runs when its record has come."""
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
@@ -10,25 +9,22 @@ from engine.plan import ResultRow, StepResult
 from engine.step_masks import StepMasks, decode_masks
 from tests.support.engine.kvmachine import KVMachine, Model
 
-Plant = Callable[[StepMasks], StepMasks]
-
 
 class MaskedRanks(KVMachine):
-    """`plant_masks(masks)` may alter each step's masks before it runs. `masks`: of the step that runs, each masked slot's int32
+    """`masks`: of the step that runs, each masked slot's int32
     [words], one behind the other; `first`: position of the first token of the row that is sampled."""
 
     def __init__(
         self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model
     ) -> None:
         super().__init__(groups, pages, slots, max_len, model)
-        self.plant_masks: Plant = lambda masks: masks
         self.masks: dict[int, list[np.ndarray]] = {}
         self.first = 0
         self._masks: deque[StepMasks] = deque()
 
     def submit_masks(self, masks: bytes) -> None:
         """As the executor's."""
-        self._masks.append(self.plant_masks(decode_masks(masks)))
+        self._masks.append(decode_masks(masks))
 
     @property
     def ready(self) -> bool:
@@ -60,36 +56,3 @@ class MaskedRanks(KVMachine):
     def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
         self.first = position
         return super()._sample(slot, position, drafts)
-
-
-def of_another_row(masks: StepMasks) -> StepMasks:
-    """Planted fault: each row gets its neighbour's mask."""
-    return masks._replace(bits=np.roll(masks.bits, 1, axis=0))
-
-
-def left_out(masks: StepMasks) -> StepMasks:
-    """Planted fault: no row gets its mask."""
-    return masks._replace(slots=masks.slots[:0], bits=masks.bits[:0])
-
-
-def a_token_old() -> Plant:
-    """Planted fault: each slot gets the mask that it had the last time."""
-    before: dict[int, np.ndarray] = {}
-
-    def planted(masks: StepMasks) -> StepMasks:
-        rows = [before.get(slot, bits) for slot, bits in zip(masks.slots.tolist(), masks.bits, strict=True)]
-        before.update(zip(masks.slots.tolist(), masks.bits, strict=True))
-        return masks._replace(bits=np.stack(rows) if rows else masks.bits)
-
-    return planted
-
-
-def of_the_step_before() -> Plant:
-    """Planted fault: each step gets the record of the masked step before it."""
-    before: list[StepMasks] = []
-
-    def planted(masks: StepMasks) -> StepMasks:
-        before.append(masks)
-        return before[-2:][0]._replace(step=masks.step)
-
-    return planted

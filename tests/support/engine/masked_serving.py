@@ -3,7 +3,7 @@ gives any token that its mask allows, every other any token at all."""
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.core.masks import Masks
@@ -12,7 +12,6 @@ from engine.front.text import TextProcessor
 from engine.matcher import Vocabulary
 from engine.plan import StepResult
 from engine.protocol import GenerateRequest, Grammar, Output, SamplingParams, pack_tokens
-from engine.step_masks import StepMasks
 from tests.support.engine.draws import mixed
 from tests.support.engine.masked_ranks import MaskedRanks
 from tests.support.engine.plans import DecodeRow, decode_rows
@@ -99,7 +98,6 @@ class MaskedRun:
 def serve(
     model: Model,
     requests: Iterable[GenerateRequest],
-    plant: Callable[[StepMasks], StepMasks] = lambda masks: masks,
     pages: tuple[int, ...] = PAGES,
     marks: tuple[int, ...] = (),
     prefix_cache: bool = True,
@@ -111,7 +109,6 @@ def serve(
     scheduler = scheduler_of(SchedulerConfig(GROUPS, pages, 10, MAX_LEN, 32, drafts, prefix_cache=prefix_cache))
     masks = Masks(scheduler.requests, model.vocabulary, scheduler.config.widest)
     machine = MaskedMachine(model.text, pages, 10, MAX_LEN, marks or (model.markers.begin_call,), served.known)
-    machine.plant_masks = plant
     for request in requests:
         masks.add(request)
     while scheduler.requests.unfinished or scheduler.in_flight:

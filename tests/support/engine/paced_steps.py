@@ -57,10 +57,6 @@ class Clocks:
     tokens: int = 0
 
     @property
-    def ttft(self) -> float:
-        return self.first - self.came
-
-    @property
     def tpot(self) -> float:
         return (self.last - self.first) / max(1, self.tokens - 1)
 

@@ -21,12 +21,11 @@ from engine.core.step_budget import MOST_PASSED
 from engine.geometry import KVGroup
 from engine.lifeline import StepTimes
 from engine.memory import buckets
-from engine.plan import DEPTH, ROW_MASKED, StepPlan
+from engine.plan import DEPTH, ROW_MASKED, StepPlan, largest_plan
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, MediaItem, Output, SamplingParams, pack_tokens
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.draws import chance, mixed
 from tests.support.engine.kvmachine import contents, identity, logprob_of
-from tests.support.engine.masked_ranks import Plant
 from tests.support.engine.plans import decode_rows, decode_slots
 from tests.support.engine.scheduling import SchedulerConfig, scheduler_of
 from tests.support.engine.world_masks import FAILED, Consumed, Grammars, Host, WorldRanks, mask_of
@@ -235,17 +234,14 @@ class Run:
     started: list[int]
 
 
-def simulate(
-    world: World, plant: Callable[[StepPlan], StepPlan] = lambda plan: plan, plant_masks: Plant = lambda masks: masks
-) -> Run:
+def simulate(world: World) -> Run:
     """Drive scheduler, masks and machine some steps apart, as the core does, checking pages and progress at every step."""
     config = world.config
     scheduler = scheduler_of(config)
     scheduler._drafting = scheduler._results._drafting = world.drafting()
     machine = WorldRanks(config.groups, config.pages, config.max_seqs, config.max_len, world.token)
     machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
-    machine.plant, machine.guess, machine.nan = plant, world.guess, world.nan
-    machine.plant_masks, machine.wanted = plant_masks, world.mask
+    machine.guess, machine.nan, machine.wanted = world.guess, world.nan, world.mask
     host = Host(scheduler, machine, world.grammars, world.rng)
     given: dict[int, list[int]] = {request.id: [] for request in world.requests}
     waiting, steps = list(world.requests), 0
@@ -402,10 +398,21 @@ def check_hits(scheduler: Scheduler) -> None:
             assert sequence.last_end(found.count * page) == found.count * page, "a hit ends in a span"
 
 
+def bound_of(config: SchedulerConfig) -> int:
+    """Bytes of the largest plan."""
+    return largest_plan(config.max_seqs, config.max_len, config.prefill_budget, config.groups[0].page, 2, width=config.widest)
+
+
 def check_ends(world: World, run: Run) -> None:
-    """Every request ended exactly once, the counters balance, and everything was given back."""
+    """Every request ended exactly once, and was said to have started once if it gave tokens, never if it was refused; the counters
+    balance, everything was given back, and no plan was larger than the settings are checked by."""
     ends = Counter(output.id for output in run.outputs if output.finish)
     assert ends == Counter(request.id for request in world.requests)
+    started = set(run.started)
+    assert len(started) == len(run.started)
+    assert {output.id for output in run.outputs if output.tokens} <= started
+    assert started.isdisjoint(output.id for output in run.outputs if output.invalid)
+    assert run.machine.largest <= bound_of(world.config)
     counters = run.scheduler.requests.counters
     assert counters.received == counters.finished + counters.refused + counters.aborted + counters.failed
     assert all(pool.used == 0 for pool in run.scheduler.allocator.pools)

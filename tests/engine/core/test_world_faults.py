@@ -1,0 +1,146 @@
+"""Planted faults that must show in the random worlds of test_scheduler.py: one for each thing that these check."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from engine.core import prefix, results
+from engine.core.allocator import Allocator
+from engine.core.masks import MaskedRow, Masks, MaskState, ThoughtLimit
+from engine.core.pages import PagePool
+from engine.core.prefix import PrefixCache
+from engine.core.results import Results
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
+from engine.geometry import KVGroup
+from engine.plan import StepPlan
+from engine.protocol import FinishReason, PromptLogprobs
+from tests.support.engine.worlds import World, check_ends, simulate
+
+pytestmark = pytest.mark.pure
+
+WORLDS, SHOW = 300, 3
+Patch = pytest.MonkeyPatch
+
+
+def window_a_token_short(patch: Patch) -> None:
+    """A page is given back too early, and a row reads another's entry."""
+    honest = KVGroup.pages_for
+
+    def hasty(self: KVGroup, start: int, end: int) -> range:
+        pages = honest(self, start, end)
+        return range((max(0, start - self.window + 2) // self.page) if self.window else pages.start, pages.stop)
+
+    patch.setattr(KVGroup, "pages_for", hasty)
+    patch.setattr("tests.support.engine.worlds.check_windows", lambda scheduler: None)
+
+
+def pages_held_past_their_window(patch: Patch) -> None:
+    honest = Allocator.release
+
+    def late(self: Allocator, sequence: Sequence, plan: StepPlan) -> None:
+        low, sequence.low = sequence.low, max(0, sequence.low - self.pools[0].group.page)
+        honest(self, sequence, plan)
+        sequence.low = low
+
+    patch.setattr(Allocator, "release", late)
+
+
+def page_freed_while_shared(patch: Patch) -> None:
+    """The first of two holders to go frees the page."""
+    honest = PagePool.give
+
+    def hasty(self: PagePool, pages: list[int]) -> None:
+        pages = list(pages)
+        honest(self, pages)
+        self._free.extend(page for page in pages if self.holders[page] and page not in self._free)
+
+    patch.setattr(PagePool, "give", hasty)
+
+
+def tokens_behind_a_stop_id(patch: Patch) -> None:
+    """A row of several tokens is taken whole, though one of them ends the request."""
+    honest = results._cut
+
+    def uncut(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[list[int], FinishReason | None]:
+        return list(tokens), honest(sequence, tokens)[1]
+
+    patch.setattr(results, "_cut", uncut)
+
+
+def rejected_drafts_stay_planned(patch: Patch) -> None:
+    honest = Results._fold
+    patch.setattr(Results, "_fold", lambda self, sequence, width, row: honest(self, sequence, len(row.tokens), row))
+
+
+def mask_lost_with_its_row(patch: Patch) -> None:
+    """A sequence that is preempted while a masked row is in flight waits for a mask that has come already."""
+    honest = MaskState.update_wait
+
+    def forgetful(self: MaskState) -> None:
+        if self.sequence.running or not self.sequence.waits:
+            honest(self)
+
+    patch.setattr(MaskState, "update_wait", forgetful)
+
+
+def masks_left_out(patch: Patch) -> None:
+    encoded = Masks._encoded
+    patch.setattr(Masks, "_encoded", lambda self, step, masks: encoded(self, step, {}))
+
+
+def masks_shifted(patch: Patch) -> None:
+    """A row's first token has the mask of its last."""
+    honest = MaskedRow.masks.fget
+    patch.setattr(MaskedRow, "masks", property(lambda self: np.roll(honest(self), 1, axis=0)))
+
+
+def thoughts_end_late(patch: Patch) -> None:
+    ends_at = ThoughtLimit.ends_at.fget
+    patch.setattr(ThoughtLimit, "ends_at", property(lambda self: None if (end := ends_at(self)) is None else end + 1))
+
+
+def items_computed_before_they_are_encoded(patch: Patch) -> None:
+    encode = Scheduler._encode
+    patch.setattr(Scheduler, "_encode", lambda self, sequence, size, draft: (encode(self, sequence, size, draft), size)[1])
+
+
+FAULTS: dict[str, Callable[[Patch], None]] = {
+    fault.__name__: fault
+    for fault in (
+        window_a_token_short, pages_held_past_their_window, page_freed_while_shared, tokens_behind_a_stop_id,
+        rejected_drafts_stay_planned, mask_lost_with_its_row, masks_left_out, masks_shifted, thoughts_end_late,
+        items_computed_before_they_are_encoded,
+    )
+} | {
+    "pages with NaN handed on": lambda patch: patch.setattr(PagePool, "take_not_finite", lambda self, pages: []),
+    "a lookup kept too long": lambda patch: patch.setattr(
+        PrefixCache, "version", property(lambda self: 0, lambda self, version: None), raising=False
+    ),
+    "nobody preempted for the first": lambda patch: patch.setattr(
+        Scheduler, "_preempt_for", lambda self, sequence, count: self.allocator.fitting(sequence, count) >= count
+    ),
+    "decode rows beside the budget": lambda patch: patch.setattr(Sequence, "decodable", False),
+    "prompt's logprobs told again": lambda patch: patch.setattr(PromptLogprobs, "after", lambda self, position: self),
+    "rows behind a cut go on": lambda patch: patch.setattr(Sequence, "step_back", lambda self: None),
+    "rows run before their masks": lambda patch: patch.setattr(MaskState, "update_wait", lambda self: self.sequence.waits.clear()),
+    "spans cut by chunks": lambda patch: patch.setattr(Sequence, "last_end", lambda self, end: end),
+    "another picture's pages": lambda patch: patch.setattr(prefix, "_media_by_page", lambda media, page: {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows_in_random_worlds(monkeypatch: Patch, fault: str) -> None:
+    """Three of the first few hundred worlds end otherwise, or not at all."""
+    FAULTS[fault](monkeypatch)
+    monkeypatch.setattr("tests.support.engine.worlds._MAX_STEPS", 1000)
+    shown = 0
+    for world in map(World, range(WORLDS)):
+        try:
+            check_ends(world, simulate(world))
+        except (AssertionError, StopIteration, ValueError):
+            shown += 1
+        if shown == SHOW:
+            return
+    pytest.fail(f"{shown} of {WORLDS} worlds show it")
