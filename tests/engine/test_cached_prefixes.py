@@ -159,15 +159,3 @@ def test_a_wrong_tail_is_noticed(rank: Callable[[str], Rank], monkeypatch: pytes
     engine = Asked(rank("31b"))
     prompt = prompt_of("31b", 150)
     assert error(engine.ask(prompt), engine.ask(prompt)) > FAULT
-
-
-def test_a_page_freed_while_shared_is_noticed(rank: Callable[[str], Rank]) -> None:
-    """Planted fault: a cached full page is handed to another request, and the next hit computes something else."""
-    engine = Asked(rank("31b"))
-    prompt = prompt_of("31b", 150)
-    cold = engine.ask(prompt)
-    full = engine.scheduler.allocator.pools[1]
-    (segment,) = (each for each in engine.scheduler.allocator.cache._order if each.start == 0)
-    full._free.append(segment.pages[1])  # last in, first out: the next request writes there
-    engine.ask(prompt_of("31b", PAGE, start=9), 1)
-    assert error(cold, engine.ask(prompt)) > FAULT

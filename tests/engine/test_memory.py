@@ -22,7 +22,6 @@ from engine.memory import (
 )
 from engine.plan import DEPTH
 from engine.protocol import FinishReason, Output
-from tests.support.engine.conversations import AT_ONCE, GROUPS, WINDOW, Server, Trace, unlimited
 from tests.support.engine.kvmachine import KVMachine
 from tests.support.engine.scheduling import SchedulerConfig, finish, request_of, scheduler_of, two_groups
 from tests.support.repo_rules import ROOT
@@ -135,25 +134,6 @@ def test_windows_of_cached_conversations(spare: int, max_len: int) -> None:
         assert pages[1] == (left - cached * tail) // page
     else:
         assert pages[1] == min((left - cached * tail) // page, 2 * SLOTS * max_len // 32 + 1)
-
-
-def hit_rate(*, cache: bool) -> float:
-    """Fourteen conversations in turn over eight slots that are never idle, in pools of 31B's proportions."""
-    groups = (KVGroup(0, "sliding", tuple(range(50)), 4, 256, WINDOW, 32), KVGroup(1, "full", tuple(range(10)), 1, 512, None, 32))
-    trace = Trace(conversations=14, system=200, turns=8)
-    settings = sized(AT_ONCE, trace.length + 1, 256, cache=cache)
-    pages = pool_pages(settings, groups, 4 << 30)
-    config = SchedulerConfig(GROUPS, pages, AT_ONCE, settings.max_len, settings.prefill_budget, prefix_cache=True)
-    return Server(trace, scheduler_of(config)).run().hit / unlimited(trace).hit
-
-
-def test_conversations_are_found_while_all_slots_run() -> None:
-    """With windows for the cache nearly all is found that could be; without, though as many bytes are there, what only slots
-    have left is not enough."""
-    found, without = hit_rate(cache=True), hit_rate(cache=False)
-    print(f"found {found:.3f} of what could be, {without:.3f} without windows for the cache")
-    assert found > 0.9
-    assert without < 0.8
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 2 * FULL.page_bytes - 1])

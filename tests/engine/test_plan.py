@@ -173,12 +173,6 @@ def test_the_names_of_numbers_are_as_many_as_the_numbers() -> None:
     assert {name: len(kind._fields) for name, kind in KINDS.items()} == SECTIONS
 
 
-@given(PLANS, PLANS)
-def test_different_plans_have_different_bytes(one: StepPlan, other: StepPlan) -> None:
-    """The layout loses nothing: equal bytes mean equal plans."""
-    assert (encode_plan(one) == encode_plan(other)) == (one == other)
-
-
 @pytest.mark.parametrize(
     ("records", "encode", "decode"), [(PLANS, encode_plan, decode_plan), (RESULTS, encode_result, decode_result)]
 )
@@ -225,13 +219,6 @@ def test_admission_numbers_come_back_modulo_2_to_the_31() -> None:
     """A result row carries the low 31 bits of its admission's number."""
     row = ResultRow(1, 2**31 + 5, (7,))
     assert decode_result(encode_result(result_of(1, [row]))).row(0).number == 5
-
-
-def test_rows_and_tokens_of_a_plan() -> None:
-    """Result rows are the chunks that sample, then the decode rows; prompt tokens are those of all chunks."""
-    plan = StepPlan(1, chunks=[PrefillChunk(4, 0, 10, 10), PrefillChunk(5, 3, 8, 7)], rows=single_rows([9, 2]))
-    assert plan.result_slots == [5, 9, 2]
-    assert plan.prompt_tokens == 15
 
 
 def test_steady_state_is_small_and_fast() -> None:

@@ -21,12 +21,12 @@ from engine.rank.parallel import Inboxes, Single
 from kernels.choose import ArgmaxInbox
 from kernels.fused_allreduce_norm import AllReduceInbox
 from tests.conftest import Nano
+from tests.support.engine.answers import TRIGGER
 from tests.support.engine.plan_stream import logprob_error
 from tests.support.engine.plans import encoded, result_rows
 from tests.support.engine.ranks import WORKER, Ranks, single
 from tests.support.engine.recording import (
     PAGES,
-    TRIGGER,
     Recording,
     config_of,
     record,

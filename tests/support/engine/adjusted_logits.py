@@ -24,11 +24,7 @@ class AdjustedSequence:
 
     def logits(self, raw: Tensor, softcap: float) -> Tensor:
         """raw fp32 [vocabulary] -> fp64 [vocabulary]."""
-        return self.of_capped(softcap * torch.tanh(raw.double() / softcap))
-
-    def of_capped(self, capped: Tensor) -> Tensor:
-        """[vocabulary] behind the soft cap -> fp64 [vocabulary]."""
-        x = capped.double().clone()
+        x = softcap * torch.tanh(raw.double() / softcap)
         for token, bias in self.wanted.bias:
             x[token] += bias
         generated = Counter(self.tokens[self.prompt :])

@@ -1,32 +1,21 @@
 """Plan streams recorded from a real scheduler over one rank, and what replays of them are compared by."""
 
-import json
-import random
-import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from engine.config import EngineConfig, engine_config
-from engine.core.loop import make_scheduler, read_vocabulary
-from engine.core.masks import Masks
 from engine.plan import StepPlan, StepResult, encode_plan
-from engine.protocol import GenerateRequest, Grammar, SamplingParams, pack_tokens
+from engine.protocol import GenerateRequest
 from engine.rank.builder import build
 from engine.rank.runner import Runner
-from engine.step_masks import decode_masks
+from tests.support.engine.answers import MAX_TOKENS, answers, constrained, request
 from tests.support.engine.plans import decode_plan, result_rows
 from tests.support.engine.ranks import Ranks, run, single
-from tests.support.engine.schemas import members
 
 PAGES = (22, 6)  # full pages so few that sequences of the requests below must preempt
-REQUESTS, MAX_TOKENS = 12, (6, 45, 45, 16)
-HEAD = '%llguidance {"no_forcing": true}\n'
-TRIGGER, ENDS = 864, (1, 106, 50)  # the trigger is a token that the last request gives
+REQUESTS = 12
 SETTINGS = {"max_seqs": 4, "max_len": 256, "prefill_budget": 64}
 
 
@@ -42,33 +31,6 @@ def config_of(folder: Path, tp: int, **changes: Any) -> EngineConfig:
         "step_timeout_s": 15.0,
     }
     return engine_config(**(settings | SETTINGS | changes))
-
-
-def request(number: int, max_tokens: Sequence[int] = MAX_TOKENS) -> GenerateRequest:
-    """Greedy, sampled and filtered requests of 5 to 191 tokens, some with logprobs, some that a stop id may end by surprise."""
-    length = (30, 28, 60, 140, 5)[number % 5]
-    params = SamplingParams(
-        max_tokens=max_tokens[number % 4],
-        temperature=(0.0, 1.0, 0.8)[number % 3],
-        top_k=20 if number % 3 == 2 else 0,
-        top_p=0.9 if number % 3 == 2 else 1.0,
-        seed=number * 0x1234567890AB - 5,
-        stop_ids=tuple(range(0, 1000, 16)) if number % 4 == 3 else (),
-        min_tokens=3 if number % 4 == 3 else 0,
-        logprobs=3 if number % 4 == 0 else None,
-    )
-    prompt = pack_tokens((number * 31 + at * 7) % 900 + 10 for at in range(length))
-    return GenerateRequest(id=number, prompt=prompt, params=params)
-
-
-def constrained(number: int) -> GenerateRequest:
-    """The same with a grammar: an object by a random schema; the fourth writes a word behind its trigger."""
-    rules = Grammar(f"{HEAD}start: %json {json.dumps(members(random.Random(number), 1))}\n")
-    if number % 4 == 3:
-        rules = Grammar(f"{HEAD}start: /[a-z]{{3,9}}/ <[49]>\n", trigger=TRIGGER)
-    asked = request(number)
-    params = msgspec.structs.replace(asked.params, grammar=rules, stop_ids=ENDS, min_tokens=0, max_tokens=12, temperature=0.7)
-    return msgspec.structs.replace(asked, params=params)
 
 
 @dataclass(frozen=True)
@@ -94,29 +56,15 @@ def record(
 
 def serve(runner: Runner, config: EngineConfig, waves: Iterable[list[GenerateRequest]]) -> Recording:
     """Serve requests with a real scheduler, two plans out at a time. A wave comes every fifth step."""
-    scheduler = make_scheduler(config, PAGES)
-    masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
     made = Recording(Path(config.model))
-    out: deque[StepPlan] = deque()
-    pending = deque(waves)
-    while pending or scheduler.requests.unfinished or out:
-        if pending and (len(made.plans) % 5 == 0 or not scheduler.requests.unfinished):
-            for request in pending.popleft():
-                masks.add(request) if request.params.grammar else scheduler.requests.add(request)
-        masks.advance()
-        while len(out) < 2 and (plan := scheduler.schedule()) is not None:
-            made.plans.append(decode_plan(encode_plan(plan)))
-            out.append(plan)
-            if plan.masked:
-                masks.planned(plan)
-        made.masks.update((decode_masks(data).step, data) for data in masks.due())
-        if out:
-            plan = out.popleft()
-            made.results.append(run(runner, plan, made.masks.get(plan.step, b"")))
-            scheduler.commit(made.results[-1])
-            masks.advance()
-        else:
-            time.sleep(0.001)
+
+    def step(plan: StepPlan, masks: bytes) -> StepResult:
+        made.plans.append(decode_plan(encode_plan(plan)))
+        made.masks.update({plan.step: masks} if masks else {})
+        made.results.append(run(runner, plan, masks))
+        return made.results[-1]
+
+    answers(step, config, list(waves), every=5)
     return made
 
 
