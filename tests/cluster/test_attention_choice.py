@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 WHOLE = FlashInferFiles("0.7.2.post1", "/kernels", "nvcc")
 NONE = FlashInferFiles()
-B200, B300, H200, RTX, A100, L40, T4 = (10, 0), (10, 3), (9, 0), (12, 0), (8, 0), (8, 9), (7, 5)
+B200, B300, H200, RTX, A100, T4 = (10, 0), (10, 3), (9, 0), (12, 0), (8, 0), (7, 5)
 NO_KERNELS = "FlashInfer 0.7.2.post1 lacks its kernels on disk, and no request may wait for a download"
 NO_LAUNCHER = "FlashInfer 0.7.2.post1 can build no launcher: nvcc and ninja are not both there"
 WHERE = "kernels in /kernels"
@@ -36,10 +36,8 @@ DEFAULTS = [
     (B200, WHOLE._replace(cubins=None), "triton", NO_KERNELS),
     (B200, WHOLE._replace(launcher=None), "triton", NO_LAUNCHER),
     (H200, WHOLE, "triton", f"SM90 {NO_FAMILY}: triton by default"),
-    (H200, NONE, "triton", f"SM90 {NO_FAMILY}: triton by default"),
     (RTX, WHOLE, "triton", f"SM120 {NO_FAMILY}: triton by default"),
     (A100, WHOLE, "triton", f"SM80 {NO_FAMILY}, and FlashInfer has no such kernels for it"),
-    (L40, NONE, "triton", f"SM89 {NO_FAMILY}, and FlashInfer has no such kernels for it"),
     (None, WHOLE, "reference", "no GPU"),
 ]
 
@@ -62,7 +60,6 @@ def test_what_would_change_it() -> None:
 
 ASKED = [
     (B200, WHOLE, {"attention": "triton"}, "triton", "triton"),
-    (B200, WHOLE, {"attention_extend": "triton"}, "trtllm_mha", "triton"),
     (B200, WHOLE, {"attention": "triton", "attention_decode": "trtllm_mha"}, "trtllm_mha", "triton"),
     (B200, WHOLE._replace(cubins=None), {"flashinfer_download": True}, "trtllm_mha", "trtllm_mha"),
     (B200, WHOLE, {"page": 64}, "trtllm_mha", "trtllm_mha"),
@@ -90,7 +87,6 @@ REFUSED = [
     (H200, WHOLE, {"attention": "trtllm_mha"}, "attention_extend: trtllm_mha: SM90 is not of the SM100 family, which alone"),
     (H200, NONE, {"attention_decode": "trtllm_mha"}, "attention_decode: trtllm_mha: SM90 without FlashInfer (make install-gpu)"),
     (A100, WHOLE, {"attention_decode": "trtllm_mha"}, "SM80 is not of the SM100 family, and FlashInfer has no such kernels for it"),
-    (B200, NONE, {"attention": "trtllm_mha"}, "SM100 without FlashInfer (make install-gpu)"),
     (B200, WHOLE._replace(version="0.6.13"), {"attention": "trtllm_mha"}, "FlashInfer 0.6.13 is not among those tried"),
     (B200, WHOLE._replace(cubins=None), {"attention": "trtllm_mha"}, CUBIN_DOWNLOAD_COMMAND),
     (B200, WHOLE._replace(launcher=None), {"attention_extend": "trtllm_mha"}, "can build no launcher"),

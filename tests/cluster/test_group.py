@@ -26,10 +26,10 @@ from engine.errors import CheckpointError, ConfigError, EngineDead, InvalidReque
 from engine.geometry import read_geometry
 from engine.protocol import AbortReason, SamplingParams
 from engine.step_masks import masks_capacity
-from tests.support.engine.drive import booted
+from tests.support.engine.drive import booted, still
 from tests.support.engine.fake_child import FIRST_TOKEN, Behaviour, commands
 from tests.support.engine.fakes import fake_config
-from tests.support.engine.groups import Held, Running, alive, ends_after, read, running, send, settled
+from tests.support.engine.groups import Held, Running, alive, ends_after, read, running, send
 from tests.support.repo_rules import ROOT
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
@@ -188,7 +188,7 @@ def test_aborts_at_any_stage_leave_nothing(config: EngineConfig) -> None:
     async def main(group: Group) -> None:
         async with running(group) as run, asyncio.timeout(60):
             await asyncio.gather(*[one(run) for _ in range(200)])
-            load, ours = await settled(run.client), run.outcomes
+            load, ours = await still(run.client), run.outcomes
             assert (load.received, load.finished, load.aborted) == (ours.received, ours.finished, ours.aborted)
             assert (ours.received, ours.finished + ours.aborted) == (200, 200)
             assert ours.aborted > 10

@@ -15,8 +15,9 @@ from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead
 from engine.lifeline import RanksReady, StepTimes
 from engine.protocol import AbortReason, SamplingParams
+from tests.support.engine.drive import hashes, still
 from tests.support.engine.faulty_rank import faulty
-from tests.support.engine.groups import Held, end_of, read, running, settled
+from tests.support.engine.groups import Held, end_of, read, running
 from tests.support.engine.outputs import outputs
 
 pytestmark = [pytest.mark.cpu, pytest.mark.alone, pytest.mark.usefixtures("forked_groups")]
@@ -58,11 +59,10 @@ def test_the_nano_group_serves_aborts_and_closes(config: EngineConfig) -> None:
             assert len(alone) == GREEDY.max_tokens
             assert together[0] == alone
             assert together[1] != alone
-            load = await settled(run.client)
+            load = await still(run.client)
             assert (load.received, load.finished, load.aborted) == (4, 3, 1)
             assert [pool.used for pool in load.pools] == [0, 0]
-            await same_step(group)
-            assert len({status.hashes[status.finished] for status in group.status()[:TP]}) == 1
+            assert len(hashes(group)) == 1
             assert all(group.status()[0].hashes.values())
             run.watcher.close()
             run.client.stop()
@@ -93,9 +93,8 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig, monkeypa
                 other = other or asyncio.create_task(beside())
             assert other is not None
             await other
-            await settled(run.client)
-            await same_step(group)
-            assert len({status.hashes[status.finished] for status in group.status()[: group.config.tp]}) == 1
+            await still(run.client)
+            assert len(hashes(group)) == 1
             return at_first
 
     config = msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256, max_seqs=4, max_len=1024)
@@ -108,12 +107,6 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig, monkeypa
     assert [rows for rows, _ in times.prefills] == [1, 128, 256]
     assert [rows for rows, _ in times.mixed] == [1, config.max_seqs - 1]
     assert asyncio.run(serve(group)) >= 15
-
-
-async def same_step(group: Group) -> None:
-    """Wait until all ranks have finished the same step."""
-    while len({status.finished for status in group.status()[:TP]}) > 1:  # noqa: ASYNC110 - a test may poll
-        await asyncio.sleep(0.01)
 
 
 def test_a_rank_with_a_token_of_its_own_ends_every_stream(config: EngineConfig) -> None:

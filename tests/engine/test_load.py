@@ -21,7 +21,7 @@ from engine.config import engine_config
 from engine.front.client import EngineClient
 from engine.protocol import Load, SamplingParams
 from tests.conftest import Nano
-from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, booted, still
+from tests.support.engine.drive import Answer, Request, ask, ask_all, attached, booted, hashes, still
 from tests.support.engine.outcomes import Outcomes
 from tests.support.judge.near_tie import Twins, twins
 
@@ -75,10 +75,10 @@ class Served:
 
 
 async def alone(client: EngineClient, request: Request, company: Answer) -> Twins:
-    """The same request with nobody beside it, twice where the tokens differ: then with every token's logprob."""
+    """The same request with nobody beside it, twice where the tokens differ: then with as many logprobs as a rank has."""
     answer = await ask(client, request)
     if answer.tokens != company.tokens:
-        whole = msgspec.structs.replace(request.params, logprobs=VOCAB)
+        whole = msgspec.structs.replace(request.params, logprobs=VOCAB // TP)
         again = await ask(client, Request(request.prompt, whole))
         assert again.tokens == answer.tokens
         answer = again
@@ -110,10 +110,7 @@ async def serve(group: Group, requests: list[Request], sample: int | None, rng: 
         began = time.monotonic()
         answers = await ask_all(client, requests, STREAMS)
         load = await still(client)
-        while len({status.finished for status in group.status()[:-1]}) > 1:  # noqa: ASYNC110 - a test may poll
-            await asyncio.sleep(0.01)
-        hashes = {status.hashes[status.finished] for status in group.status()[:-1]}
-        served = Served(requests, answers, replace(figures.outcomes), load, hashes)
+        served = Served(requests, answers, replace(figures.outcomes), load, hashes(group))
         loaded = time.monotonic()
         done = completed(requests, answers)
         for request, answer in done if sample is None else rng.sample(done, sample):

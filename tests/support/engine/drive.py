@@ -1,6 +1,7 @@
 """Requests driven through a running group: what each one gave, and what the core's figures showed meanwhile."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -118,6 +119,13 @@ async def ask_all(client: EngineClient, requests: Iterable[Request], at_once: in
             return await ask(client, request)
 
     return await asyncio.gather(*(one(request) for request in requests))
+
+
+def hashes(group: Group) -> set[int]:
+    """The ranks' state hashes, once all have finished the same step."""
+    while len({status.finished for status in group.status()[:-1]}) > 1:
+        time.sleep(0.01)
+    return {status.hashes[status.finished] for status in group.status()[:-1]}
 
 
 async def still(client: EngineClient) -> Load:

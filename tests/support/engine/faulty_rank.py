@@ -1,8 +1,6 @@
 """A rank with a fault planted in it: `python -m tests.support.engine.faulty_rank FAULT '<BootArgs>'`, the real worker otherwise.
 
-    none      nothing: the instrument alone
-    sliding   one page of the sliding group: an append names a page that another slot holds
-    full      the same in the full group
+    page      one page of the full group: an append names a page that another slot holds
     reduce    one sum over the ranks is left out: this rank keeps its own part
     token     one row's token is reported as another than the one that was sampled, on this rank alone
 
@@ -25,8 +23,9 @@ from engine.rank.sampler import Sampler
 from kernels.allreduce import MappedCollectives
 from tests.support.engine.plans import PageAppend, decode_plan
 
-FAULTS = ("none", "sliding", "full", "reduce", "token")
+FAULTS = ("page", "reduce", "token")
 PURE = 5
+FULL = 1  # the group
 SUM = 4  # of the step's sums: the embedding's is 0
 
 
@@ -63,19 +62,19 @@ class _Fault:
         """In place of read_plan."""
         plan = decode_plan(data)
         self.pure += not plan.chunks
-        if self.pure >= PURE and not self.planted and self.name in ("sliding", "full"):
-            plan = self._misplace(plan, 0 if self.name == "sliding" else 1)
+        if self.pure >= PURE and not self.planted and self.name == "page":
+            plan = self._misplace(plan)
         elif self.pure >= PURE and not self.planted and self.name == "reduce":
             self.planted, self.countdown = True, SUM
         self.held |= {(append.group, append.slot): append.page for append in plan.appends}
         return read_plan(encode_plan(plan))
 
-    def _misplace(self, plan: StepPlan, group: int) -> StepPlan:
+    def _misplace(self, plan: StepPlan) -> StepPlan:
         for at, append in enumerate(plan.appends):
-            others = [page for (other, slot), page in self.held.items() if other == group and slot != append.slot]
-            if append.group == group and others:
+            others = [page for (other, slot), page in self.held.items() if other == FULL and slot != append.slot]
+            if append.group == FULL and others:
                 self.planted = True
-                wrong = PageAppend(group, append.slot, append.index, others[0])
+                wrong = PageAppend(FULL, append.slot, append.index, others[0])
                 return replace(plan, appends=[*plan.appends[:at], wrong, *plan.appends[at + 1 :]])
         return plan
 

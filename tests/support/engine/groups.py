@@ -12,7 +12,7 @@ from cluster.group import Group
 from cluster.health import Death, Watcher
 from engine.front.client import EngineClient
 from engine.front.stream import Stream
-from engine.protocol import Load, SamplingParams
+from engine.protocol import SamplingParams
 from tests.support.engine.outcomes import Outcomes
 from tests.support.engine.outputs import outputs
 
@@ -86,14 +86,6 @@ async def until(stream_count: int, client: EngineClient) -> None:
     """Wait until the core reports `stream_count` running sequences."""
     while client.load is None or client.load.running < stream_count:  # noqa: ASYNC110 - a test may poll
         await asyncio.sleep(0.01)
-
-
-async def settled(client: EngineClient) -> Load:
-    """The core's figures once every request has ended."""
-    while client.open:  # noqa: ASYNC110 - a test may poll
-        await asyncio.sleep(0.01)
-    assert client.load is not None
-    return client.load
 
 
 def children_of(pid: int) -> set[int]:
