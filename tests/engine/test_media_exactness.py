@@ -270,12 +270,12 @@ def test_thirty_pictures_in_one_batch(case: Callable[[str], Case], monkeypatch: 
 def test_padded_steps_have_soft_tokens(case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps padded as for graphs, with media and without, give the right logits."""
     it, params = case("e2b"), msgspec.structs.replace(ASKED, prompt_logprobs=None)
-    made, place, steps = build(single(it.config), PAGES), ForwardStage.set_soft_tokens, Counter[bool]()
+    made, honest, steps = build(single(it.config), PAGES), ForwardStage.set_soft_tokens, Counter[bool]()
     made._pads_chunks = True
 
     def counted(stage: ForwardStage, soft: SoftTokens | None) -> None:
         steps[soft is not None] += 1
-        place(stage, soft)
+        honest(stage, soft)
 
     monkeypatch.setattr(ForwardStage, "set_soft_tokens", counted)
     asked = [*it.prompts[::2], Prompt([at * 31 % 900 + 10 for at in range(90)])]

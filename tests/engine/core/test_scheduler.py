@@ -236,7 +236,7 @@ def test_an_output_says_what_became_of_its_drafts() -> None:
     served = Served()
     about = [(output.accepted, output.rejected) for output in (served.gives(3, 4), served.gives(3), served.gives(3, STOP, 5, 6))]
     assert about == [(1, 2), (0, 3), (2, 1)]
-    assert [(each.verified, each.accepted) for each in served.scheduler.load().draft_positions] == [(3, 2), (3, 1), (3, 1)]
+    assert [(one.verified, one.accepted) for one in served.scheduler.load().draft_positions] == [(3, 2), (3, 1), (3, 1)]
 
 
 def test_a_request_may_do_without_drafts() -> None:

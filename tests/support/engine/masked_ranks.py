@@ -11,8 +11,8 @@ from tests.support.engine.kvmachine import KVMachine, Model
 
 
 class MaskedRanks(KVMachine):
-    """`masks`: of the step that runs, each masked slot's int32
-    [words], one behind the other; `first`: position of the first token of the row that is sampled."""
+    """`masks`: of the step that runs, each masked slot's int32 [words], one behind the other; `first`: position of the first
+    token of the row that is sampled."""
 
     def __init__(
         self, groups: tuple[KVGroup, ...], pages: tuple[int, ...], slots: int, max_len: int, model: Model
