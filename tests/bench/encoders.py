@@ -1,10 +1,10 @@
-"""Pictures a second of a rank's vision encoder, all at once and one by one: `python -m tests.bench.encoders`; JSON rows.
+"""Pictures, or clips, a second of a rank's encoder, all at once and one by one: `python -m tests.bench.encoders`; JSON rows.
 
     check   the error of our bf16 rows, relative to transformers' own in bf16: both against transformers' in fp32
     rate    pictures of one size, `batch` of them in the batches that a rank makes of them (`engine.memory.ENCODER_ROWS`); beside it
             the same one by one, and the products' share of what one large matrix product reaches here
 
-With `--nano --device cpu` it runs anywhere, and times nothing that matters.
+--clips: of 30 s, by the audio tower. With `--nano --device cpu` it runs anywhere, and times nothing that matters.
 """
 
 import argparse
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from engine.audio_geometry import AudioGeometry, read_audio
 from engine.memory import ENCODER_ROWS
 from engine.rank.load.random_fill import dummy
 from engine.rank.load.slices import pieces
+from engine.rank.models.audio import AudioEncoder, AudioTower
 from engine.rank.models.encoder_weights import ENCODER_TENSORS
-from engine.rank.models.vision import Tower, VisionEmbedder, VisionEncoder
+from engine.rank.models.vision import Tower, VisionEmbedder
 from engine.rank.stages.encode_stage import batches
 from engine.vision_geometry import CELL, VisionGeometry, read_vision
 from tests.nano.model_shapes import PUBLIC, ModelShape, config
@@ -32,58 +34,68 @@ from tests.support.engine.dummy_tensors import dummy_tensor
 from tests.support.judge.pictures import padded, pictures
 
 SIZES = {"480x480": (16, 16), "720p": (12, 22), "1120 tokens": (25, 44)}  # rows and columns of cells
+FRAMES = 2999  # of a clip of 30 s
 REPEATS = 3
 
 
-def encoder(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
+def encoder(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, clips: bool = False) -> Any:
     """Of random weights."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config(shape, "bfloat16")))
-        geometry = read_vision(Path(folder))
+        geometry = (read_audio if clips else read_vision)(Path(folder))
     assert geometry is not None
-    model = (VisionEmbedder if geometry.unified else Tower)(geometry, dtype, device)
-    dummy(model, ENCODER_TENSORS[VisionGeometry])
+    kinds = (AudioTower, AudioEncoder) if clips else (Tower, VisionEmbedder)
+    model = kinds[geometry.unified](geometry, dtype, device)
+    dummy(model, tensors(clips))
     return model
+
+
+def tensors(clips: bool) -> Any:
+    """The table of an encoder's tensors."""
+    return ENCODER_TENSORS[AudioGeometry if clips else VisionGeometry]
 
 
 class Theirs:
     """transformers' tower with the same weights."""
 
-    def __init__(self, shape: ModelShape, geometry: VisionGeometry, device: torch.device) -> None:
+    def __init__(self, shape: ModelShape, geometry: Any, device: torch.device, *, clips: bool) -> None:
         from transformers import Gemma4Config
-        from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
+        from transformers.models.gemma4 import modeling_gemma4 as gemma4
 
         self.config = Gemma4Config(**config(shape, "bfloat16"))
-        self.tower = Gemma4VisionModel(self.config.vision_config).to(device).eval()
-        self.embedder = Gemma4MultimodalEmbedder(self.config.vision_config, self.config.text_config).to(device)
-        tensors = ENCODER_TENSORS[VisionGeometry]
-        weights = {name: dummy_tensor(name, tensors, geometry, 0, device) for name in pieces(tensors, geometry)}
-        strip = {name.removeprefix("model.vision_tower."): x for name, x in weights.items() if "vision_tower" in name}
-        missing = self.tower.load_state_dict(strip, strict=False).missing_keys
-        assert all(name.endswith(("_min", "_max")) for name in missing), missing
-        self.embedder.load_state_dict({"embedding_projection.weight": weights["model.embed_vision.embedding_projection.weight"]})
+        kind, own = ("audio", self.config.audio_config) if clips else ("vision", self.config.vision_config)
+        self.tower = (gemma4.Gemma4AudioModel if clips else gemma4.Gemma4VisionModel)(own).to(device).eval()
+        self.embedder = gemma4.Gemma4MultimodalEmbedder(own, self.config.text_config).to(device)
+        weights = {name: dummy_tensor(name, tensors(clips), geometry, 0, device) for name in pieces(tensors(clips), geometry)}
+        projection = "embedding_projection.weight"
+        self.embedder.load_state_dict({projection: weights.pop(f"model.embed_{kind}.{projection}")})
+        own_names = {name.removeprefix(f"model.{kind}_tower."): x for name, x in weights.items()}
+        missing = self.tower.load_state_dict(own_names, strict=False)
+        assert not missing.unexpected_keys
+        assert all(name.endswith(("_min", "_max")) for name in missing.missing_keys), missing
 
     def rows(self, batch: list[Tensor], dtype: torch.dtype) -> Tensor:
-        tower, embedder = self.tower.to(dtype), self.embedder.to(dtype)
-        made = []
-        for picture in batch:
-            pixels, places = padded(self, [picture.cpu()], picture.shape[0] * picture.shape[1] // 2304)
-            device = picture.device
-            out = tower(pixel_values=pixels.to(device), pixel_position_ids=places.to(device)).last_hidden_state
-            made.append(embedder(inputs_embeds=out).view(-1, embedder.embedding_projection.out_features))
-        return torch.cat(made).float()
+        self.tower, self.embedder = self.tower.to(dtype), self.embedder.to(dtype)
+        made = [self.embedder(inputs_embeds=(self.heard if one.dim() == 2 else self.seen)(one, dtype)) for one in batch]
+        return torch.cat([rows.flatten(0, -2) for rows in made]).float()
+
+    def heard(self, clip: Tensor, dtype: torch.dtype) -> Tensor:
+        mask = torch.ones(1, len(clip), dtype=torch.bool, device=clip.device)
+        return self.tower(clip[None].to(dtype), mask).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def seen(self, picture: Tensor, _: torch.dtype) -> Tensor:
+        pixels, places = padded(self, [picture.cpu()], picture.shape[0] * picture.shape[1] // 2304)
+        given = {"pixel_values": pixels.to(picture.device), "pixel_position_ids": places.to(picture.device)}
+        return self.tower(**given).last_hidden_state  # type: ignore[no-any-return]
 
 
-def check(name: str, shape: ModelShape, device: torch.device) -> dict[str, Any]:
+def check(name: str, shape: ModelShape, device: torch.device, *, clips: bool) -> dict[str, Any]:
     """Root mean square errors, relative to the rows'; the bar of the ratio is 1.25."""
-    batch = [picture.to(device) for picture in pictures((5, 9), (3, 4), (12, 22))]
-    model = encoder(shape, torch.bfloat16, device)
-    theirs = Theirs(shape, model.geometry, device)
-    return compared(name, theirs.rows(batch, torch.float32), model(batch), theirs.rows(batch, torch.bfloat16))
-
-
-def compared(name: str, exact: Tensor, ours: Tensor, transformers: Tensor) -> dict[str, Any]:
-    """The errors of rows in bf16."""
+    batch = [torch.randn((frames, 128)) for frames in (98, FRAMES, 13)] if clips else pictures((5, 9), (3, 4), (12, 22))
+    batch, model = [one.to(device) for one in batch], encoder(shape, torch.bfloat16, device, clips=clips)
+    theirs = Theirs(shape, model.geometry, device, clips=clips)
+    exact = theirs.rows(batch, torch.float32)
+    ours, transformers = model(batch), theirs.rows(batch, torch.bfloat16)
     errors = [((rows - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()).item() for rows in (ours, transformers)]
     return {"case": f"{name} bf16 check", "ours": errors[0], "transformers": errors[1], "ratio": errors[0] / errors[1]}
 
@@ -123,16 +135,19 @@ def product_rate(device: torch.device, size: int) -> float:
     return 2 * size**3 / seconds(lambda: a @ b, device)
 
 
-def rates(name: str, shape: ModelShape, counts: list[int], device: torch.device, peak: float) -> Iterator[dict[str, Any]]:
-    """A row a size and batch; single pictures are encoded one by one in the same run."""
-    model = encoder(shape, torch.bfloat16, device)
-    for size, cells in SIZES.items() if device.type == "cuda" else {"tiny": (2, 3)}.items():
-        (picture,) = (made.to(device) for made in pictures(cells))
+def rates(
+    name: str, shape: ModelShape, counts: list[int], device: torch.device, peak: float, *, clips: bool
+) -> Iterator[dict[str, Any]]:
+    """A row a size and batch; some of them are encoded one by one in the same run."""
+    model = encoder(shape, torch.bfloat16, device, clips=clips)
+    sizes = {"30 s": (0, 0)} if clips else SIZES if device.type == "cuda" else {"tiny": (2, 3)}
+    for size, cells in sizes.items():
+        one = (torch.randn((FRAMES, 128)) if clips else pictures(cells)[0]).to(device)
+        alone = seconds(lambda one=one: model([one]), device)  # type: ignore[misc]
         for count in counts:
-            batch, work = [picture] * count, flops(model.geometry, cells[0] * cells[1])
-            together = seconds(lambda batch=batch: [model(part) for part in batches(model, batch)], device)  # type: ignore[misc]
-            alone = seconds(lambda batch=batch: [model([one]) for one in batch[:8]], device) / min(8, count)  # type: ignore[misc]
-            row = {"case": f"{name} {size}", "batch": count, "images/s": count / together, "one by one": 1 / alone}
+            together = seconds(lambda one=one, count=count: [model(part) for part in batches(model, [one] * count)], device)  # type: ignore[misc]
+            row = {"case": f"{name} {size}", "batch": count, "a second": count / together, "one by one": 1 / alone}
+            work = 0.0 if clips else flops(model.geometry, cells[0] * cells[1])
             yield {**row, "times": alone * count / together, "share of product rate": work * count / together / peak}
 
 
@@ -149,6 +164,7 @@ def kernels(shape: ModelShape, device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.encoders", description=__doc__)
     parser.add_argument("--members", nargs="+", default=["e2b", "31b"], choices=[name for name in PUBLIC if name != "12b"])
+    parser.add_argument("--clips", action="store_true", help="of the small members")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 6, 16, 64])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--nano", action="store_true", help="nano shapes")
@@ -159,9 +175,9 @@ def main() -> None:
     print(f"{ENCODER_ROWS} rows a batch, one product {peak / 1e12:.0f} TFLOP/s")
     for name in args.members:
         shape = (SHAPES if args.nano else PUBLIC)[name]
-        show([check(name, shape, device)])
-        show(rates(name, shape, args.batches, device, peak))
-        if device.type == "cuda":
+        show([check(name, shape, device, clips=args.clips)])
+        show(rates(name, shape, args.batches, device, peak, clips=args.clips))
+        if device.type == "cuda" and not args.clips:
             print(kernels(shape, device))
 
 

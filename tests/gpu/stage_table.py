@@ -49,7 +49,7 @@ STAGES = (
     _bench("pictures", 200, 1, "encoders", "--members e2b 31b"),
     _bench("beside-pictures", 150, 1, "engine", "--model dummy:e2b --tp 1 --device cuda --loads pictures --max-len 16384"),
     _bench("verify", 150, 1, "verify_cuts", ""),
-    _bench("clips", 120, 1, "clips", "--members e2b --batches 1 5 20 64"),
+    _bench("clips", 120, 1, "encoders", "--clips --members e2b --batches 1 5 20 64"),
     _bench("sampling", 120, 1, "sampling", ""),
     _bench("loads-31b", 500, 2, "engine", f"--model dummy:31b --tp 2 {_LOADS}"),
     _tests("inboxes", 120, 2, f"{_GPU}inboxes.py"),
