@@ -4,9 +4,6 @@
 thread's CPU time and shown as a mean over steps: schedule; encode the plan and write it to the ring; read a result from the
 ring and decode it; commit; gather and encode the TokenBatch. Shown is the least of several blocks of steps: a busy neighbour on
 the same core only ever adds.
-
-With --waiting also beside so many requests of 128k tokens that have slots but no pages, and one that has; a quarter of each is in
-the prefix cache. Use few --steps where sequences are many: pages for their tokens must not be enough for one of those.
 """
 
 import argparse
@@ -27,7 +24,6 @@ from tests.support.engine.plans import encode_result, result_of
 from tests.support.engine.scheduling import SchedulerConfig, request_of, scheduler_of
 
 BLOCKS = 10
-LONG, LONG_CACHED = 131_072, 32_768  # tokens of a waiting request, and of those what is cached
 STAGES = ("schedule", "submit", "result", "commit", "batch")
 
 
@@ -67,25 +63,11 @@ class Rings:
         self._result_writer.write(plan.step, encode_result(result_of(plan.step, rows)))
 
 
-def scheduler(sequences: int, tokens: int, waiting: int) -> Scheduler:
-    """A scheduler with room for so many tokens of each, cut as 31B at TP=4 is; of long ones one and a quarter fit."""
+def scheduler(sequences: int, tokens: int) -> Scheduler:
+    """A scheduler with room for so many tokens of each, cut as 31B at TP=4 is."""
     groups = kv_groups(parse_config(config(PUBLIC["31b"], "bfloat16")), 4)
-    longs = (LONG + LONG_CACHED + tokens) // groups[1].page if waiting else 0
-    pages = (sequences * 40 + 400, sequences * (tokens // groups[1].page + 2) + 200 + longs)
-    max_len = LONG + tokens if waiting else 2048
-    return scheduler_of(SchedulerConfig(groups, pages, sequences + 1 + waiting, max_len, 4096, prefix_cache=True))
-
-
-def wait(core: Scheduler, rings: Rings, watch: Stopwatch, waiting: int) -> None:
-    """Long requests that cannot begin, behind one that decodes; the beginning of their prompts has been computed before."""
-    common = [7 + at % 1000 for at in range(LONG)]
-    for number, prompt in enumerate((common[:LONG_CACHED], [3, *common[1:]])):
-        core.requests.add(request_of((1 << 20) + number, prompt, 5000 if number else 2))
-    while core.load().finished < 1 or not all(sequence.decodable for sequence in core.requests.running):
-        step(core, rings, watch)
-    for number in range(waiting):
-        core.requests.add(request_of((1 << 21) + number, [*common[:-1], 2000 + number], 2))
-    step(core, rings, watch)
+    pages = (sequences * 40 + 400, sequences * (tokens // groups[1].page + 2) + 200)
+    return scheduler_of(SchedulerConfig(groups, pages, sequences + 1, 2048, 4096, prefix_cache=True))
 
 
 def step(core: Scheduler, rings: Rings, watch: Stopwatch) -> int:
@@ -108,23 +90,20 @@ def step(core: Scheduler, rings: Rings, watch: Stopwatch) -> int:
     return len(outputs)
 
 
-def measure(sequences: int, steps: int, waiting: int = 0) -> dict[str, float]:
+def measure(sequences: int, steps: int) -> dict[str, float]:
     """Mean microseconds of each stage and of all, over the best block of `steps` steps in which every sequence decodes."""
-    warm = 100 + (sequences + 32 * bool(waiting)) // 2  # steps before, at most
-    core, rings, watch = scheduler(sequences, 1100 + warm + BLOCKS * steps, waiting), Rings(), Stopwatch()
+    warm = 100 + sequences // 2  # steps before, at most
+    core, rings, watch = scheduler(sequences, 1100 + warm + BLOCKS * steps), Rings(), Stopwatch()
     for number in range(sequences):
         prompt = [5 + (number + at) % 1000 for at in range(1100)]
         core.requests.add(request_of(number, prompt, SamplingParams(max_tokens=900, stop_ids=(1, 106))))
     while step(core, rings, watch) < sequences:
         pass
-    if waiting:
-        wait(core, rings, watch, waiting)
     blocks = []
     for _ in range(BLOCKS):
         watch = Stopwatch()
         for _ in range(steps):
-            assert step(core, rings, watch) == sequences + bool(waiting)
-        assert len(core.requests.waiting) == waiting
+            assert step(core, rings, watch) == sequences
         blocks.append({name: spent / steps / 1e3 for name, spent in watch.spent.items()})
     least = min(blocks, key=lambda block: sum(block.values()))
     return least | {"core": sum(least.values())}
@@ -135,17 +114,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 100, 256])
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--waiting", type=int, default=0, help="long requests without pages")
     add_record_option(parser)
     args = parser.parse_args()
     collect_rarely()
     found: list[Row] = []
     for sequences in args.sequences:
-        for waiting in (0, args.waiting) if args.waiting else (0,):
-            figures = measure(sequences, args.steps, waiting)
-            print(sequences, waiting, {name: round(value, 1) for name, value in figures.items()}, flush=True)
-            case = f"core-b{sequences}" + (f"-waiting{waiting}" if waiting else "")
-            found.append((case, "core, CPU time a step, decoding, 31B", figures["core"], "us"))
+        figures = measure(sequences, args.steps)
+        print(sequences, {name: round(value, 1) for name, value in figures.items()}, flush=True)
+        found.append((f"core-b{sequences}", "core, CPU time a step, decoding, 31B", figures["core"], "us"))
     append(found, args.record, "tests.bench.core")
 
 

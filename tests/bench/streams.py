@@ -5,9 +5,6 @@ rate of a GPU: what wakes up once a step, or once a second, then serves more tok
 rank, its children) and of HAProxy's, from /proc, over a closed load of endless answers, divided by the tokens that the client
 received. What both use while nobody asks (Ray's own threads, heartbeats, scrapes of figures) is measured first and shown as it is
 and as its part of each token.
-
---first: instead, milliseconds to the first token of one stream after the other, through HTTP and by an EngineClient, of prompts of
-so many words: what comes on top of the engine.
 """
 
 import argparse
@@ -18,25 +15,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import httpx
-
-from cluster.group import Group
-from deploy.models.resolve import resolve
-from engine.config import engine_config
-from engine.front.client import EngineClient
-from engine.protocol import SamplingParams
-from tests.support.engine.fake_child import Behaviour, commands
-from tests.support.engine.outcomes import no_sink
-from tests.support.engine.outputs import outputs
 from tests.support.load.generator import Level
 from tests.support.stack.load_steps import MODEL, send
 from tests.support.stack.serve_process import Stack
 
 IDLE_S = 10
-WARM, FIRSTS, WORDS = 10, 40, (8, 100, 1000)
 HZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -67,49 +51,6 @@ def measured(stack: Stack, streams: int, tokens: int) -> dict[str, float]:
             "idle_us_a_token": round(1e6 * idle * seconds / count, 1)}  # fmt: skip
 
 
-def first_by_http(url: str, words: int) -> float:
-    """Milliseconds to the first text of a stream, the median of FIRSTS."""
-    took = []
-    with httpx.Client(timeout=60) as client:
-        for index in range(WARM + FIRSTS):
-            message = {"role": "user", "content": f"{index}{' word' * words}"}
-            body = {"model": MODEL, "stream": True, "max_tokens": 4, "ignore_eos": True, "messages": [message]}
-            began = time.perf_counter()
-            with client.stream("POST", f"{url}/v1/chat/completions", json=body) as reply:
-                came = [time.perf_counter() for line in reply.iter_lines() if '"delta":{"content"' in line]
-            took.append(1e3 * (came[0] - began))
-    return median(took[WARM:])
-
-
-async def first_by_engine(group: Group) -> list[float]:
-    """The same by an EngineClient, of prompts of about as many tokens."""
-    client, medians = EngineClient(group.front_socket, sink=no_sink), []
-    await client.start()
-    for words in WORDS:
-        took = []
-        for index in range(WARM + FIRSTS):
-            prompt, began = [5 + (7 * index + at) % 900 for at in range(words + 10)], time.perf_counter()
-            came = [time.perf_counter() async for _ in outputs(client.generate(prompt, SamplingParams(max_tokens=4)))]
-            took.append(1e3 * (came[0] - began))
-        medians.append(median(took[WARM:]))
-    await client.close()
-    return medians
-
-
-def firsts(stack: Stack, engine: dict[str, Any], step_s: float) -> None:
-    """Prints both, of one engine after the other."""
-    http = [first_by_http(stack.url, words) for words in WORDS]
-    stack.end()
-    config = engine_config(**engine | {"model": str(resolve(engine["model"])), "device": "cpu", "dtype": "float32"})
-    group = Group.boot(config, commands(ranks=Behaviour(step_s=step_s)))
-    try:
-        alone = asyncio.run(first_by_engine(group))
-    finally:
-        group.close()
-    for words, took, engine_took in zip(WORDS, http, alone, strict=True):
-        print(json.dumps({"words": words, "http_ms": round(took, 2), "engine_ms": round(engine_took, 2)}), flush=True)
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.streams", description=(__doc__ or "").split("\n", maxsplit=1)[0])
@@ -117,19 +58,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, help="no model: a rank that only waits, in each step, for so long")
-    parser.add_argument("--first", action="store_true", help="time to the first token, with --step-ms")
     args = parser.parse_args()
-    if args.first and not args.step_ms:
-        parser.error("--first needs --step-ms")
     with tempfile.TemporaryDirectory() as folder:
         engine = {"model": "nano:e2b", "tp": 1, "max_seqs": args.streams, "mtp": {}}
-        engine |= {"max_len": 4096, "prefill_budget": 4096} if args.first else {}
         paced = {"cli": "tests.support.stack.paced_cli", "environ": {"QUARTET_TEST_STEP_S": str((args.step_ms or 0) / 1e3)}}
         stack = Stack(Path(folder), args=engine | {"served_model_name": MODEL}, **(paced if args.step_ms else {}))
         try:
             stack.start()
-            if args.first:
-                return firsts(stack, engine, args.step_ms / 1e3)
             for _ in range(args.rounds):
                 print(json.dumps(measured(stack, args.streams, args.tokens)), flush=True)
             stack.end()
