@@ -1,22 +1,20 @@
-"""Attention kernels timed on one GPU: `python -m tests.bench.attention --out FILE`, every figure a JSON line of FILE.
+"""Decode attention at ranks' real shapes, by the cut in force and the best of those tried: `python -m tests.bench.attention`.
 
-Decode attention of one layer at a rank's real shapes. Launches follow one another in a CUDA graph under programmatic dependent
-launch, each over a pool of its own, together far larger than the L2 cache. Every cut of the work is compared with the fp32
-reference first. Variants are compiled beforehand by as many processes as there are cores.
-
---dry runs the same steps on the CPU, small and without figures.
+Launches follow one another in a CUDA graph under programmatic dependent launch, over pools that are together larger than the L2
+cache. Each cut is compared with plain torch first. Variants are compiled beforehand by as many processes as there are cores. --cpu:
+small, in plain torch, without figures that matter. `tests.bench.verify_cuts` measures rows of several queries likewise.
 """
 
 import argparse
-import itertools
-import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,93 +23,65 @@ from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_s
 from kernels.launch import plain_torch
 from kernels.tiles import LARGE_SHARED
 from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
-from tests.support.attention import Shape, decode_node
-from tests.support.launches import variants
+from tests.support.attention import EPS, OUTSIDE, Shape
+from tests.support.launches import Node, record
 
 PAGE = 32
 HOPPER, PROCESSORS = (9, 0), 132  # what variants are compiled for
-EPS = 1e-6
-CANDIDATES = 24
 IN_TURN = 256 << 20  # bytes of pools that launches read in turn: several times the L2 cache
-BATCHES = (1, 4, 8, 16, 32, 100)
-LONG = (1, 8, 32, 100)  # batches of the longer contexts
-TOLERANCE = 1e-2  # relative error of bf16 attention against fp32: 2e-3 is usual
+TOLERANCE = 1e-2  # relative error of bf16 attention against plain torch: 2e-3 is usual
+
+Cut = tuple[int, Any]  # splits and tile
+Draw = partial[Tensor]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's share of a layer."""
+    """One rank's share of a layer, and the batches and context that are measured; rows' lengths differ by less than two pages."""
 
     name: str
-    heads: int
-    kv_heads: int
-    d: int
-    pairs: int
-    kv_projections: int
-    window: int | None
-    contexts: tuple[int, ...] = (1024,)
-    candidates: int = 5
+    shape: Shape
+    context: int = 1024
+    batches: tuple[int, ...] = (1, 4, 8, 16, 32, 100)
+    queries: int = 1  # of a row
 
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.heads, self.kv_heads, self.d, self.pairs, self.kv_projections, self.window, PAGE)
+    def starts(self, rows: int) -> list[int]:
+        """The position of each row's first query."""
+        return [self.context + 17 + 13 * row % 48 for row in range(rows)]
 
-
-LAYERS = (
-    Layer("31b-tp4-sliding", 8, 4, 256, 128, 2, 1024, candidates=CANDIDATES),
-    Layer("31b-tp4-full", 8, 1, 512, 64, 1, None, (1024, 8192), CANDIDATES),
-    Layer("26b-tp4-sliding", 4, 2, 256, 128, 2, 1024),
-    Layer("26b-tp4-full", 4, 1, 512, 64, 1, None, (1024, 8192)),
-    Layer("26b-tp1-sliding", 16, 8, 256, 128, 2, 1024),
-    Layer("26b-tp1-full", 16, 2, 512, 64, 1, None, (1024, 8192)),
-    Layer("e2b-tp1-sliding", 8, 1, 256, 128, 2, 512),
-)
-Cut = tuple[int, DecodeTile]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A layer at a batch and a context; rows' lengths differ by less than two pages."""
-
-    layer: Layer
-    rows: int
-    context: int
-
-    @property
-    def positions(self) -> list[int]:
-        return [self.context + 17 + 13 * row % 48 for row in range(self.rows)]
-
-    def first(self, position: int) -> int:
-        """The first page that a row reads."""
-        return 0 if self.layer.window is None else max(0, position - self.layer.window + 1) // PAGE
-
-    @property
-    def pages(self) -> int:
+    def pages(self, rows: int) -> int:
         """Pages of the longest row."""
-        return max(position // PAGE - self.first(position) + 1 for position in self.positions)
+        window = self.shape.window or 1 << 30
+        return max((start + self.queries - 1) // PAGE - max(0, start - window + 1) // PAGE + 1 for start in self.starts(rows))
 
-    @property
-    def bytes(self) -> int:
-        """K and V that a launch must read."""
-        window = self.layer.window or 1 << 30
-        return sum(min(position + 1, window) for position in self.positions) * 4 * self.layer.kv_heads * self.layer.d
+    def cut(self, rows: int, pages: int) -> Cut:
+        """The one in force."""
+        shape = self.shape
+        splits = decode_splits(rows, shape.kv_heads, shape.d, pages, PROCESSORS)
+        return splits, decode_tile(shape.d, PAGE, rows * shape.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED)
 
+    def others(self, rows: int, pages: int) -> Iterator[Cut]:
+        """Cuts worth trying, the likeliest first: splits that leave no CTA a page more than needed."""
+        few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
+        even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
+        near = sorted(even, key=lambda n: abs(math.log(n / self.cut(rows, pages)[0])))
+        for n, tile in product(near[:5], _tiles(self.shape.d)):
+            if tile.values == 1 or rows * self.shape.kv_heads * n * tile.values <= 2 * PROCESSORS:
+                yield n, replace(tile, early=2 * n >= pages and tile.keys == PAGE)
 
-def candidates(problem: Problem, processors: int) -> list[Cut]:
-    """Cuts worth trying, the default first, the likeliest next: splits that leave no CTA a page more than needed."""
-    layer, rows, pages = problem.layer, problem.rows, problem.pages
-    splits = decode_splits(rows, layer.kv_heads, layer.d, pages, processors)
-    default = (splits, decode_tile(layer.d, PAGE, rows * layer.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED))
-    few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
-    even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
-    near = sorted(even, key=lambda n: abs(math.log(n / splits)))
-    found = {default: None}
-    for n, tile in itertools.product(near[:5], _tiles(layer.d)):
-        early = 2 * n >= pages and tile.keys == PAGE
-        ctas = rows * layer.kv_heads * n * tile.values
-        if tile.values == 1 or ctas <= 2 * processors:
-            found[n, replace(tile, early=early)] = None
-    return list(found)[: layer.candidates]
+    def given(self, rows: int, draw: Draw) -> tuple[Tensor, ...]:
+        """What `attend` reads beside pages: the raw product, cosines and sines, and norms."""
+        shape = self.shape
+        angles = draw((rows, shape.pairs)).float()
+        norms = [(1 + 0.1 * draw(shape.d)) * shape.d**-0.25 for _ in "qk"]
+        qkv = draw((rows, (shape.heads + shape.kv_projections * shape.kv_heads) * shape.d))
+        return qkv, torch.cat([angles.cos(), angles.sin()], 1), *norms
+
+    def attend(self, it: "Inputs", pool: Tensor, splits: int, tile: DecodeTile | None) -> None:
+        """One launch."""
+        qkv, cos_sin, *norms = it.given
+        given = qkv, pool, it.page_ids, it.positions, cos_sin, *norms, EPS, self.shape.window
+        decode_attention(*given, it.scratch, it.out.flatten(1), splits, tile)
 
 
 def _tiles(d: int) -> list[DecodeTile]:
@@ -122,194 +92,107 @@ def _tiles(d: int) -> list[DecodeTile]:
     return [DecodeTile(*shape, early=False) for shape in shapes]
 
 
+LAYERS = (
+    Layer("31b-tp4-sliding", Shape(8, 4, 256, 128, window=1024)),
+    Layer("31b-tp4-full", Shape(8, 1, 512, 64, 1)),
+    Layer("31b-tp4-full-8k", Shape(8, 1, 512, 64, 1), 8192, (1, 8, 32, 100)),
+    Layer("26b-tp4-sliding", Shape(4, 2, 256, 128, window=1024)),
+    Layer("26b-tp4-full", Shape(4, 1, 512, 64, 1)),
+    Layer("26b-tp1-sliding", Shape(16, 8, 256, 128, window=1024)),
+    Layer("26b-tp1-full", Shape(16, 2, 512, 64, 1)),
+    Layer("26b-tp1-full-8k", Shape(16, 2, 512, 64, 1), 8192, (1, 8, 32, 100)),
+    Layer("e2b-tp1-sliding", Shape(8, 1, 256, 128, window=512)),
+)
+
+
 class Inputs:
-    """Random inputs of a problem, for `copies` launches over pools of their own."""
+    """Random inputs of `rows` rows of a layer, for launches over some pools in turn; the cut in force is the first of `cuts`."""
 
-    def __init__(self, problem: Problem, copies: int, device: torch.device, memory: Tensor | None = None) -> None:
-        layer, rows = problem.layer, problem.rows
-        self.problem = problem
-        self.width = -(-problem.pages // 16) * 16
-        shape = (copies, rows * problem.pages + 1, 2, layer.kv_heads, PAGE, layer.d)
-        size = math.prod(shape)
-        if memory is None:
-            memory = torch.randn(size, device=device).to(torch.bfloat16) * layer.d**-0.25
-        self.pools = memory[:size].view(shape)
+    def __init__(self, layer: Layer, rows: int, device: torch.device) -> None:
+        shape, pages = layer.shape, layer.pages(rows)
+        self.layer, self.cuts = layer, list(dict.fromkeys([layer.cut(rows, pages), *layer.others(rows, pages)]))
+        pool = rows * pages + 1, 2, shape.kv_heads, PAGE, shape.d
+        copies = max(1, min(96, IN_TURN // (2 * math.prod(pool)))) if device.type == "cuda" else 1
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        draw: Draw = partial(torch.empty if device.type == "meta" else torch.randn, device=device, dtype=dtype)
+        self.pools = draw((copies, *pool)).mul_(shape.d**-0.25)
+        self.page_ids = torch.full((rows, -(-pages // 16) * 16), OUTSIDE, dtype=torch.int32, device=device)
+        self.page_ids[:, :pages] = 1 + torch.randperm(rows * pages, device=device).view(rows, -1)
+        positions = [start + query for start in layer.starts(rows) for query in range(layer.queries)]
+        self.positions = torch.tensor(positions, dtype=torch.int32, device=device)
+        self.given, self.out = layer.given(len(positions), draw), draw((len(positions), shape.heads, shape.d))
+        parts = len(positions) * max(splits for splits, _ in self.cuts)
+        self.scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, parts, device)
 
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device).to(torch.bfloat16)
-
-        self.qkv = draw(rows, (layer.heads + layer.kv_projections * layer.kv_heads) * layer.d)
-        self.norms = [(1 + 0.1 * draw(layer.d)) * layer.d**-0.25 for _ in "qk"]
-        angles = torch.rand(rows, layer.pairs, device=device) * 6.28
-        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
-        self.positions = torch.tensor(problem.positions, dtype=torch.int32, device=device)
-        self.page_ids = torch.full((rows, self.width), 2**31 - 7, dtype=torch.int32, device=device)
-        order = torch.randperm(rows * problem.pages, device=device).to(torch.int32).view(rows, -1) + 1
-        self.page_ids[:, : problem.pages] = order
-        self.out = torch.empty(rows, layer.heads * layer.d, dtype=torch.bfloat16, device=device)
-
-    def run(self, copy: int, cut: Cut, scratch: DecodeScratch) -> None:
+    def run(self, cut: Cut, copy: int = 0) -> None:
         """One launch."""
-        given = (self.qkv, self.pools[copy], self.page_ids, self.positions, self.cos_sin, *self.norms, EPS)
-        decode_attention(*given, self.problem.layer.window, scratch, self.out, *cut)
+        self.layer.attend(self, self.pools[copy], *cut)
 
-    def reference(self, scratch: DecodeScratch) -> Tensor:
-        """What a launch over the first pool must give."""
-        out = torch.empty_like(self.out)
-        given = (self.qkv, self.pools[0], self.page_ids, self.positions, self.cos_sin, *self.norms, EPS)
+    def us(self, cut: Cut) -> float:
+        """Microseconds a launch, whose result is right."""
         with plain_torch():
-            decode_attention(*given, self.problem.layer.window, scratch, out, 1)
-        return out
+            self.run((1, None))
+        expected = self.out.clone()
+        self.out.fill_(torch.nan)
+        self.run(cut)
+        off = error(self.out, expected)
+        assert off < TOLERANCE, f"{self.layer} {cut}: relative error {off}"
+        copies = len(self.pools)
+        launches = [partial(self.run, cut, turn % copies) for turn in range(max(16, copies))]
+        return launch_us(launches if self.out.is_cuda else launches[:1], self.out.device)
 
 
-def error(out: Tensor, want: Tensor) -> float:
+def error(out: Tensor, expected: Tensor) -> float:
     """Relative, over the whole output; NaN counts as infinite."""
-    value = float((out.float() - want.float()).norm() / want.float().norm())
+    value = float((out.float() - expected.float()).norm() / expected.float().norm())
     return math.inf if math.isnan(value) else value
 
 
-# -- the run
+def nodes(layers: Iterable[Layer]) -> list[Node]:
+    """All launches that are measured."""
+    with record(HOPPER) as listed:
+        for inputs in (Inputs(layer, rows, torch.device("meta")) for layer in layers for rows in layer.batches):
+            for cut in inputs.cuts:
+                inputs.run(cut)
+    return listed
 
 
-@dataclass
-class Bench:
-    """Where figures go, and what they are held to."""
-
-    device: torch.device
-    out: TextIO
-    deadline: float
-    skipped: int = 0
-
-    def problem(self, problem: Problem, cuts: Sequence[Cut], memory: Tensor | None) -> Iterator[dict[str, Any]]:
-        """A row for each cut, once the default has been compared with the reference; after the deadline the default alone."""
-        copies = max(1, min(96, -(-IN_TURN // problem.bytes))) if self.device.type == "cuda" else 2
-        inputs = Inputs(problem, copies, self.device, memory)
-        layer = problem.layer
-        parts = problem.rows * max(splits for splits, _ in cuts)
-        scratch = DecodeScratch(problem.rows, layer.heads, layer.kv_heads, layer.d, parts, self.device)
-        want = inputs.reference(scratch)
-        for place, cut in enumerate(cuts):
-            if place and time.perf_counter() > self.deadline:
-                self.skipped += len(cuts) - place
-                return
-            try:
-                yield self.row(inputs, cut, scratch, want, copies)
-            except FAILURES as failure:  # a cut that does not fit ends no sweep; a wrong result does
-                yield {**_named(problem, cut), "failed": str(failure)[:200]}
-
-    def row(self, inputs: Inputs, cut: Cut, scratch: DecodeScratch, want: Tensor, copies: int) -> dict[str, Any]:
-        """One cut, right or refused, timed."""
-        problem = inputs.problem
-        known = len(variants())
-        inputs.out.fill_(math.nan)
-        inputs.run(0, cut, scratch)
-        off = error(inputs.out, want)
-        assert off < TOLERANCE, f"{problem} {cut}: relative error {off}"
-        launches = [lambda copy=i % copies: inputs.run(copy, cut, scratch) for i in range(max(copies, 16))]
-        us = launch_us(launches if self.device.type == "cuda" else launches[:2], self.device)
-        compiled = variants()[-1] if len(variants()) > known else None
-        floor = 1e6 * problem.bytes / READ_RATE
-        return {
-            **_named(problem, cut),
-            "us": round(us, 2),
-            "bytes": problem.bytes,
-            "tb_s": round(problem.bytes / us / 1e6, 3),
-            "floor_us": round(floor, 2),
-            "predicted_us": round(4.5 + floor / 0.9, 2),
-            "registers": compiled.n_regs if compiled else None,
-            "error": round(off, 5),
-        }
+def measure(layer: Layer, rows: int, device: torch.device, seconds: float) -> str:
+    """Times the cut in force and the others, for at most so many seconds."""
+    inputs, deadline = Inputs(layer, rows, device), time.monotonic() + seconds
+    used, *others = inputs.cuts
+    times = {used: inputs.us(used)}
+    for cut in others:
+        if time.monotonic() < deadline:
+            with suppress(*FAILURES):  # one that does not fit ends no sweep; a wrong result does
+                times[cut] = inputs.us(cut)
+    floor = 1e6 * inputs.pools[0].nbytes / READ_RATE
+    best = min(times, key=lambda cut: times[cut])
+    return f"{layer.name} b{rows}: {times[used]:.2f} us by {used}; pages alone {floor:.2f}; best {times[best]:.2f} by {best}"
 
 
-def _named(problem: Problem, cut: Cut) -> dict[str, Any]:
-    splits, tile = cut
-    named = {"kernel": "decode_attention", "shape": problem.layer.name, "rows": problem.rows, "context": problem.context}
-    return {**named, "splits": splits, "tile": asdict(tile)}
+def shrunk(layer: Layer) -> Layer:
+    """For a CPU."""
+    shape = layer.shape
+    small = replace(shape, d=shape.d // 16, pairs=shape.pairs // 16, window=shape.window and 64)
+    return replace(layer, shape=small, context=70, batches=(2,))
 
 
-def best_line(rows: Sequence[dict[str, Any]]) -> str:
-    """The best cut of a problem beside the default, for people."""
-    if failed := [row for row in rows if "failed" in row]:
-        print(f"{len(failed)} cuts failed, the first: {failed[0]}", flush=True)
-    best, default = min((row for row in rows if "us" in row), key=lambda row: row["us"]), rows[0]
-    tile = " ".join(f"{name} {value}" for name, value in best["tile"].items())
-    head = f"{best['shape']:16} rows {best['rows']:3} ctx {best['context']:5}"
-    usual = default.get("us", math.nan)
-    figures = f"{best['us']:8.2f} us {best['tb_s']:6.3f} TB/s (default {usual:8.2f}, floor {best['floor_us']:7.2f})"
-    return f"{head} {figures}  splits {best['splits']} {tile}"
-
-
-def problems(names: Sequence[str], batches: Sequence[int]) -> list[Problem]:
-    """What is measured."""
-    layers = [layer for layer in LAYERS if not names or layer.name in names]
-    cases = [(layer, context) for layer in layers for context in layer.contexts]
-    return [Problem(layer, rows, context) for layer, context in cases for rows in batches if context == 1024 or rows in LONG]
-
-
-def compiled_ahead(args: argparse.Namespace) -> dict[Problem, list[Cut]]:
-    """The problems and their cuts, every variant compiled into Triton's cache on disk, before CUDA is used."""
-    began = time.perf_counter()
-    cuts = {problem: candidates(problem, PROCESSORS)[: args.most] for problem in problems(args.layers, args.batches)}
-    unique = dict.fromkeys((problem.layer, cut) for problem in cuts for cut in cuts[problem])
-    nodes = (decode_node(layer.shape, 4, splits, HOPPER, tile) for layer, (splits, tile) in unique)
-    count = precompile_all(nodes, HOPPER, args.workers)
-    print(f"{count} variants compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    return cuts
-
-
-def on_gpu(args: argparse.Namespace, out: TextIO) -> None:
-    """Compile, compare, time."""
-    began = time.perf_counter()
-    cuts = compiled_ahead(args)
-    device = torch.device("cuda")
-    if torch.cuda.get_device_capability() != HOPPER:
-        print(f"compiled ahead for {HOPPER}, but this GPU is {torch.cuda.get_device_capability()}")
-    bench = Bench(device, out, began + args.seconds)
-    print(f"{torch.cuda.get_device_name()}; floors at {READ_RATE / 1e12} TB/s", flush=True)
-    largest = max(problem.bytes for problem in cuts)
-    memory = torch.randn((2 * max(largest, IN_TURN)), device=device, dtype=torch.bfloat16).mul_(256**-0.25)
-    for problem, tried in cuts.items():
-        write(bench.problem(problem, tried, memory), out)
-    print(f"{time.perf_counter() - began:.0f} s in all, {bench.skipped} cuts left out", flush=True)
-
-
-def dry(out: TextIO) -> None:
-    """Every layer, head dims cut to a sixteenth, on the CPU."""
-    bench = Bench(torch.device("cpu"), out, math.inf)
-    for layer in LAYERS:
-        small = replace(layer, d=layer.d // 16, pairs=layer.pairs // 16, window=64 if layer.window else None)
-        for rows in BATCHES:
-            assert 1 <= len(candidates(Problem(layer, rows, 1024), 132)) <= CANDIDATES
-        problem = Problem(small, 2, 70)
-        write(bench.problem(problem, candidates(problem, 8)[:2], None), out)
-
-
-def write(rows: Iterator[dict[str, Any]], out: TextIO) -> None:
-    """JSON lines to `out`, the best to people."""
-    done = []
-    for row in rows:
-        out.write(json.dumps(row) + "\n")
-        done.append(row)
-    out.flush()
-    print(best_line(done), flush=True)
-
-
-def main() -> None:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", nargs="*", default=[], choices=[layer.name for layer in LAYERS])
-    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
-    parser.add_argument("--most", type=int, default=CANDIDATES, help="cuts a problem")
-    parser.add_argument("--seconds", type=float, default=150, help="after so many the default cut alone is measured")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes that compile")
-    parser.add_argument("--dry", action="store_true")
-    args = parser.parse_args()
-    with args.out.open("w") as out:
-        if args.dry:
-            dry(out)
-        else:
-            on_gpu(args, out)
+def main(layers: Sequence[Layer] = LAYERS, arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--layers", nargs="*", default=[layer.name for layer in layers], help="whose names contain one of these")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a batch's cuts")
+    parser.add_argument("--cpu", action="store_true")
+    args = parser.parse_args(arguments)
+    chosen = [layer for layer in layers if any(part in layer.name for part in args.layers)]
+    if args.cpu:
+        chosen = [shrunk(layer) for layer in chosen]
+    else:
+        print(precompile_all(nodes(chosen), HOPPER, max(1, (os.cpu_count() or 1) - 1)), "variants", flush=True)
+    for layer in chosen:
+        for rows in layer.batches:
+            print(measure(layer, rows, torch.device("cpu" if args.cpu else "cuda"), 0 if args.cpu else args.seconds), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 The reference runs here; the Triton kernel in `interpreted_*`, under the interpreter.
 """
 
-import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from kernels import paged_attention
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_cut, decode_splits
 from tests.bench import attention as bench
+from tests.bench import verify_cuts
 from tests.support import interpreter
 from tests.support.attention import Case, Shape, decode_case, decode_node, meta
 from tests.support.launches import record
@@ -135,18 +135,15 @@ def test_wrong_sizes_are_refused() -> None:
             decode_attention(*case.inputs(), shape.window, scratch, result, 4)
 
 
-def test_the_bench_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every shape goes through the bench's steps, a figure for each; a launch that strays from the reference is refused."""
-    out = io.StringIO()
-    bench.dry(out)
-    rows = [json.loads(line) for line in out.getvalue().splitlines()]
-    found = {(row["kernel"], row["shape"]) for row in rows}
-    assert found == {("decode_attention", layer.name) for layer in bench.LAYERS}
-    assert all(row["us"] > 0 and row["error"] < bench.TOLERANCE for row in rows)
-    whole = bench.Inputs.reference
-    monkeypatch.setattr(bench.Inputs, "reference", lambda *given: whole(*given).mul_(1.02))
+@pytest.mark.parametrize("module", [bench, verify_cuts])
+def test_the_bench_runs(module: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer goes through the bench's steps, a line each; a launch that strays from the reference is refused."""
+    bench.main(module.LAYERS, ["--cpu"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [layer.name for layer in module.LAYERS]
+    error = bench.error
+    monkeypatch.setattr(bench, "error", lambda out, expected: error(1.02 * out, expected))
     with pytest.raises(AssertionError, match="relative error"):
-        bench.dry(out)
+        bench.main(module.LAYERS, ["--cpu"])
 
 
 def test_under_the_interpreter() -> None:
@@ -226,16 +223,3 @@ def interpreted_a_fault_is_seen(fault: str) -> None:
 
 interpreted_a_window_off_by_one_is_seen = test_a_window_off_by_one_is_seen
 interpreted_wrong_sizes_are_refused = test_wrong_sizes_are_refused
-
-
-@pytest.mark.slow
-def test_under_the_interpreter_every_size() -> None:
-    """The cases of every number of heads and splits hold."""
-    interpreter.run(__file__, cases="every_*")
-
-
-@pytest.mark.parametrize("number", range(1, 17))
-def every_number_of_heads_and_of_splits(number: int) -> None:
-    """1 to 16 of each."""
-    interpreted_group_sizes(number)
-    interpreted_splits(number)
