@@ -11,6 +11,7 @@ from kernels import prefill
 from kernels.chunks import extend_tiles
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.support import interpreter
+from tests.support.attention import attended
 from tests.support.guard_pages import guarded
 from tests.support.launches import record
 
@@ -54,15 +55,7 @@ def paged(lengths: list[int], kv_heads: int, d: int, window: int | None, dtype: 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, spans: Sequence[tuple[int, int]] = ()) -> Tensor:
     """q [n, heads, d] at start .. start + n - 1 over k, v [length, kv_heads, d], in fp64; positions of a span see each other."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (side.double().repeat_interleave(group, 1) for side in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k)
-    queries, keys = torch.arange(start, start + len(q))[:, None], torch.arange(len(k))
-    seen = keys <= queries
-    for first, last in spans:
-        seen |= (first <= queries) & (queries < last) & (first <= keys) & (keys < last)
-    seen &= keys > queries - (window or 1 << 30)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return attended(q, k, v, torch.arange(start, start + len(q)), window, spans)
 
 
 def tiles_of(chunks: Sequence[tuple[int, int, int, int]], tokens: int) -> Tensor:
@@ -168,15 +161,6 @@ def test_a_tile_fills_the_rows_of_a_product() -> None:
     assert [tile_tokens(8, kv_heads) for kv_heads in (8, 4, 1)] == [128, 64, 16]
 
 
-def test_a_wrong_page_is_seen() -> None:
-    """One entry of the table that names another sequence's page changes the result by a hundred tolerances."""
-    it = paged([100, 100], 4, 32, None)
-    q = torch.randn(1, 8, 32) / 32**0.5
-    right = paged_prefill(q, it.pool, it.table[0], 99, None)
-    it.table[0, 1] = it.table[1, 1]
-    assert (paged_prefill(q, it.pool, it.table[0], 99, None) - right).abs().max() > FAULT
-
-
 def test_bfloat16_is_rounded_once() -> None:
     """bf16 inputs give the fp32 result of the same values, rounded."""
     it = paged([100], 4, 32, None, torch.bfloat16)
@@ -260,16 +244,3 @@ def interpreted_short_chunks(size: int) -> None:
 def interpreted_chunks_in_tiles() -> None:
     """As for the reference: a tile too few is seen."""
     test_extend(WINDOW)
-
-
-@pytest.mark.slow
-def test_under_the_interpreter_every_window() -> None:
-    """The cases of every window with every shape hold."""
-    interpreter.run(__file__, cases="every_*")
-
-
-@pytest.mark.parametrize("window", [None, WINDOW, WINDOW - 3, 1])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 32)])
-def every_window_and_shape(heads: int, kv_heads: int, d: int, window: int | None) -> None:
-    """As the pairs above."""
-    interpreted_extend(heads, kv_heads, d, window)

@@ -69,21 +69,21 @@ class Case:
         return sample.mask(logits, torch.cat([stop, self.suppress.long().expand(SLOTS, -1)], dim=1), 0)
 
 
-def case(seed: int, spread: float = 4.0) -> Case:
+def case(seed: int, spread: float = 4.0, vocab: int = VOCAB) -> Case:
     """Filters from FILTERS in turn; the best ids of some rows are forbidden."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(SLOTS, VOCAB, generator=generator) * spread
+    logits = torch.randn(SLOTS, vocab, generator=generator) * spread
     logits[0, 40:60] = logits[0].max()  # ties at the top, which a filter cuts through
     integers, floats = torch.zeros(SLOTS, 3, dtype=torch.int64), torch.ones(SLOTS, 3)
     integers[:, 0] = torch.randint(-(2**62), 2**62, (SLOTS,), generator=generator)
-    integers[:, 2] = torch.tensor([0, 50, 0, 50, 0, 0, 0, 0, 90])
+    integers[:, 2] = torch.tensor([0, 50, 90, 50, 0, 0, 0, 0, 90])
     floats[:, 0] = torch.rand(SLOTS, generator=generator) + 0.5
     for row in range(SLOTS):
         top_k, floats[SLOTS - 1 - row, 1], floats[SLOTS - 1 - row, 2] = OFF if row == 7 else FILTERS[(seed + row) % len(FILTERS)]
         integers[SLOTS - 1 - row, 1] = top_k
     floats[SLOTS - 1 - 6, 0] = 0.0
     stop = torch.full((SLOTS, 16), -1, dtype=torch.int32)
-    stop[1, 0], stop[3, 3], stop[8, :2] = 7, VOCAB - 1, logits[0].topk(2).indices.int()
+    stop[1, 0], stop[3, 3], stop[8, :2], stop[2, 3] = 7, vocab - 1, logits[0].topk(2).indices.int(), logits[6].argmax()
     positions = torch.randint(1, 80, (SLOTS,), generator=generator).int()
     positions[-1] = -1
     return Case(logits, positions, SlotParameters(integers, floats, stop), logits[4].argmax().int()[None])

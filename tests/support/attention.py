@@ -74,13 +74,18 @@ def turned(x: Tensor, cos_sin: Tensor) -> Tensor:
     return x
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """q [n, heads, d] at `positions` over k, v [length, kv_heads, d], in fp64."""
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None, spans: Sequence[tuple[int, int]] = ()
+) -> Tensor:
+    """q [n, heads, d] at `positions` over k, v [length, kv_heads, d], in fp64; positions of a span see each other."""
     group = q.shape[1] // k.shape[1]
     k, v = (side.double().repeat_interleave(group, 1) for side in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k)
-    keys = torch.arange(len(k))
-    seen = (keys <= positions[:, None]) & (keys > positions[:, None] - (window or 1 << 30))
+    queries, keys = positions[:, None], torch.arange(len(k))
+    seen = keys <= queries
+    for first, last in spans:
+        seen |= (first <= queries) & (queries < last) & (first <= keys) & (keys < last)
+    seen &= keys > queries - (window or 1 << 30)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
