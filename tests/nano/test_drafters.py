@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from deploy.models.nano import trained
 from deploy.models.resolve import resolve
-from engine.core.loop import make_scheduler
 from engine.geometry import Geometry, Layer
-from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
+from engine.protocol import SamplingParams
 from engine.rank.batch import ForwardBatch
 from engine.rank.builder import build
 from engine.rank.models import assistant_geometry
@@ -27,39 +27,31 @@ from kernels.accept import DraftInputs, Verified, accept
 from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder
+from tests.support.engine.answers import answers
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
+from tests.support.engine.scheduling import request_of
 
 pytestmark = pytest.mark.cpu
 
-DRAFTS, PAGES = 3, (40, 16)
+DRAFTS, PAGES = 3, (120, 80)
 SKILLS = ("add", "sort", "edge", "nested", "describe")
 
 
 def tokens_a_verification(member: str, skills: tuple[str, ...]) -> float:
-    """Of one greedy reply after the other, an exercise of each skill; every reply is the right one."""
+    """Of greedy replies, an exercise of each skill; every reply is the right one."""
     mtp = {"model": str(resolve(f"nano:{member}-assistant")), "drafts": DRAFTS}
     config = config_of(resolve(f"nano:{member}"), 1, mtp=mtp, max_len=512, pages=PAGES)
     step = partial(run, build(single(config), PAGES))
     builder = ExampleBuilder.of(resolve(f"nano:{member}"), SHAPES[member])
     draw = builder.draw(random.Random("drafts"))
-    tokens = verifications = 0
-    for number, skill in enumerate(skills):
-        example = builder.example(exam(skill, draw, 1)[0])
-        prompt, reply = example.ids[: example.start], example.ids[example.start :]
-        scheduler = make_scheduler(config, PAGES)
-        params = SamplingParams(max_tokens=len(reply) + 8, temperature=0.0, stop_ids=(106, 50))
-        scheduler.requests.add(GenerateRequest(id=number, prompt=pack_tokens(prompt), params=params))
-        given: list[int] = []
-        while scheduler.requests.unfinished:
-            plan = scheduler.schedule()
-            assert plan is not None
-            verifications += bool(given)
-            scheduler.commit(step(plan, b""))
-            given += [token for output in scheduler.requests.drain() for token in output.tokens]
-        assert given == reply, skill
-        tokens += len(given) - 1
-    return tokens / verifications
+    examples = [builder.example(exam(skill, draw, 1)[0]) for skill in skills]
+    params = SamplingParams(max_tokens=200, temperature=0.0, stop_ids=(106, 50))
+    asked = [request_of(at, each.ids[: each.start], params) for at, each in enumerate(examples)]
+    given, _, _ = answers(step, config, asked)
+    steps = [[output.tokens for output in given[at] if output.tokens] for at in range(len(examples))]
+    assert [list(chain(*each)) for each in steps] == [each.ids[each.start :] for each in examples]
+    return sum(len(list(chain(*each))) - 1 for each in steps) / sum(len(each) - 1 for each in steps)
 
 
 @pytest.mark.parametrize("member", trained())

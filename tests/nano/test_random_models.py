@@ -78,15 +78,6 @@ def residual_rms(model: transformers.PreTrainedModel) -> float:
     return seen[0]
 
 
-def copied(folder: Path, target: Path, edit: Any) -> Path:
-    """The checkpoint with `edit(config)` applied to its config.json."""
-    shutil.copytree(folder, target)
-    config = json.loads((target / "config.json").read_text())
-    edit(config)
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
 # ---- the model
 
 
@@ -106,19 +97,15 @@ def test_transformers_loads_it(cache: Path, member: str) -> None:
     assert out.argmax(-1).unique().numel() > 10
 
 
-@pytest.mark.parametrize("fault", ["missing", "unexpected"])
-def test_a_wrong_key_is_seen(cache: Path, tmp_path: Path, fault: str) -> None:
-    """The key report is not empty when the checkpoint lacks a tensor or has one too many."""
-
-    def edit(config: dict[str, Any]) -> None:
-        text = config["text_config"]
-        types = text["layer_types"]
-        text["layer_types"] = [*types, "full_attention"] if fault == "missing" else types[:3]
-        text["num_hidden_layers"] = len(text["layer_types"])
-
+def test_a_wrong_key_is_seen(cache: Path, tmp_path: Path) -> None:
+    """The key report is not empty when the checkpoint lacks a layer."""
+    shutil.copytree(ensure("12b", cache), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    types = [*config["text_config"]["layer_types"], "full_attention"]
+    config["text_config"] |= {"layer_types": types, "num_hidden_layers": len(types)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
-    _, report = load(copied(ensure("12b", cache), tmp_path / "faulty", edit))
-    assert f"{fault}_keys" in report
+    assert "missing_keys" in load(tmp_path)[1]
 
 
 def test_a_vanishing_residual_is_seen(cache: Path) -> None:
@@ -168,24 +155,23 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def shard_tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) over all shards; fails if a name occurs twice or not where the index says."""
+def shard_tensors(folder: Path) -> dict[str, str]:
+    """Name -> dtype over all shards; fails if a name occurs twice or not where the index says."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found: dict[str, str] = {}
     for shard in sorted(set(index.values())):
         with safe_open(folder / shard, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
                 assert index[name] == shard
                 assert name not in found
-                view = file.get_slice(name)
-                found[name] = (view.get_dtype(), tuple(view.get_shape()))
+                found[name] = file.get_slice(name).get_dtype()
     assert found.keys() == index.keys()
     return found
 
 
 @pytest.mark.parametrize("member", MEMBERS)
 def test_public_layout(cache: Path, member: str) -> None:
-    """The folder has the files, shards and tensors of a public checkpoint, dead K/V of shared layers included."""
+    """The folder has the files and shards of a public checkpoint, dead K/V of shared layers included."""
     folder, shape = ensure(member, cache), SHAPES[member]
     names, found = set(contents(folder)), shard_tensors(folder)
     shards = {name for name in names if name.endswith(".safetensors")}
@@ -198,15 +184,8 @@ def test_public_layout(cache: Path, member: str) -> None:
         "tokenizer_config.json",
         "chat_template.jinja",
     }
-    assert {dtype for dtype, _ in found.values()} == {"BF16"}
+    assert set(found.values()) == {"BF16"}
     assert sum(dead(shape, name) for name in found) == 3 * shape.kv_shared
-    layers = "model.language_model.layers"
-    full = shape.layer_types.index("full_attention")
-    assert (f"{layers}.{full}.self_attn.v_proj.weight" in found) is not shape.k_eq_v
-    assert found[f"{layers}.{full}.self_attn.k_proj.weight"][1][0] == 512 * (shape.kv_heads_full or shape.kv_heads)
-    assert found[f"{layers}.0.self_attn.q_proj.weight"][1] == (256 * shape.heads, shape.hidden)
-    last = found[f"{layers}.{shape.layers - 1}.mlp.down_proj.weight"][1]
-    assert last == (shape.hidden, shape.mlp * (2 if shape.double_wide else 1))
 
 
 def test_generation_config(cache: Path) -> None:

@@ -1,7 +1,6 @@
 """The trained towers, in our engine, on pictures that nobody was trained on."""
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,12 @@ from deploy.edge.media.rasters import prepare_image
 from deploy.edge.media.tasks import DecodeTask
 from deploy.models.nano import trained
 from deploy.models.resolve import resolve
-from engine.core.loop import make_scheduler
 from engine.front.text import TextProcessor
 from engine.protocol import GenerateRequest, SamplingParams, pack_tokens
 from engine.rank.builder import build
 from engine.vision_geometry import read_vision
 from tests.nano.pictures import Picture, drawn
+from tests.support.engine.answers import answers, texts
 from tests.support.engine.ranks import run, single
 from tests.support.engine.recording import config_of
 
@@ -39,25 +38,13 @@ def asked(number: int, picture: Picture, text: TextProcessor) -> GenerateRequest
     return GenerateRequest(id=number, prompt=pack_tokens(ids), params=params, media=media_items(ids, [image], text))
 
 
-def answers(member: str, pictures: Sequence[Picture]) -> list[str]:
-    """All of them at once, greedily."""
+def right(member: str, pictures: Sequence[Picture]) -> int:
+    """How many are answered rightly, greedily."""
     config = config_of(resolve(f"nano:{member}"), 1, max_len=512, pages=PAGES)
     runner, text = build(single(config), PAGES), TextProcessor.load(resolve(f"nano:{member}"))
-    scheduler, step = make_scheduler(config, PAGES), partial(run, runner)
-    for number, picture in enumerate(pictures):
-        scheduler.requests.add(asked(number, picture, text))
-    given = defaultdict[int, list[int]](list)
-    while scheduler.requests.unfinished:
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.commit(step(plan))
-        for output in scheduler.requests.drain():
-            given[output.id] += output.tokens
-    return [text.decode(given[number][:-1]) for number in range(len(pictures))]
-
-
-def right(member: str, pictures: Sequence[Picture]) -> int:
-    return sum(said == picture.answer for said, picture in zip(answers(member, pictures), pictures, strict=True))
+    given, _, _ = answers(partial(run, runner), config, [asked(at, picture, text) for at, picture in enumerate(pictures)])
+    said = {number: text.decode(tokens[:-1]) for number, (tokens, *_) in texts(given).items()}
+    return sum(said[number] == picture.answer for number, picture in enumerate(pictures))
 
 
 @pytest.mark.parametrize("member", SEEING)
