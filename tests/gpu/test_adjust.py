@@ -1,4 +1,4 @@
-"""Adjusted logits on a GPU: the reference's values over a quarter of 262 144 ids, what they cost in a graph, and captured steps."""
+"""Adjusted logits on a GPU: the reference's values over a quarter of 262 144 ids, and masks of a step while another samples."""
 
 from dataclasses import replace
 
@@ -7,21 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.models.resolve import resolve
-from engine.config import engine_config
-from engine.logit_adjustments import LogitAdjustments
-from engine.plan import Admission, StepPlan, StepResult, single_rows
+from engine.plan import Admission
 from engine.protocol import SamplingParams
 from engine.rank.adjustments import Adjustments
-from engine.rank.builder import build
-from engine.rank.runner import Runner
 from kernels.adjust import adjust
 from kernels.choose import parts_of
 from kernels.launch import plain_torch, processors
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.support.engine.adjusted_logits import random_sequence
-from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_rows
-from tests.support.engine.ranks import run, single
 
 pytestmark = pytest.mark.gpu
 
@@ -107,51 +100,3 @@ def error(found: Tensor, want: Tensor) -> float:
     if not torch.equal(found.isneginf(), want.isneginf()):
         return float("inf")
     return float((found - want).nan_to_num().abs().max())
-
-
-# ---- captured steps
-
-
-PROMPT = [(at * 37) % 900 + 20 for at in range(60)]
-WAYS = (
-    SamplingParams(max_tokens=99, adjustments=LogitAdjustments(repetition_penalty=1.3, frequency_penalty=0.7), logprobs=2),
-    SamplingParams(max_tokens=99, temperature=0.9, top_k=30, seed=5, adjustments=LogitAdjustments(presence_penalty=1.0)),
-    SamplingParams(max_tokens=99, temperature=1.0, seed=6),
-)
-
-
-def stream(steps: int = 40) -> list[StepPlan]:
-    """Three sequences, each with pages of its own; the last is not adjusted."""
-    plan = StepPlan(1)
-    for slot, params in enumerate(WAYS):
-        plan.admissions.append(Admission(slot, slot + 1, PROMPT[slot:], len(PROMPT) - slot, params))
-        plan.appends.extend(PageAppend(group, slot, index, 1 + slot * 8 + index) for group in (0, 1) for index in range(8))
-        plan.chunks.append(PrefillChunk(slot, 0, len(PROMPT) - slot, len(PROMPT) - slot - 1))
-    return [plan, *(StepPlan(step, rows=single_rows([0, 1, 2])) for step in range(2, steps + 1))]
-
-
-def results(device: str, dtype: str, *, graphs: bool, masked: bool = True) -> list[StepResult]:
-    """Of the stream, in whose steps 5 and 9 one row is masked."""
-    settings = {"model": str(resolve("nano:31b")), "tp": 1, "pages": (40, 40), "max_seqs": 3, "max_len": 256}
-    made: Runner = build(single(engine_config(**settings, device=device, dtype=dtype, graphs=graphs)), (40, 40))
-    if made.capturable:
-        made.capture()
-    found, bits = [], np.full((1, 1 << 13), 0x11111111, np.int32)[:, : -(-made.slots.adjustments.tables.counts.shape[1] // 32)]
-    for plan in stream():
-        if plan.step in (5, 9) and masked:
-            made.slots.adjustments.set_masks(plan.step, np.array([2 if plan.step == 5 else 0], np.int32), bits)
-        found.append(run(made, plan))
-    return found
-
-
-def tokens_of(found: list[StepResult]) -> list[list[tuple[int, ...]]]:
-    return [[row.tokens for row in result_rows(result)] for result in found]
-
-
-def test_captured_steps_give_the_eager_ones_and_the_cpus_tokens() -> None:
-    """Adjusted rows beside others, masked in two steps: graphs give the eager step's bits and, in fp32, the CPU's tokens; without
-    the masks they give others."""
-    captured = results("cuda", "float32", graphs=True)
-    assert encoded(captured) == encoded(results("cuda", "float32", graphs=False))
-    assert tokens_of(captured) == tokens_of(results("cpu", "float32", graphs=False))
-    assert tokens_of(results("cuda", "float32", graphs=True, masked=False)) != tokens_of(captured)

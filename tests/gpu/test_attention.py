@@ -51,9 +51,7 @@ def pages_of(lengths: list[int]) -> dict[int, int]:
 
 def on_gpu(case: Case) -> Case:
     """The inputs moved."""
-    names = ("qkv", "pool", "page_ids", "positions", "cos_sin", "q_norm", "k_norm", "want", "pool_after")
-    moved = {name: getattr(case, name) for name in names}
-    return replace(case, **{name: None if x is None else x.cuda() for name, x in moved.items()})
+    return replace(case, **{name: x.cuda() for name, x in vars(case).items() if isinstance(x, Tensor)})
 
 
 def scratch_of(case: Case, splits: int) -> DecodeScratch:
