@@ -1,6 +1,22 @@
 """Faults of one line that a user or an operator would notice, and the tests that should: for `python -m tests.support.mutation`."""
 
-from tests.support.fault import Fault
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` occurs once in `file`, and becomes `new`. `id` says what goes wrong then.
+
+    tests     files below tests/, nearest first;   survives  why none of them can see it
+    """
+
+    id: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    survives: str = ""
+
 
 # file -> (what goes wrong, files below tests/, nearest first, what stands there once, what it becomes)
 _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {

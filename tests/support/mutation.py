@@ -25,8 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.fault import Fault
-from tests.support.mutants import FAULTS
+from tests.support.mutants import FAULTS, Fault
 from tests.support.repo_rules import ROOT
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "(pure or cpu) and not slow")
