@@ -7,7 +7,6 @@ small, in plain torch, without figures that matter. `tests.bench.verify_cuts` me
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -77,11 +76,11 @@ class Layer:
         qkv = draw((rows, (shape.heads + shape.kv_projections * shape.kv_heads) * shape.d))
         return qkv, torch.cat([angles.cos(), angles.sin()], 1), *norms
 
-    def attend(self, it: "Inputs", pool: Tensor, splits: int, tile: DecodeTile | None) -> None:
+    def attend(self, it: "Inputs", pool: Tensor, splits: int, tile: Any) -> None:
         """One launch."""
-        qkv, cos_sin, *norms = it.given
-        given = qkv, pool, it.page_ids, it.positions, cos_sin, *norms, EPS, self.shape.window
-        decode_attention(*given, it.scratch, it.out.flatten(1), splits, tile)
+        (qkv, cos_sin, q_norm, k_norm), window, out = it.given, self.shape.window, it.out.flatten(1)
+        rows = it.page_ids, it.positions, cos_sin
+        decode_attention(qkv, pool, *rows, q_norm, k_norm, EPS, window, it.scratch, out, splits, tile)
 
 
 def _tiles(d: int) -> list[DecodeTile]:
@@ -189,7 +188,7 @@ def main(layers: Sequence[Layer] = LAYERS, arguments: Sequence[str] | None = Non
     if args.cpu:
         chosen = [shrunk(layer) for layer in chosen]
     else:
-        print(precompile_all(nodes(chosen), HOPPER, max(1, (os.cpu_count() or 1) - 1)), "variants", flush=True)
+        print(precompile_all(nodes(chosen), HOPPER), "variants", flush=True)
     for layer in chosen:
         for rows in layer.batches:
             print(measure(layer, rows, torch.device("cpu" if args.cpu else "cuda"), 0 if args.cpu else args.seconds), flush=True)

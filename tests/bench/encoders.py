@@ -42,7 +42,7 @@ def encoder(shape: ModelShape, dtype: torch.dtype, device: torch.device, *, clip
     """Of random weights."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config(shape, "bfloat16")))
-        geometry = (read_audio if clips else read_vision)(Path(folder))
+        geometry: Any = (read_audio if clips else read_vision)(Path(folder))
     assert geometry is not None
     kinds = (AudioTower, AudioEncoder) if clips else (Tower, VisionEmbedder)
     model = kinds[geometry.unified](geometry, dtype, device)

@@ -199,7 +199,7 @@ def main() -> None:
             for rows, tiles in product(args.rows, tried.values()):
                 with tiles_of(tiles):
                     listed.run(listed.prepare(rows))
-        print(precompile_all(nodes, (9, 0), 16), "variants", flush=True)
+        print(precompile_all(nodes, (9, 0)), "variants", flush=True)
     chain = made(torch.device("cpu" if args.dry else "cuda"))
     for rows in args.rows:
         print(measure(chain, rows, tried, layers), flush=True)

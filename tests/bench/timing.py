@@ -1,5 +1,6 @@
 """Kernels timed by CUDA graph replay, and compiled ahead, in parallel."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,12 +29,12 @@ class _Job:
     target: tuple[int, int]
 
 
-def precompile_all(nodes: Iterable[Node], target: tuple[int, int], workers: int) -> int:
-    """Compiles each node once into Triton's cache, `workers` at a time; their number. Workers are forks: before CUDA is used.
-    One that does not compile is left to its launch, whose row says why."""
+def precompile_all(nodes: Iterable[Node], target: tuple[int, int]) -> int:
+    """Compiles each node once into Triton's cache, on all cores, in fresh processes: CUDA may be in use. Their number. One that
+    does not compile is left to its launch."""
     unique = {node.variant: node for node in nodes}
     jobs = [_Job(node.function.fn.__module__, replace(node, function=None), target) for node in unique.values()]
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 1), get_context("spawn")) as pool:
         list(pool.map(_precompile, jobs))
     return len(jobs)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from torch import Tensor
 
@@ -36,8 +37,9 @@ class VerifyLayer(Layer):
         """The queries."""
         return (draw((rows, self.shape.heads, self.shape.d)).mul_(self.shape.d**-0.25),)
 
-    def attend(self, it: Inputs, pool: Tensor, splits: int, tile: VerifyTile | None) -> None:
-        verify_attention(*it.given, pool, it.page_ids, it.positions, self.shape.window, it.scratch, it.out, splits, tile)
+    def attend(self, it: Inputs, pool: Tensor, splits: int, tile: Any) -> None:
+        (q,) = it.given
+        verify_attention(q, pool, it.page_ids, it.positions, self.shape.window, it.scratch, it.out, splits, tile)
 
 
 LAYERS = (

@@ -1,6 +1,7 @@
 """The attention kernels on a GPU, at the public models' shapes: against fp64, in graphs, and beyond 2^31 elements."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from kernels.decode import DecodeScratch, decode_attention
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from kernels.qkv import qkv_post
 from tests.bench.attention import PAGE
-from tests.support.attention import EPS, Case, Shape, decode_case, precompile_decode
+from tests.bench.timing import precompile_all
+from tests.support.attention import EPS, Case, Shape, decode_case, decode_node
 from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.gpu
@@ -38,10 +40,12 @@ LENGTHS = [1, 31, 32, 33, 0, 511, 512, 513, 1023, 1024, 1025, 1500]
 def compiled() -> None:
     """Every variant below, compiled in parallel."""
     width = pages_of(LENGTHS)
-    variants = [
-        (shape, n, None, dtype, width[shape.page]) for shape in SHAPES.values() for dtype, splits in SPLITS.items() for n in splits
-    ]
-    precompile_decode(variants, len(LENGTHS), torch.cuda.get_device_capability())
+    target, rows = torch.cuda.get_device_capability(), len(LENGTHS)
+    nodes = [
+        decode_node(shape, rows, count, target, None, dtype, width[shape.page])
+        for shape in SHAPES.values() for dtype, splits in SPLITS.items() for count in splits
+    ]  # fmt: skip
+    precompile_all(nodes, target)
 
 
 def pages_of(lengths: list[int]) -> dict[int, int]:
@@ -51,7 +55,8 @@ def pages_of(lengths: list[int]) -> dict[int, int]:
 
 def on_gpu(case: Case) -> Case:
     """The inputs moved."""
-    return replace(case, **{name: x.cuda() for name, x in vars(case).items() if isinstance(x, Tensor)})
+    moved: dict[str, Any] = {name: x.cuda() for name, x in vars(case).items() if isinstance(x, Tensor)}
+    return replace(case, **moved)
 
 
 def scratch_of(case: Case, splits: int) -> DecodeScratch:

@@ -91,24 +91,9 @@ def test_the_longest_prefix_stands(width: int) -> None:
         assert replace(it, stop=torch.full_like(it.stop, -1)).accepted()[0] != found
 
 
-def test_edges() -> None:
-    """No draft stands, all stand, a stop id among them ends the row, one at the end of it changes nothing, and neither does a row
-    without a token behind the end."""
-    chosen = torch.tensor([7, 8, 9], dtype=torch.int32).repeat(5)
-    flags = torch.zeros(15, dtype=torch.int32)
-    flags[14] = 1
-    ids = torch.tensor([0, 6, 8, 0, 7, 8, 0, 7, 8, 0, 7, 8, 0, 6, 8], dtype=torch.int32)
-    slots, positions = torch.arange(5, dtype=torch.int32).repeat_interleave(3), torch.arange(15, dtype=torch.int32)
-    stop = torch.tensor([[-1], [-1], [7], [9], [-1]], dtype=torch.int32)
-    rows = Verified(torch.stack([chosen, flags], 1), ids, slots, positions, torch.zeros(15, HIDDEN), 3)
-    it = Case(rows, stop, torch.zeros(SLOTS, dtype=torch.int32))
-    assert it.accepted()[0] == [1, 3, 1, 3, 1, 0, 0]
-
-
 def test_under_the_interpreter() -> None:
     """The interpreted cases of this file hold."""
     interpreter.run(__file__)
 
 
 interpreted_the_longest_prefix_stands = test_the_longest_prefix_stands
-interpreted_edges = test_edges

@@ -11,7 +11,7 @@ from kernels import prefill
 from kernels.chunks import extend_tiles
 from kernels.prefill import extend_attention, paged_prefill, tile_tokens
 from tests.support import interpreter
-from tests.support.attention import attended
+from tests.support.attention import OUTSIDE, attended, in_pages
 from tests.support.guard_pages import guarded
 from tests.support.launches import record
 
@@ -37,19 +37,13 @@ class Paged:
 def paged(lengths: list[int], kv_heads: int, d: int, window: int | None, dtype: torch.dtype = torch.float32) -> Paged:
     """Only pages that a window behind the last position reads are kept; unused table entries point far outside the pool."""
     generator = torch.Generator().manual_seed(len(lengths) + d)
-    counts = [-(-length // PAGE) for length in lengths]
-    pages = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    pool = torch.full((sum(counts) + 1, 2, kv_heads, PAGE, d), torch.nan, dtype=dtype)
-    table = torch.full((len(lengths), max(counts) + 3), 1 << 30, dtype=torch.int32)
     sides = [[torch.randn(length, kv_heads, d, generator=generator).to(dtype) for length in lengths] for _ in "kv"]
-    for slot, length in enumerate(lengths):
-        first = 0 if window is None else max(0, length - window)
-        table[slot, : first // PAGE] = 0
-        for entry in range(first // PAGE, counts[slot]):
-            table[slot, entry] = page = pages.pop()
-            size = min(PAGE, length - entry * PAGE)
-            for side in (0, 1):
-                pool[page, side, :, :size] = sides[side][slot][entry * PAGE :][:size].transpose(0, 1)
+    firsts = [0 if window is None else max(0, length - window) // PAGE for length in lengths]
+    pool, ids = in_pages(list(zip(*sides, strict=True)), [PAGE * first for first in firsts], PAGE, generator)
+    table = torch.full((len(lengths), -(-max(lengths) // PAGE) + 3), OUTSIDE, dtype=torch.int32)
+    for slot, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
+        count = -(-length // PAGE)
+        table[slot, :first], table[slot, first:count] = 0, ids[slot, : count - first]
     return Paged(*sides, pool, table)
 
 

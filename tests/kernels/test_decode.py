@@ -81,7 +81,7 @@ def test_equals_dense_attention(monkeypatch: pytest.MonkeyPatch, shape: Shape) -
 
 FAULTS: dict[str, Callable[[Case], Case]] = {
     "K as V": lambda case: replace(case, pool=case.pool.flip(1)),
-    "a wrong page": lambda case: replace(case, page_ids=case.page_ids.index_fill(1, torch.tensor([0]), 2)),
+    "a wrong page": lambda case: replace(case, page_ids=case.page_ids.index_fill(1, torch.tensor([0]), case.page_ids[-1, 1])),
     "a shifted position": lambda case: replace(case, positions=(case.positions - 1).clamp(min=-1)),
     "no rope": lambda case: replace(case, cos_sin=torch.tensor([1.0, 0.0]).repeat_interleave(16).repeat(len(case.cos_sin), 1)),
 }

@@ -3,7 +3,6 @@
 The reference runs here; the Triton kernel in `interpreted_*`, under the interpreter.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from kernels.decode import DecodeScratch
 from kernels.slots import gather_pages
 from kernels.verify import MOST_QUERIES, VerifyTile, verify_attention, verify_cut
 from tests.support import interpreter
-from tests.support.attention import OUTSIDE, Shape, attended, verify_nodes
+from tests.support.attention import Shape, attended, in_pages, verify_nodes
 from tests.support.compiled import compile_node
 from tests.support.launches import record
 
@@ -53,25 +52,15 @@ class VerifyCase:
 
 def verify_case(shape: Shape, q_len: int, rows: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32) -> VerifyCase:
     """rows: keys before the first query, and how many queries there are; 0: a row of padding."""
-    draw, page = torch.Generator().manual_seed(q_len), shape.page
-    firsts = [0 if shape.window is None else max(0, start - shape.window + 1) // page for start, _ in rows]
-    counts = [-(-(start + width) // page) - first if width else 0 for (start, width), first in zip(rows, firsts, strict=True)]
-    pool = torch.full((sum(counts) + 2, 2, shape.kv_heads, page, shape.d), math.nan, dtype=dtype)
-    free = (torch.randperm(sum(counts), generator=draw) + 1).tolist()
-    page_ids = torch.full((len(rows), max(counts) + 3), OUTSIDE, dtype=torch.int32)
+    draw = torch.Generator().manual_seed(q_len)
     positions = torch.full((len(rows), q_len), -1, dtype=torch.int32)
     dense = []
     for row, (start, width) in enumerate(rows):
         positions[row, :width] = torch.arange(start, start + width)
-        k, v = torch.randn((2, start + width, shape.kv_heads, shape.d), generator=draw).to(dtype)
-        k /= shape.d**0.25
-        dense.append((k, v))
-        oldest = 0 if shape.window is None else max(0, start - shape.window + 1)
-        for entry in range(counts[row]):
-            page_ids[row, entry] = place = free.pop()
-            begin = (firsts[row] + entry) * page
-            for key in range(max(begin, oldest), min(begin + page, start + width)):
-                pool[place, 0, :, key - begin], pool[place, 1, :, key - begin] = k[key], v[key]
+        k, v = torch.randn((2, start + width if width else 0, shape.kv_heads, shape.d), generator=draw).to(dtype)
+        dense.append((k / shape.d**0.25, v))
+    oldest = [max(0, start - shape.window + 1) if shape.window and width else 0 for start, width in rows]
+    pool, page_ids = in_pages(dense, oldest, shape.page, draw)
     q = torch.randn((len(rows) * q_len, shape.heads, shape.d), generator=draw).to(dtype) / shape.d**0.25
     return VerifyCase(shape, q, pool, page_ids, positions.flatten(), dense)
 

@@ -4,12 +4,8 @@ The answer is worked out from the raw product by formulas of its own.
 """
 
 import math
-import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -17,7 +13,7 @@ from torch import Tensor
 
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention
 from kernels.verify import verify_attention
-from tests.support.launches import Node, precompile, record
+from tests.support.launches import Node, record
 
 EPS = 1e-6
 OUTSIDE = 2**31 - 7  # a page id that no pool has
@@ -89,6 +85,27 @@ def attended(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
+Dense = Sequence[tuple[Tensor, Tensor]]  # K and V [length, kv_heads, d] of each row
+
+
+def in_pages(dense: Dense, oldest: Sequence[int], page: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Each row's keys and values from its oldest one on, in shuffled pages amid NaN; and the ids of its pages from that key's on,
+    whose tail names no page."""
+    counts = [-(-len(k) // page) - first // page for (k, _), first in zip(dense, oldest, strict=True)]
+    _, kv_heads, d = dense[0][0].shape
+    pool = torch.full((sum(counts) + 2, 2, kv_heads, page, d), math.nan, dtype=dense[0][0].dtype)
+    free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    page_ids = torch.full((len(dense), max(counts) + 3), OUTSIDE, dtype=torch.int32)
+    for row, (sides, first) in enumerate(zip(dense, oldest, strict=True)):
+        for entry in range(counts[row]):
+            page_ids[row, entry] = number = free.pop()
+            start = (first // page + entry) * page
+            begin, end = max(start, first), min(start + page, len(sides[0]))
+            for side in (0, 1):
+                pool[number, side, :, begin - start : end - start] = sides[side][begin:end].transpose(0, 1)
+    return pool, page_ids
+
+
 def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
     """A row for each length, its own token included; 0 is a padding row.
 
@@ -105,35 +122,24 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
     angles = draw(rows, shape.pairs)
     cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
-    firsts = [0 if window is None else max(0, length - window) // page for length in lengths]
-    counts = [-(-length // page) - first for length, first in zip(lengths, firsts, strict=True)]
-    pool = torch.full((sum(counts) + 2, 2, shape.kv_heads, page, shape.d), math.nan, dtype=dtype)
-    free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    page_ids = torch.full((rows, max(counts) + 3), OUTSIDE, dtype=torch.int32)
     heads = qkv.view(rows, -1, shape.d).split((shape.heads, *(shape.kv_heads,) * shape.kv_projections), 1)
     q = turned(normed(heads[0], q_norm), cos_sin).to(dtype)
     want = torch.zeros(rows, shape.heads * shape.d, dtype=torch.float64)
-    after = pool.clone()
+    dense = []
     for row, length in enumerate(lengths):
-        if length == 0:
-            continue
-        k, v = (draw(length, shape.kv_heads, shape.d).to(dtype) / math.sqrt(scale) for scale in (shape.d**0.5, 1))
-        own = length if shape.kv_projections == 0 else length - 1
-        if shape.kv_projections:
+        k, v = (draw(length, shape.kv_heads, shape.d).to(dtype) / scale for scale in (shape.d**0.25, 1))
+        dense.append((k, v))
+        if length and shape.kv_projections:
             k[-1] = turned(normed(heads[1][row : row + 1], k_norm), cos_sin[row : row + 1])[0]
             v[-1] = normed(heads[-1][row], None)
-        for entry in range(counts[row]):
-            page_ids[row, entry] = place = free.pop()
-            start = (firsts[row] + entry) * page
-            for side, dense in enumerate((k, v)):
-                size = min(page, length - start)
-                after[place, side, :, :size] = dense[start : start + size].transpose(0, 1)
-                size = min(page, own - start)
-                pool[place, side, :, :size] = dense[start : start + size].transpose(0, 1)
-        if window is not None and length > window:
-            gone = length - window - firsts[row] * page
-            pool[page_ids[row, 0], :, :, :gone] = after[page_ids[row, 0], :, :, :gone] = math.nan
-        want[row] = attended(q[row : row + 1], k, v, positions[row : row + 1], window).flatten()
+        if length:
+            want[row] = attended(q[row : row + 1], k, v, positions[row : row + 1], window).flatten()
+    oldest = [0 if window is None else max(0, length - window) for length in lengths]
+    after, page_ids = in_pages(dense, oldest, page, generator)
+    pool = after.clone()
+    for row, (length, first) in enumerate(zip(lengths, oldest, strict=True)):
+        if length and shape.kv_projections:
+            pool[page_ids[row, (length - 1) // page - first // page], :, :, (length - 1) % page] = math.nan
     return Case(shape, qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm if shape.kv_projections else None, want, after)
 
 
@@ -187,18 +193,3 @@ def verify_nodes(shape: Shape, q_len: int, target: tuple[int, int], rows: int = 
             DecodeScratch(*scratch, torch.device("meta")), torch.empty_like(q), 4,
         )  # fmt: skip
     return nodes
-
-
-Variant = tuple[Shape, int, DecodeTile | None, torch.dtype, int]  # shape, splits, tile, dtype, pages of a row
-
-
-def precompile_decode(variants: Iterable[Variant], rows: int, target: tuple[int, int]) -> int:
-    """Compiles launches of `rows` rows into Triton's cache, on all cores: fresh processes, so that CUDA may be in use. How many."""
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 1), get_context("spawn")) as pool:
-        return sum(pool.map(partial(_precompile, rows=rows, target=target), set(variants)))
-
-
-def _precompile(variant: Variant, rows: int, target: tuple[int, int]) -> int:
-    shape, splits, tile, dtype, pages = variant
-    precompile(decode_node(shape, rows, splits, target, tile, dtype, pages), target)
-    return 1
