@@ -1,7 +1,6 @@
 """What company costs, on real ranks: `python -m tests.bench.fairness [--record MACHINE]`.
 
     cached     seconds of a long prompt to its first token: never seen, and with fifteen sixteenths of it in the prefix cache
-    choices    seconds of a long prompt to the last token, alone and as four choices of one request
     fairness   TTFT of short prompts that come at random, and TPOT of streams that run all the time: quiet, and while two long
                prompts are always on their way; the target of a step is --target times the quiet TPOT without one
 """
@@ -120,17 +119,6 @@ async def cached(load: Load, args: argparse.Namespace) -> tuple[float, float]:
     return min(cold), min(hit)
 
 
-async def choices(load: Load, args: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of one answer to a long prompt, and of four; the best of three."""
-    alone, four = [], []
-    for _ in range(3):
-        for spent, count in ((alone, 1), (four, 4)):
-            prompt, began = load.prompt(args.long), time.monotonic()
-            await asyncio.gather(*(load.ask(prompt, 16, seed) for seed in range(count)))
-            spent.append(time.monotonic() - began)
-    return min(alone), min(four)
-
-
 def with_group(config: EngineConfig, body: Callable[[Load], Awaitable[T]]) -> T:
     """What `body` finds at a client of a group that lives so long."""
 
@@ -152,16 +140,11 @@ def with_group(config: EngineConfig, body: Callable[[Load], Awaitable[T]]) -> T:
 
 def measure(config: EngineConfig, args: argparse.Namespace) -> list[Row]:
     """(case, metric, value, unit) of everything."""
-    async def first(load: Load) -> tuple[tuple[float, float], tuple[float, float]]:
-        return await cached(load, args), await choices(load, args)
-
-    (cold, hit), (alone, four) = with_group(config, first)
-    print(f"a prompt of {args.long}: {cold:.3f} s to its first token, {hit:.3f} s where 15/16 are cached")
-    print(f"a prompt of {args.long} and 16 tokens: {alone:.2f} s; four choices: {four:.2f} s", flush=True)
+    cold, hit = with_group(config, lambda load: cached(load, args))
+    print(f"a prompt of {args.long}: {cold:.3f} s to its first token, {hit:.3f} s where 15/16 are cached", flush=True)
     name = f"{args.model.removeprefix('dummy:').replace(':', '-')}-tp{args.tp}"
     rows = [(f"{name}-cold", "long prompt to its first token", cold, "s")]
     rows += [(f"{name}-hit", "long prompt to its first token, 15/16 cached", hit, "s")]
-    rows += [(f"{name}-n1", "long prompt and 16 tokens", alone, "s"), (f"{name}-n4", "long prompt, four choices", four, "s")]
     return rows + (fairness(config, name, args) if args.seconds else [])
 
 

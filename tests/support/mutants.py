@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Fault:
     """`old` occurs once in `file`, and becomes `new`. `id` says what goes wrong then.
 
-    tests     files below tests/, nearest first;   survives  why none of them can see it
+    tests  files below tests/, nearest first
     """
 
     id: str
@@ -15,7 +15,6 @@ class Fault:
     old: str
     new: str
     tests: str
-    survives: str = ""
 
 
 # file -> (what goes wrong, files below tests/, nearest first, what stands there once, what it becomes)
