@@ -14,7 +14,6 @@ import shutil
 import statistics
 import string
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +30,6 @@ from tests.bench.engine import case, device_times, one
 from tests.bench.record import Row, add_record_option, append
 from tests.bench.shard_model import write_shard
 from tests.support.engine.outcomes import no_sink
-from tests.support.engine.outputs import outputs
 from tests.support.engine.schemas import members
 
 VOCABULARY = 262_144
@@ -69,14 +67,9 @@ def large_tokenizer(folder: Path, to: Path) -> Path:
     return to
 
 
-async def masked(client: EngineClient, prompt: list[int], grammar: str, tokens: int) -> list[float]:
-    """A reply of a grammar that does not end before it is cut; when each of its tokens came."""
-    params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=len(grammar), stop_ids=_ENDS, grammar=Grammar(grammar))
-    times: list[float] = []
-    async for output in outputs(client.generate(prompt, params)):
-        times += [time.monotonic()] * len(output.tokens)
-    assert len(times) == tokens, (len(times), tokens)
-    return times
+def masked(grammar: str, tokens: int) -> SamplingParams:
+    """A reply of a grammar that does not end before it is cut."""
+    return SamplingParams(max_tokens=tokens, temperature=1.0, seed=len(grammar), stop_ids=_ENDS, grammar=Grammar(grammar))
 
 
 async def neighbours(
@@ -86,7 +79,7 @@ async def neighbours(
     steps: list[tuple[int, int]] = []
     watching = asyncio.create_task(device_times(group, steps))
     count = args.masked if grammars else 0
-    beside = [masked(client, prompt, grammars[at], args.tokens) for at, prompt in enumerate(prompts[:count])]
+    beside = [one(client, prompt, masked(grammars[at], args.tokens)) for at, prompt in enumerate(prompts[:count])]
     free = [one(client, prompt, SamplingParams(max_tokens=args.tokens)) for prompt in prompts[count:]]
     others = asyncio.gather(*beside)
     times = await asyncio.gather(*free)

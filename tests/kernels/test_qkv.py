@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 
 from kernels.norm import rms_norm
-from kernels.qkv import inverse_frequencies, norm_rope, qkv_post, store_kv
+from kernels.qkv import inverse_frequencies, norm_rope, qkv_post
 from tests.support import interpreter
 from tests.support.attention import normed, turned
-from tests.support.dtypes import both_dtypes
 
 pytestmark = pytest.mark.cpu
 
@@ -61,20 +60,6 @@ def test_bfloat16_is_rounded_once() -> None:
     rounded = rotated(rms_norm(x, weight, EPS), *both)
     assert torch.equal(ours, exact.bfloat16())
     assert (ours.float() - exact).pow(2).mean() < 0.5 * (rounded.float() - exact).pow(2).mean()
-
-
-@both_dtypes
-def test_store(dtype: torch.dtype) -> None:
-    """Each token's K and V land bit for bit at (its page, its offset); everything else stays."""
-    pool = torch.full((9, 2, 3, 32, 16), torch.nan, dtype=dtype)
-    table = torch.tensor([[5, 2, 0], [7, 8, 0]], dtype=torch.int32)
-    slots, positions = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([30, 31, 32, 63, 5])
-    k, v = torch.randn(5, 3, 16).to(dtype), torch.randn(5, 3, 16).to(dtype)
-    store_kv(pool, table[slots, positions // 32], positions % 32, k, v)
-    for row, (page, offset) in enumerate([(5, 30), (5, 31), (2, 0), (8, 31), (7, 5)]):
-        assert torch.equal(pool[page, 0, :, offset], k[row])
-        assert torch.equal(pool[page, 1, :, offset], v[row])
-    assert (~pool.isnan()).sum() == k.numel() + v.numel()
 
 
 @pytest.mark.parametrize("kv_projections", [0, 1, 2])
