@@ -1,7 +1,5 @@
 """Filtered rows over a vocabulary of 262 144 on a GPU: the sorting reference's tokens, in a graph."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from kernels.candidates import block_peaks, candidates, choose_candidates
 from kernels.filters import filtered_tokens, scaled_rows
 from kernels.sampling_batch import SamplingBatch, SlotParameters
 from tests.bench.timing import microseconds
-from tests.support.engine.choose_reference import choose, choose_filtered
+from tests.support.engine.choose_reference import choose_filtered
 
 pytestmark = pytest.mark.gpu
 
@@ -23,11 +21,22 @@ FILTERS = {  # top_k, top_p, min_p
 }  # fmt: skip
 
 
-def parameters_of(rows: int, top_k: int, top_p: float, min_p: float) -> SlotParameters:
+def batch_of(rows: int, top_k: int, top_p: float, min_p: float) -> SamplingBatch:
+    """Rows that sample so, a slot each."""
     integers, floats = torch.zeros(rows, 3, dtype=torch.int64), torch.ones(rows, 3)
     integers[:, 0] = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(rows))
     integers[:, 1], floats[:, 1], floats[:, 2] = top_k, top_p, min_p
-    return SlotParameters(integers.to(DEVICE), floats.to(DEVICE), torch.full((rows, 16), -1, dtype=torch.int32, device=DEVICE))
+    stop = torch.full((rows, 16), -1, dtype=torch.int32, device=DEVICE)
+    slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    tokens = torch.zeros((rows, 9), dtype=torch.int32, device=DEVICE)
+    parameters = SlotParameters(integers.to(DEVICE), floats.to(DEVICE), stop)
+    return SamplingBatch(slots, torch.full_like(slots, 7), parameters, tokens, slots[:0], SOFTCAP)
+
+
+def sorted_out(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Tokens of the sorting reference."""
+    (seeds, top_k, _), (temperature, top_p, min_p) = batch.parameters.integers.unbind(1), batch.parameters.floats.unbind(1)
+    return choose_filtered(sample.cap(logits, SOFTCAP), temperature, seeds, batch.positions.long() + 1, top_k, top_p, min_p)
 
 
 @pytest.mark.parametrize("spread", [1.0, 4.0])
@@ -37,25 +46,16 @@ def test_tokens_are_the_references(name: str, spread: float) -> None:
     where filters leave much out, those without filters are others. Printed: microseconds in a graph."""
     for rows in (1, 25, 100):
         torch.manual_seed(rows)
-        logits = torch.randn(rows, VOCAB, device=DEVICE) * spread
-        slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-        positions = torch.full_like(slots, 7)
-        parameters = parameters_of(rows, *FILTERS[name])
-        seeds, top_k, _ = parameters.integers.unbind(1)
-        temperature, top_p, min_p = parameters.floats.unbind(1)
-        capped = sample.cap(logits, SOFTCAP)
-        plain = choose(capped, temperature, seeds, positions.long() + 1)
+        logits, batch = torch.randn(rows, VOCAB, device=DEVICE) * spread, batch_of(rows, *FILTERS[name])
+        plain = sorted_out(logits, batch_of(rows, 0, 1.0, 0.0))
         chosen = torch.stack([plain, torch.zeros_like(plain)], 1).int()
-        tokens = torch.zeros((rows, 9), dtype=torch.int32, device=DEVICE)
-        batch = SamplingBatch(slots, positions, parameters, tokens, torch.zeros(0, dtype=torch.int32, device=DEVICE), SOFTCAP)
 
         def run(logits: Tensor = logits, batch: SamplingBatch = batch, chosen: Tensor = chosen) -> Tensor:
             return filtered_tokens(scaled_rows(logits[None], batch, 0, VOCAB), batch, chosen)
 
         found = run()
-        want = choose_filtered(capped, temperature, seeds, positions.long() + 1, top_k, top_p, min_p)
-        wrong = int((found != want).sum())
-        cut = int((plain != want).sum())
+        expected = sorted_out(logits, batch)
+        wrong, cut = int((found != expected).sum()), int((plain != expected).sum())
         captured: list[Tensor] = []
         us = microseconds(lambda run=run, captured=captured: captured.append(run()), DEVICE)  # type: ignore[misc]
         assert torch.equal(captured[-1], found)
@@ -71,30 +71,16 @@ def test_candidates_hold_what_a_small_top_k_keeps(top_k: int, ranks: int) -> Non
     the k, or without top_p, some are others."""
     for rows in (1, 100, 256):
         torch.manual_seed(rows)
-        logits = torch.randn(rows, VOCAB, device=DEVICE) * 3
-        slots, empty = torch.arange(rows, dtype=torch.int32, device=DEVICE), torch.zeros(0, dtype=torch.int32, device=DEVICE)
-        parameters = parameters_of(rows, top_k, 0.95, 0.0)
-        tokens, chosen = torch.zeros((rows, 9), dtype=torch.int32, device=DEVICE), torch.zeros_like(slots)[:, None].repeat(1, 2)
-        batch = SamplingBatch(slots, torch.full_like(slots, 7), parameters, tokens, empty, SOFTCAP)
-        slices = [part.contiguous() for part in logits.chunk(ranks, dim=1)]
-
-        def best(rank: int, batch: SamplingBatch = batch, slices: Sequence[Tensor] = slices) -> Tensor:
-            return candidates(slices[rank], block_peaks(slices[rank], batch), batch, rank * VOCAB // ranks)
-
-        gathered = torch.cat([best(rank) for rank in range(ranks)], dim=1)
-
-        def run(batch: SamplingBatch = batch, chosen: Tensor = chosen, gathered: Tensor = gathered) -> Tensor:
-            choose_candidates(gathered, batch, chosen)
-            return chosen[:, 0]
-
-        found = run().clone()
-        seeds, capped, ahead = parameters.integers[:, 0], sample.cap(logits, SOFTCAP), torch.full_like(slots, 8).long()
-        one, none = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
-        kept = torch.full_like(seeds, top_k)
-        want = choose_filtered(capped, one, seeds, ahead, kept, 0.95 * one, none)
-        wrong = int((found != want).sum())
+        logits, batch = torch.randn(rows, VOCAB, device=DEVICE) * 3, batch_of(rows, top_k, 0.95, 0.0)
+        best = []
+        for rank, part in enumerate(logits.chunk(ranks, dim=1)):
+            mine = part.contiguous()
+            best.append(candidates(mine, block_peaks(mine, batch), batch, rank * VOCAB // ranks))
+        chosen = torch.zeros((rows, 2), dtype=torch.int32, device=DEVICE)
+        choose_candidates(torch.cat(best, dim=1), batch, chosen)
+        wrong = int((chosen[:, 0] != sorted_out(logits, batch)).sum())
         print(f"top_k {top_k}, {rows} rows of {ranks} ranks: {wrong} tokens other")
         assert wrong <= rows // 50
         if rows >= 100 and top_k > 1:
-            for other in ((kept // 2, 0.95 * one), (kept, one)):
-                assert int((found != choose_filtered(capped, one, seeds, ahead, *other, none)).sum()) > 3 * wrong + 1
+            for other in ((top_k // 2, 0.95), (top_k, 1.0)):
+                assert int((chosen[:, 0] != sorted_out(logits, batch_of(rows, *other, 0.0))).sum()) > 3 * wrong + 1
