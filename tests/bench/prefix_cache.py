@@ -96,16 +96,16 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rates")
     add_record_option(parser)
     args = parser.parse_args()
-    rows, found = list[Row](), {}
+    rows, curves = list[Row](), {}
     for name, larger in SCARCE.items():
         print(f"scarce: {name}")
-        found[name] = rates(Trace(args.conversations), larger)
+        curves[name] = rates(Trace(args.conversations), larger)
         metric, case = "tokens found, of an infinite cache's", f"prefix-{name.replace(' ', '-')}"
-        rows += [(f"{case}-{rate.working_set:.0%}", metric, rate.found, "") for rate in found[name]]
+        rows += [(f"{case}-{rate.working_set:.0%}", metric, rate.found, "") for rate in curves[name]]
     print("three conversations a tenant")
     rows += first_partings(args.conversations)
     if args.plot:
-        plot(found, args.plot)
+        plot(curves, args.plot)
     append(rows, args.record, "tests.bench.prefix_cache")
 
 

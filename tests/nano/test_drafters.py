@@ -47,11 +47,11 @@ def tokens_a_verification(member: str, skills: tuple[str, ...]) -> float:
     draw = builder.draw(random.Random("drafts"))
     examples = [builder.example(exam(skill, draw, 1)[0]) for skill in skills]
     params = SamplingParams(max_tokens=200, temperature=0.0, stop_ids=(106, 50))
-    asked = [request_of(at, each.ids[: each.start], params) for at, each in enumerate(examples)]
+    asked = [request_of(at, example.ids[: example.start], params) for at, example in enumerate(examples)]
     given, _, _ = answers(step, config, asked)
     steps = [[output.tokens for output in given[at] if output.tokens] for at in range(len(examples))]
-    assert [list(chain(*each)) for each in steps] == [each.ids[each.start :] for each in examples]
-    return sum(len(list(chain(*each))) - 1 for each in steps) / sum(len(each) - 1 for each in steps)
+    assert [list(chain(*outputs)) for outputs in steps] == [example.ids[example.start :] for example in examples]
+    return sum(len(list(chain(*outputs))) - 1 for outputs in steps) / sum(len(outputs) - 1 for outputs in steps)
 
 
 @pytest.mark.parametrize("member", trained())
