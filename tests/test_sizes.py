@@ -1,15 +1,15 @@
-"""The product's code stays within its bounds, and what is counted as code is code."""
+"""The code and its tests stay within their bounds, and what is counted as code is code."""
 
 import pytest
 
-from tests.support.sizes import BOUNDS, CodeSize, code_size, excesses, product_sizes
+from tests.support.sizes import BOUNDS, CodeSize, code_size, code_sizes, excesses
 
 pytestmark = pytest.mark.pure
 
 
-def test_the_product_is_no_larger_than_its_bounds() -> None:
-    """Lines, tokens, tokens a line and the engine's tokens are within bounds; doubled, each is reported by name."""
-    figures = product_sizes()
+def test_the_code_is_no_larger_than_its_bounds() -> None:
+    """Lines, tokens, tokens a line, the engine's tokens and the tests' are within bounds; doubled, each is reported by name."""
+    figures = code_sizes()
     assert excesses(figures) == []
     doubled = excesses({name: 2 * figure for name, figure in figures.items()})
     assert [line.partition(":")[0] for line in doubled] == list(BOUNDS)

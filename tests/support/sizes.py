@@ -16,7 +16,7 @@ from tests.support.repo_rules import ROOT, functions, sources
 FILE_CEILING = 500
 # The size that was there, and 2 %. The goal for the same features: 20 500 lines, 215 000 tokens, 9 a line, engine 90 000 tokens.
 # Who comes below lowers the bound; who needs more says what the new feature replaced.
-BOUNDS = {"code lines": 22_518, "tokens": 242_207, "tokens a line": 10.76, "engine tokens": 107_053}
+BOUNDS = {"code lines": 22_261, "tokens": 239_017, "tokens a line": 10.74, "engine tokens": 105_698, "test tokens": 515_000}
 _COUNTED = frozenset({tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -56,12 +56,17 @@ def _without_parts(tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.To
             yield token
 
 
-def product_sizes() -> dict[str, float]:
-    """The figures that BOUNDS bounds."""
+def code_sizes() -> dict[str, float]:
+    """The figures that BOUNDS bounds: of the product, and of its tests."""
     sizes = [(path.relative_to(ROOT).parts[0], code_size(path.read_text())) for path in sources()]
     lines, tokens = sum(size.lines for _, size in sizes), sum(size.tokens for _, size in sizes)
     engine = sum(size.tokens for package, size in sizes if package == "engine")
-    return {"code lines": lines, "tokens": tokens, "tokens a line": tokens / lines, "engine tokens": engine}
+    tests = sum(code_size(path.read_text()).tokens for path in _tests())
+    return {"code lines": lines, "tokens": tokens, "tokens a line": tokens / lines, "engine tokens": engine, "test tokens": tests}
+
+
+def _tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("*.py"))
 
 
 def excesses(figures: dict[str, float]) -> list[str]:
@@ -71,7 +76,7 @@ def excesses(figures: dict[str, float]) -> list[str]:
 
 def main() -> int:
     """One line a group of packages, every file above the ceiling, then the size of the product's code."""
-    tests = sorted((ROOT / "tests").rglob("*.py"))
+    tests = _tests()
     kernels = [path for path in sources() if path.relative_to(ROOT).parts[0] == "kernels"]
     for label, paths in (
         ("outside kernels", [path for path in sources() if path not in kernels]),
@@ -82,8 +87,8 @@ def main() -> int:
     for path in (*sources(), *tests):
         if (count := _length(path)) > FILE_CEILING:
             print(f"  {path.relative_to(ROOT)}: {count} lines, ceiling {FILE_CEILING}")
-    figures = product_sizes()
-    print("product:", ", ".join(f"{figure:.6g} {name} (bound {BOUNDS[name]:.6g})" for name, figure in figures.items()))
+    figures = code_sizes()
+    print("code:", ", ".join(f"{figure:.6g} {name} (bound {BOUNDS[name]:.6g})" for name, figure in figures.items()))
     for line in excesses(figures):
         print(f"too much code: {line}", file=sys.stderr)
     return 1 if excesses(figures) else 0

@@ -127,7 +127,7 @@ def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monk
 
 def test_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
     """Once a second, if steps have ended: how many, their tokens, cached tokens, queue, pools, preemptions since the last."""
-    pools = [PoolLoad(name="full", total=90, used=7, cached=5)]
+    pools = [PoolLoad(group="full", total=90, used=7, cached=5)]
     first = {"hit_tokens": 64, "prefill_tokens": 42, "preemptions": 1}
     loads = iter((
         load(0, pools),
