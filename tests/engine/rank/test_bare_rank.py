@@ -11,6 +11,7 @@ from engine.config import engine_config
 from engine.geometry import kv_groups, read_geometry
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
+from engine.rank.stages import draft_stage
 from tests.bench import step
 from tests.bench.profiling import bare_rank
 from tests.bench.profiling.bare_rank import BareRank, pages_held
@@ -64,6 +65,7 @@ def test_sequences_have_their_pages(nano: Nano) -> None:
 
 def test_steps_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A line a batch, with drafts a step's tokens too; no step is shorter than its bytes take."""
+    monkeypatch.setattr(draft_stage, "accept", draft_stage.accept)  # the bench has its own
     sizes = "--batches 1 3 --steps 12 --context 40 --max-len 128 --drafts 2 --accepted 2.5"
     monkeypatch.setattr(sys, "argv", ["step", *f"--model nano:31b --tp 1 --device cpu --dtype float32 {sizes}".split()])
     step.main()
