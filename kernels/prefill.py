@@ -64,14 +64,14 @@ def extend_attention(
     kv_heads, page, d = pool.shape[2:]
     heads, values = q.shape[1], min(d, _VALUES)
     group = heads // kv_heads
-    held, keys = _cut(d, values, q.element_size(), shared_memory(q))
-    tokens = max(1, held // group)
+    tile_rows, tile_keys = _tile_sizes(d, values, q.element_size(), shared_memory(q))
+    tokens = max(1, tile_rows // group)
     parts = d // values * cdiv(tile_tokens(heads, kv_heads), tokens)
     launch(
         _extend, (parts, len(tiles), kv_heads),  # those that read the same keys one after the other
         q, pool, table, tiles, out, table.shape[1], last_seen,
         HEADS=heads, KV_HEADS=kv_heads, D=d, VALUES=values, WINDOW=window or 0, PAGE=page, TOKENS=tokens,
-        ROWS=max(held, next_power_of_2(group)), KEYS=keys, warps=8 if held >= 64 else 4, stages=2,
+        ROWS=max(tile_rows, next_power_of_2(group)), KEYS=tile_keys, warps=8 if tile_rows >= 64 else 4, stages=2,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def paged_prefill(
     return out
 
 
-def _cut(d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
+def _tile_sizes(d: int, values: int, itemsize: int, shared: int) -> tuple[int, int]:
     """Rows of a CTA, and keys of a turn, that shared memory holds; fp32, for tests, takes the least."""
     rows, keys = (16, 16) if itemsize == 4 else (_TILE_ROWS, 64 if d <= 256 else 32)
     turn = 4 * (d + values)  # bytes of a key and its value, of which the next turn's are on their way

@@ -32,10 +32,10 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
     whole = 1 << d.bit_length() - 1
     rest = max(16, d - whole) if d > whole else 0
     assert rest & (rest - 1) == 0, f"head dim {d}: a power of two, or the sum of one and a smaller one from 16 on, is needed"
-    held, run, warps = (128, 64, 8) if q.element_size() == 2 else (16, 16, 4)
+    tile_rows, tile_keys, warps = (128, 64, 8) if q.element_size() == 2 else (16, 16, 4)
     launch(
-        _attend, (cdiv(longest, held), heads, len(starts) - 1), q, k, v, starts, out,
-        HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=held, KEYS=run, warps=warps,
+        _attend, (cdiv(longest, tile_rows), heads, len(starts) - 1), q, k, v, starts, out,
+        HEADS=heads, D=d, WHOLE=whole, REST=rest, ROWS=tile_rows, KEYS=tile_keys, warps=warps,
     )  # fmt: skip
     return out
 
