@@ -55,26 +55,26 @@ class DecodeScratch:
 
 _MOST_VALUES = 8
 _MOST_SPLITS = 33
-_OVERHEAD_TURNS = 6
 
 
 def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
-    most 33 and none without a page; where one split would all but fill them, four, so that the last wave is short. At 512 it holds
-    one, and waves take a turn a page, `_OVERHEAD_TURNS` for a CTA's begin and end, and half a turn for each split one CTA adds up,
-    where V's columns are not shared out. The splits that are never far from the fewest turns are taken, whether rows are as long as
-    they may be or as short as a thousand tokens.
+    most 33 and none without a page; where one split would all but fill them, three, so that the last wave is short. At 512 it holds
+    one, which takes a turn a page and six to begin and end, or two, which take two and four. Half a turn comes with each split that
+    one CTA adds up, where V's columns are not shared out. The splits that are never far from the fewest turns are taken, whether
+    rows are as long as they may be or as short as a thousand tokens.
     """
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
-        splits = min(4 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
+        splits = min(3 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
         return cdiv(pages, cdiv(pages, splits))
 
     def turns(splits: int, held: int) -> float:
         adding = splits / 2 if 2 * heads * splits > processors else 0.0
-        return cdiv(heads * min(splits, held), processors) * (cdiv(held, splits) + _OVERHEAD_TURNS) + adding
+        ctas, run = heads * min(splits, held), cdiv(held, splits)
+        return (run + 6 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 4)) + adding
 
     options = range(1, most + 1)
     lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
@@ -100,7 +100,7 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared:
     elif ctas <= 66 and turns <= 2:
         tile = DecodeTile(keys, 4, 4, 2, early=True) if ctas <= 33 else DecodeTile(keys, 2, 8, 2, early=True)
     else:
-        tile = DecodeTile(keys, 4 if ctas <= 33 else 1, 4, 3, early=False)
+        tile = DecodeTile(keys, 4 if ctas <= 33 else 1, 4, 3 if ctas <= 132 else 2, early=False)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile

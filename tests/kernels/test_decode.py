@@ -108,8 +108,8 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert decode_splits(8, 1, 512, 33, 132) == 8
     assert decode_splits(32, 4, 256, 33, 132) == 3
     assert decode_splits(64, 4, 256, 33, 132) == 1
-    assert decode_splits(100, 4, 256, 33, 132) == 4
-    assert all(decode_splits(100, 1, 512, pages, 132) == 1 for pages in (33, 64, 257, 4096))
+    assert decode_splits(100, 4, 256, 33, 132) == 3
+    assert {rows: decode_splits(rows, 2, 512, 258, 132) for rows in (16, 24, 32, 40, 100)} == {16: 4, 24: 5, 32: 4, 40: 3, 100: 5}
     assert decode_splits(1, 1, 512, 1, 132) == 1
 
 
