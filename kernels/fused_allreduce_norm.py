@@ -18,7 +18,8 @@ ranks can tell apart unless all parts are zero). Whoever has read a part puts -0
 so that one buffer would serve every other call. An inbox has five, two of them for a forward's first two calls, the others by turns
 for the rest: a forward may have any number of calls above two, and two forwards in a row never meet in one buffer.
 
-**Sharded**, for many rows: rank i sums and norms the rows r with r mod n = i, keeps their residual, and writes x to everybody.
+**Sharded**, for many rows of more than two ranks: rank i sums and norms the rows r with r mod n = i, keeps their residual, and
+writes x to everybody; h in its place where there is no next norm.
 """
 
 from collections.abc import Sequence
@@ -75,12 +76,14 @@ class AllReduceInbox(Inbox):
     errors  int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
     """
 
-    sharded_rows = 32  # from which on fused norms are sharded
+    sharded_rows = 32  # from which on fused norms are sharded; of two ranks, who then send no less, none
     sent_rows = 16  # up to which products write their parts themselves (`kernels.linear.linear_send`)
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(memories, rank, rows, _BITS[dtype])
         self.width = width
+        if self.size == 2:
+            self.sharded_rows = rows + 1
         self.errors = self.inbox.new_zeros(2, dtype=torch.int32)
         self.wait_at_most(WAIT_S)
         self._calls = 0
@@ -135,8 +138,8 @@ def fused_allreduce_norm(
     part is this rank's with `peers`, else the whole sum; an `InboxPart` has its own, a residual and one branch. Without `peers` it
     may be [parts, T, n], which the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
-    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is. They do not with
-    `keep_full_residual`.
+    Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is; x is all of h if
+    there is no next norm. They do not with `keep_full_residual`.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
@@ -157,10 +160,10 @@ def fused_allreduce_norm(
         return h, None if norms.next_norm is None else rms_norm(h, norms.next_norm, eps)
     elif peers is not None:
         buffer = peers.next_buffer()
-        if not (keep_full_residual or part.shape[-2] < peers.sharded_rows or norms.next_norm is None or norms.halves):
+        if not (keep_full_residual or part.shape[-2] < peers.sharded_rows or norms.halves):
             stages = _SHARDED
     h = torch.empty_like(part if residual is None else residual)
-    x = None if norms.next_norm is None else torch.empty_like(h)
+    x = None if norms.next_norm is None and stages is not _SHARDED else torch.empty_like(h)
     _launch(part, residual, norms, eps, scalar, scale, peers, h, x, buffer, stages)
     return h, x
 
@@ -388,7 +391,7 @@ def _allreduce_norm_sharded(
     owners_inbox = tl.multiple_of(tl.load(pointers + owner), 16).to(tl.pointer_type(tl.int32))
     bits_type: constexpr = inbox.dtype.element_ty
     inboxes = inboxes_of(pointers, bits_type, SIZE)
-    next_weight = tl.load(next_norm + lane, live, 0.0)
+    next_weight = None if next_norm is None else tl.load(next_norm + lane, live, 0.0)
     post_weight = None if post is None else tl.load(post + lane, live, 0.0)
     factor = None if scalar is None else tl.load(scalar).to(tl.float32)
     wait(PDL)
@@ -405,7 +408,7 @@ def _allreduce_norm_sharded(
             total = _sum(_receive(inbox, parts_at, word, live_word, errors, STRIDE, SIZE, EMPTY), SIZE, dtype)
             h = hidden(total, post_weight, before, factor, scale, N, eps, dtype)
             tl.store(h_out + row * N + lane, h.to(dtype), live)
-            x = normed(h, next_weight, N, eps, dtype).to(dtype)
+            x = (h if next_norm is None else normed(h, next_weight, N, eps, dtype)).to(dtype)
             send(x.to(bits_type, bitcast=True), inboxes, x_at * VALUES, lane, live, SIZE, -(1 << (dtype.primitive_bitwidth - 1)))
     if RECEIVE:
         received = _receive(inbox, x_at, word, live_word, errors, STRIDE, 1, EMPTY)

@@ -204,13 +204,13 @@ class SequenceParallel:
 def sum_norm(
     own: Tensor, others: Tensor, rank: int, residual: Tensor, norms: Norms, eps: float, scalar: Tensor | None, h: Tensor, x: Tensor
 ) -> None:
-    """own [T, n] and others [size - 1, T, n], parts in rank order but for `rank`'s own -> h, x [T, n]."""
+    """own [T, n] and others [size - 1, T, n], parts in rank order but for `rank`'s own -> h, x [T, n]; x is h where there is no
+    next norm."""
     assert norms.post is not None
-    assert norms.next_norm is not None
     if not enabled(own):
         total = torch.cat([others[:rank], own[None], others[rank:]]).float().sum(0).to(own.dtype)
         h.copy_(norm_add(residual, total, norms.post, eps, scalar))
-        x.copy_(rms_norm(h, norms.next_norm, eps))
+        x.copy_(h if norms.next_norm is None else rms_norm(h, norms.next_norm, eps))
         return
     n = own.shape[1]
     launch(
@@ -228,7 +228,8 @@ def _norm_own(
     row = tl.program_id(0).to(tl.int64) * N
     lane = tl.arange(0, BLOCK)
     live = lane < N
-    post_weight, next_weight = tl.load(post + lane, live, 0.0), tl.load(next_norm + lane, live, 0.0)
+    post_weight = tl.load(post + lane, live, 0.0)
+    next_weight = None if next_norm is None else tl.load(next_norm + lane, live, 0.0)
     factor = None if scalar is None else tl.load(scalar).to(tl.float32)
     wait(PDL)
     trigger(PDL)
@@ -240,7 +241,8 @@ def _norm_own(
         total += tl.where(i == rank, mine, tl.load(others + slot * stride + row + lane, live & (i != rank), 0.0).to(tl.float32))
     h = hidden(total.to(dtype).to(tl.float32), post_weight, before, factor, 1.0, N, eps, dtype)
     tl.store(h_out + row + lane, h.to(dtype), live)
-    tl.store(x_out + row + lane, normed(h, next_weight, N, eps, dtype).to(dtype), live)
+    x = h if next_norm is None else normed(h, next_weight, N, eps, dtype)
+    tl.store(x_out + row + lane, x.to(dtype), live)
 
 
 @triton.jit(do_not_specialize=["number"])

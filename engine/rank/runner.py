@@ -248,11 +248,11 @@ class Runner:
             self._inputs.upload(plan)
             self._inputs.apply()
             batch = replace(self._inputs.batch(StepSizes.of(plan))[0], chunks=chunks_of(plan))
-            every = self.forward_stage.run(replace(batch, logit_rows=None))
+            hidden = self.forward_stage.run(replace(batch, logit_rows=None))
+            assert batch.logit_rows is not None
+            for results in {1: self._buckets, size: self._buckets[1::-1]}.get(rows, ()):  # those that have variants of kernels
+                self.forward_stage.run(replace(batch, logit_rows=batch.logit_rows.repeat(results)))
             record_event(self._device).synchronize()  # the plan's staging memory is used again
-        assert batch.logit_rows is not None
-        for results in (2, 1):  # for which products have variants of their own
-            hidden = self.forward_stage.run(replace(batch, logit_rows=batch.logit_rows.repeat(results)))
         sizes = {rows * width for rows in self._buckets for width in self._widths}
         for rows in sorted(sizes, reverse=True):  # memory that the largest took does for the others
             everything = SpecialRows(small_top_k=True, filtered=range(rows), reported=range(rows), alternatives=MAX_ALTERNATIVES)
@@ -260,7 +260,7 @@ class Runner:
             for plan_of_masks in (None, self._inputs.plan):
                 self.sample_stage.sample(plan_of_masks, ends, hidden[-1:].repeat(rows, 1), everything)
         scored = [ScoredRows(batch.chunks[0], PromptScoring(0, size + 1, MAX_ALTERNATIVES), size)]
-        self.sample_stage.prompt_logprobs(ScoredBatch(scored, batch, every))
+        self.sample_stage.prompt_logprobs(ScoredBatch(scored, batch, hidden))
         self.slots.lengths[slot] = 0
         for group in self.slots.cache:
             group.pool[:, 0] = 0

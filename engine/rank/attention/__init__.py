@@ -78,4 +78,4 @@ def attention_backend(
 
     decodes = [parts("decode", pages.group).decode(pages) for pages in cache]
     extends = [extend(pages) for pages in cache]
-    return AttentionBackend(cache, {"decode": decodes, "extend": extends})
+    return AttentionBackend(cache, settings, {"decode": decodes, "extend": extends})

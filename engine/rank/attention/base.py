@@ -94,12 +94,19 @@ class AttentionBackend:
     groups."""
 
     cache: KVCache
+    settings: PartSettings
     parts: Mapping[RowKind, Sequence[AttentionPart]]
 
     def prepare(self, batch: ForwardBatch) -> AttentionPlan:
         """Make what `attend` needs, once a step. Of decode rows alone it asks the host nothing, so that a graph can hold the
         step."""
         return tuple(tuple(part.prepare(block) for part in self.parts[block.kind]) for block in batch.blocks)
+
+    def store(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch) -> None:
+        """Write K and V of every row into its pages, as `attend` does, without attention."""
+        for block in batch.blocks:
+            rows = LayerRows(qkv[block.rows], layer, norms, block, qkv)
+            normed_queries(self.cache.of(layer), self.settings, rows)
 
     def attend(self, qkv: Tensor, layer: Layer, norms: Norms, batch: ForwardBatch, plan: AttentionPlan, out: Tensor) -> None:
         """Compute the attention of a layer. qkv [T, (heads + kv_projections * kv_heads) * head_dim], the raw product: q, then k and

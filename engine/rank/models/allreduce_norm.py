@@ -26,6 +26,11 @@ class AllReduceNorm:
         self.parallel, self._eps, self._keep_full_residual = parallel, eps, keep_full_residual
         self.peers = peers.begin() if isinstance(peers, AllReduceInbox) else peers
 
+    def of_few_rows(self) -> "AllReduceNorm":
+        """The same of some of the step's rows, which no ranks share."""
+        few = isinstance(self.peers, SequenceParallel)
+        return AllReduceNorm(self.parallel, None, self._eps) if few else self
+
     def add(
         self, part: Part, residual: Tensor, post: Tensor, next_norm: Tensor | None, scalar: Tensor | None = None
     ) -> tuple[Tensor, Rows]:

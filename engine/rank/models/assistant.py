@@ -18,7 +18,7 @@ from engine.rank.load.loader import load
 from engine.rank.load.tensor_files import headers, opened
 from engine.rank.models.assistant_geometry import AssistantGeometry
 from engine.rank.models.assistant_weights import ORDER, TENSORS
-from engine.rank.models.gemma4 import Block, LayerStep, with_next_norms
+from engine.rank.models.gemma4 import Block, LayerStep, pre_norms
 from engine.rank.models.layers import Shard, VocabTable
 from engine.rank.parallel import Parallel
 from engine.rank.sampler import Sampler
@@ -89,9 +89,9 @@ class Assistant(Shard):
         A row sees keys up to its position; its rotary embedding is of `step.batch.rope`.
         """
         norm = step.allreduce_norm
-        first_norm, blocks = with_next_norms(self.blocks, self.norm)
+        first_norm, *next_norms = pre_norms(self.blocks, self.norm)
         h, x = norm(self.pre(torch.cat([embedded, hidden], 1)), None, None, first_norm, summed=True)
-        for block, next_norm in blocks:
+        for block, next_norm in zip(self.blocks, next_norms, strict=True):
             h, x = block(h, x, next_norm, step)
         return x
 

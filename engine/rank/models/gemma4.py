@@ -8,12 +8,14 @@
     logits = norm(h) E^T                                                     or of a matrix of their own
 
 A block speaks (h, x): the residual stream, and its normed form that the next product reads. A fused norm ends a block's half: the
-sum over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. Layers that
-read another layer's K and V store nothing: behind the last layer that does store, only the rows whose logits are wanted go on.
+sum over ranks, the norm behind it, the residual, and the norm before what follows, also where that is the next block's. The last
+layer that stores K and V does so of all rows, and only those whose logits are wanted go on, to its attention and what is behind.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +43,15 @@ class LayerStep:
     allreduce_norm: AllReduceNorm
     ple: Tensor | None
 
-    def logit_rows(self) -> "LayerStep":
+    def logit_rows(self, rows: Tensor) -> "LayerStep":
         """The same step with only the rows whose logits are wanted, as decode rows."""
-        rows = self.batch.logit_rows
-        assert rows is not None
         slots, positions, rope = self.batch.row_inputs(rows)
         cache = self.attention.cache
         pages = cache.gather(slots, positions, cache.page_rows(len(rows) // self.batch.width))
         batch = ForwardBatch(self.batch.ids[rows], positions, slots, rope, pages, width=self.batch.width)
         ple = None if self.ple is None else self.ple[rows]
-        return replace(self, batch=batch, plan=self.attention.prepare(batch), ple=ple)
+        allreduce_norm = self.allreduce_norm.of_few_rows()
+        return replace(self, batch=batch, plan=self.attention.prepare(batch), allreduce_norm=allreduce_norm, ple=ple)
 
 
 class Attention(nn.Module):
@@ -68,10 +69,19 @@ class Attention(nn.Module):
         self.k_norm = shard.parameter(layer.head_dim) if layer.owns_kv else None
 
     def forward(self, x: Rows, step: LayerStep) -> Part:
-        qkv = self.qkv(x)
+        return self.attend(self.qkv(x), self.k_norm, step)
+
+    def attend(self, qkv: Tensor, k_norm: Tensor | None, step: LayerStep) -> Part:
+        """The part of raw q, k and v; without `k_norm` of q alone, K and V are in their pages."""
         out = qkv.new_empty(len(qkv), self.o.shape[1])
-        step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, out)
+        step.attention.attend(qkv, self.layer, (self.q_norm, k_norm), step.batch, step.plan, out)
         return self.o(out, step.allreduce_norm)
+
+    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Write K and V of all rows x [T, hidden] into their pages; returns the rows' raw q."""
+        qkv = self.qkv(x)
+        step.attention.store(qkv, self.layer, (self.q_norm, self.k_norm), step.batch)
+        return qkv[:, : self.o.shape[1]]
 
 
 class Block(nn.Module):
@@ -95,10 +105,23 @@ class Block(nn.Module):
         self.norms = shard.norms(norms)
         self.scalar = shard.parameter(1)
 
-    def forward(self, h: Tensor, x: Rows, next_norm: Tensor, step: LayerStep) -> tuple[Tensor, Rows]:
+    def forward(self, h: Tensor, x: Rows, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows]:
         """h [T, hidden] and its normed form x -> the same behind this layer, normed by `next_norm`."""
+        return self._behind_attention(self.attention(x, step), h, next_norm, step)
+
+    def narrow(self, h: Tensor, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows, LayerStep]:
+        """h [T, hidden] of all rows, whose K and V are stored -> as a call, of the rows whose logits are wanted; and their step."""
+        rows = step.batch.logit_rows
+        assert rows is not None
+        _, x = step.allreduce_norm(h, None, None, self.norms["pre_attention"], summed=True)
+        queries, step = self.attention.store(x, step)[rows], step.logit_rows(rows)
+        if not len(rows):
+            return h[rows], x[rows], step
+        return *self._behind_attention(self.attention.attend(queries, None, step), h[rows], next_norm, step), step
+
+    def _behind_attention(self, part: Part, h: Tensor, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows]:
         norms = self.norms
-        h, x = step.allreduce_norm.add(self.attention(x, step), h, norms["post_attention"], norms["pre_mlp"])
+        h, x = step.allreduce_norm.add(part, h, norms["post_attention"], norms["pre_mlp"])
         after, scalar = (next_norm, self.scalar) if step.ple is None else (None, None)
         if self._moe:
             assert isinstance(x, Tensor)
@@ -115,11 +138,9 @@ class Block(nn.Module):
         return step.allreduce_norm(p, h, norms["post_ple"], next_norm, self.scalar, summed=True)
 
 
-def with_next_norms(blocks: nn.ModuleList, last: Tensor) -> tuple[Tensor, list[tuple[Block, Tensor]]]:
-    """The first block's norm; each block, and the norm of what comes behind it, which is `last` behind them all."""
-    made = [block for block in blocks if isinstance(block, Block)]
-    first, *rest = [block.norms["pre_attention"] for block in made]
-    return first, list(zip(made, [*rest, last], strict=True))
+def pre_norms(blocks: Iterable[nn.Module], last: Tensor) -> list[Tensor]:
+    """The norm before each block, and `last` behind them."""
+    return [*(block.norms["pre_attention"] for block in blocks if isinstance(block, Block)), last]
 
 
 class Embedding(nn.Module):
@@ -139,7 +160,7 @@ class Embedding(nn.Module):
             self.ple_norm = shard.parameter(geometry.ple)
 
     def forward(
-        self, ids: Tensor, next_norm: Tensor, allreduce_norm: AllReduceNorm, soft: SoftTokens | None = None
+        self, ids: Tensor, next_norm: Tensor | None, allreduce_norm: AllReduceNorm, soft: SoftTokens | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """ids int32 [T] -> (h [T, hidden], h normed by `next_norm`, per-layer embeddings [T, layers, ple] or None).
 
@@ -172,7 +193,7 @@ class Gemma4(Model):
         self.blocks = nn.ModuleList(Block(self, layer) for layer in geometry.layers)
         self.norm = self.parameter(geometry.hidden)
         self.own_head = None if geometry.tied else VocabTable(self, geometry.vocab, geometry.hidden)
-        self._sharing = max(layer.kv_source for layer in geometry.layers) + 1
+        self._last_stored = max(layer.kv_source for layer in geometry.layers)
         self.frequencies = frequencies_of(geometry.layers, device)
 
     @property
@@ -180,23 +201,25 @@ class Gemma4(Model):
         return self.embedding.tokens if self.own_head is None else self.own_head
 
     def embed(self, ids: Tensor, allreduce_norm: AllReduceNorm) -> Tensor:
-        return allreduce_norm(self.embedding.tokens(ids), None, None, None, scale=self.embedding.scale)[0]
+        return allreduce_norm(self.embedding.tokens(ids), None, None, None, scale=self.embedding.scale)[1]
 
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
         allreduce_norm = AllReduceNorm(
             self.parallel, peers, self.geometry.eps, keep_full_residual=self.geometry.residual_is_read
         )
-        first_norm, blocks = with_next_norms(self.blocks, self.norm)
-        h, embedded, ple = self.embedding(batch.ids, first_norm, allreduce_norm, batch.soft)
+        norms: list[Tensor | None] = [*pre_norms(self.blocks, self.norm)]
+        if batch.logit_rows is not None:  # its rows are wanted whole, not normed
+            norms[self._last_stored] = None
+        h, embedded, ple = self.embedding(batch.ids, norms[0], allreduce_norm, batch.soft)
         x: Rows = embedded
         step = LayerStep(batch, attention, attention.prepare(batch), allreduce_norm, ple)
-        narrow = batch.logit_rows is not None and (len(batch.logit_rows) < batch.rows or batch.width > 1)
-        for index, (block, next_norm) in enumerate(blocks):
-            if narrow and index == self._sharing:
-                h, x, step, narrow = h[batch.logit_rows], whole(x)[batch.logit_rows], step.logit_rows(), False
-            if h.shape[0]:
+        for block, (norm, next_norm) in zip(self.blocks, pairwise(norms), strict=True):
+            assert isinstance(block, Block)
+            if norm is None:
+                h, x, step = block.narrow(whole(x), next_norm, step)
+            elif len(h):
                 h, x = block(h, x, next_norm, step)
-        return (h[batch.logit_rows], whole(x)[batch.logit_rows]) if narrow else (h, whole(x))
+        return h, whole(x)
 
 
 GEMMA4 = Architecture(read_geometry, TENSORS, Gemma4)

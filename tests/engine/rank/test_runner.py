@@ -140,7 +140,7 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
         patch.setattr(stage, "prompt_logprobs", written)
         patch.setattr(stage.sampler, "sample", seen_sampling)
         runner.warm()
-    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256]
+    assert sizes == [1, 1, 1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256]
     most = SpecialRows(small_top_k=True, filtered=range(3), reported=range(3), alternatives=MAX_ALTERNATIVES)
     assert sampled[:2] == [(3, False, most), (3, True, most)]
     assert [rows for rows, adjusted, _ in sampled if adjusted] == [3, 2, 1]

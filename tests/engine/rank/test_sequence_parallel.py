@@ -7,7 +7,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,19 +148,20 @@ def mlps(parallel: Parallel) -> Forward:
 
 
 def layers(parallel: Parallel, folder: Path) -> Forward:
-    """A whole model, over one chunk."""
+    """A whole model, over one chunk: its final rows, and of another forward two of them alone."""
     geometry = read_geometry(folder)
     model = Gemma4(geometry, parallel, torch.float32, CPU)
     load(model, TENSORS, folder)
     cache = KVCache([GroupCache(group, 2, 1, max(ROWS), CPU) for group in kv_groups(geometry, parallel.size, dtype="float32")])
     for group in cache:
         group.table[0, 0] = 1
-    attention = attention_backend(AttentionConfig(), geometry, cache, parallel.size, (1,), CPU)
+    attention = attention_backend(AttentionConfig(), geometry, cache, parallel.size, (2,), CPU)
 
     def forward(rows: int, peers: Peers) -> Tensor:
         ids = (torch.arange(rows) * 7 + 2) % geometry.vocab
         batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), torch.arange(rows), (Chunk(0, 0, rows, 0),))
-        return model.states(batch, attention, peers)[1]
+        narrow = model.states(replace(batch, logit_rows=torch.tensor([0, rows - 1])), attention, peers)[1].clone()
+        return torch.cat([narrow, model.states(batch, attention, peers and peers.begin(rows))[1]])
 
     return forward
 

@@ -266,7 +266,8 @@ def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
         settings = PartSettings(geometry.heads // tp, geometry.eps, buckets, CPU)
         scratch = TrtllmScratch(pinned(NEWEST, kernel), settings, WORKSPACE)
         decodes = [TrtllmDecode(group, settings, scratch) for group in cache]
-        return AttentionBackend(cache, {"decode": decodes, "extend": [TrtllmExtend(group, settings, scratch) for group in cache]})
+        extends = [TrtllmExtend(group, settings, scratch) for group in cache]
+        return AttentionBackend(cache, settings, {"decode": decodes, "extend": extends})
 
     want, found = logits(attention_backend), logits(made)
     assert len(kernel.calls) > 4 * len(geometry.layers)

@@ -120,7 +120,7 @@ def theirs(it: Scene, scratch: TrtllmScratch) -> AttentionBackend:
 
 def routed(it: Scene, decode: AttentionPart, extend: AttentionPart) -> AttentionBackend:
     """A router of a part each."""
-    return AttentionBackend(KVCache([it.cache]), {"decode": [decode], "extend": [extend]})
+    return AttentionBackend(KVCache([it.cache]), it.settings, {"decode": [decode], "extend": [extend]})
 
 
 def relative(found: Tensor, want: Tensor) -> float:
