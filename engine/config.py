@@ -92,8 +92,6 @@ class EngineSettings(FrozenStruct, kw_only=True):
     are captured as CUDA graphs and replayed"""
     debug_pages: bool = False
     """compare the ranks' page tables with the plans in each step; a violation ends the group"""
-    core_log: Literal["debug", "info", "warning"] = "info"
-    """the core's log on stderr; info: a line a second; debug: a line a step, too"""
     step_timeout_s: Duration = 60.0
     """a step that makes no progress for so long ends the group"""
     heartbeat_timeout_s: Annotated[float, Meta(ge=0.5)] = 3.0

@@ -115,7 +115,6 @@ class Core:
                 self._masks.planned(plan)
                 self._send_masks()
             self._executor.submit(plan)
-            self._log.planned(plan)
             self._report |= bool(plan.admissions)  # the front learns of admissions at once
             self._progress()
             planned = True
@@ -157,18 +156,11 @@ class Core:
 
 
 class StepLog:
-    """At level debug a line a step, at level info a line a second. `load` gives the figures, times are in s."""
+    """A line a second. `load` gives the figures, times are in s."""
 
     def __init__(self, load: Callable[[], Load], now: float) -> None:
         self._load = load
         self._last, self._at = load(), now  # of the last report
-
-    def planned(self, plan: StepPlan) -> None:
-        """Log a plan that went out."""
-        if logger.isEnabledFor(logging.DEBUG):
-            cached = sum(admission.cached for admission in plan.admissions)
-            counts = f"prefill {plan.prompt_tokens}, cached {cached}, decode {len(plan.rows)}, admitted {len(plan.admissions)}"
-            logger.debug("step %d: %s; %s", plan.step, counts, self._state(self._load()))
 
     def report(self, now: float) -> None:
         """Log once a second what the steps gave that have ended since the last report, if there were any."""
@@ -177,15 +169,11 @@ class StepLog:
         load, last = self._load(), self._last
         if load.step > last.step:
             prefill, decode = load.prefill_tokens - last.prefill_tokens, load.decode_tokens - last.decode_tokens
-            counts = f"{load.step - last.step} steps, prefill {prefill}, decode {decode}"
-            cached = load.hit_tokens - last.hit_tokens
-            logger.info("%.1f s: %s; cached %d, %s", now - self._at, counts, cached, self._state(load))
+            steps = f"{load.step - last.step} steps, prefill {prefill}, decode {decode}; cached {load.hit_tokens - last.hit_tokens}"
+            queue = f"running {load.running}, waiting {load.waiting}, preempted {load.preemptions - last.preemptions}"
+            pools = ", ".join(f"{pool.group} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
+            logger.info("%.1f s: %s, %s, pages %s", now - self._at, steps, queue, pools)
         self._last, self._at = load, now
-
-    def _state(self, load: Load) -> str:
-        pools = ", ".join(f"{pool.group} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
-        counts = f"running {load.running}, waiting {load.waiting}, preempted {load.preemptions - self._last.preemptions}"
-        return f"{counts}, pages {pools}"
 
 
 class _Identified(msgspec.Struct):
@@ -222,7 +210,7 @@ def serve(lifeline: Lifeline) -> None:
     """Boot by the handshake, then run until told to stop."""
     args = lifeline.args
     config = lifeline.receive(Configure).config
-    logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=config.core_log.upper())
+    logging.basicConfig(stream=sys.stderr, format="core: %(message)s", level=logging.INFO)
     executor = RingExecutor(args)
     link = FrontLink(socket.socket(fileno=args.front))
     vocabulary = read_vocabulary(config)  # while the ranks load their weights

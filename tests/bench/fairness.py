@@ -198,7 +198,6 @@ def main() -> None:
             load_format="dummy" if args.model.startswith("dummy:") else "safetensors",
             max_len=args.max_len,
             prefill_budget=args.prefill_budget,
-            core_log="warning",
         ),
         args,
     )

@@ -106,23 +106,16 @@ def test_requests_stream_to_their_ends(core) -> None:  # noqa: ANN001
 
 
 def test_the_loop_says_what_it_does(core, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
-    """At debug level a line a step, with queue and both pools; at info what the steps of a time did, and no more."""
+    """What the steps of a time did, with queue and both pools."""
     front, _, _ = core
     monkeypatch.setattr("engine.core.loop.LOG_PERIOD_S", 0.0)
-    said: dict[int, list[str]] = {}
-    for number, level in enumerate((logging.INFO, logging.DEBUG)):
-        caplog.clear()
-        with caplog.at_level(level, "engine.core.loop"):
-            front.send(request_of(number, [1] * 5, 3))
-            front.until_ended(1)
-            front.send(Control(action="report"))
-            front.hear()
-        said[level] = [record.getMessage() for record in caplog.records]
-    counts, state = "prefill 1, cached 4, decode 0, admitted 1", "running 1, waiting 0, preempted 0, pages sliding 2+0 of 19"
-    assert any(re.fullmatch(re.escape(f"step 4: {counts}; {state}") + r", full 2\+\d of 39", line) for line in said[logging.DEBUG])
-    for level, lines in said.items():
-        assert any(re.match(r"\d+\.\d s: \d steps, prefill 0, decode \d; cached 0, running", line) for line in lines)
-        assert any(line.startswith("step ") for line in lines) == (level == logging.DEBUG)
+    with caplog.at_level(logging.INFO, "engine.core.loop"):
+        front.send(request_of(0, [1] * 5, 3))
+        front.until_ended(1)
+        front.send(Control(action="report"))
+        front.hear()
+    line = r"\d\.\d s: \d steps, prefill 0, decode \d; cached 0, running 0, waiting 0, preempted 0, pages \w+ 0\+1 of 19, full .*"
+    assert any(re.fullmatch(line, record.getMessage()) for record in caplog.records)
 
 
 def test_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
