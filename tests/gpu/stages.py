@@ -21,7 +21,7 @@ from tests.gpu.stage_table import STAGES, GpuStage
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 5.0  # of the whole time, to kill and reap the last stage
-_SHOWN = 100  # characters of a stage's last line
+_SHOWN = 100  # characters of a stage's last line, and of the first that says what pytest found wrong
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def run_one(stage: GpuStage, log: Path, timeout_s: float) -> StageEnd:
                 process.wait(END_S / 2)
     written = log.read_text(errors="replace").split("\n")
     last = next((text.strip() for text in reversed(written) if text.strip()), "wrote nothing")
-    return StageEnd(stage.name, how, last[-_SHOWN:], time.monotonic() - began)
+    wrong = next((f"{text[1:].strip()[:_SHOWN]}; " for text in written if text.startswith("E   ")), "")
+    return StageEnd(stage.name, how, wrong + last[-_SHOWN:], time.monotonic() - began)
 
 
 def passed(ends: Sequence[StageEnd]) -> bool:

@@ -32,7 +32,7 @@ def stage(name: str, script: str, seconds: float = 20.0, gpus: int = 1) -> GpuSt
     return GpuStage(name, ("-c", script), seconds, gpus)
 
 
-PASSES, FAILS = stage("passes", "print('all is well')"), stage("fails", "print('so much'); raise SystemExit(3)")
+PASSES, FAILS = stage("passes", "print('all is well')"), stage("fails", r"print('E       a fault\nso much'); raise SystemExit(3)")
 
 
 def gone(pid: int) -> bool:
@@ -57,7 +57,7 @@ def test_each_stage_ends_as_it_does(tmp_path: Path, capsys: pytest.CaptureFixtur
     ends = run_all(stages, 2, tmp_path, 60.0)
     assert [end.how for end in ends] == ["passed", "failed (3)", "timed out", "passed", "passed", "skipped"]
     last = {end.name: end.last for end in ends}
-    assert (last["passes"], last["fails"], last["silent"]) == ("all is well", "so much", "wrote nothing")
+    assert (last["passes"], last["fails"], last["silent"]) == ("all is well", "a fault; so much", "wrote nothing")
     assert last["more"] == "needs 4 GPUs, this machine has 2"
     for name in ("hangs", "leaves"):
         pids = json.loads(last[name])
