@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.rank.parallel import Inboxes, Parallel, make_inboxes
-from kernels.fused_allreduce_norm import AllReduceInbox, Norms, fused_allreduce_norm
+from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
 from tests.bench.gpu_ranks import milliseconds, run_on_gpus
 
 CHAIN = 120
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> N
         total = parallel.all_gather(wrong.float())
         best = milliseconds(parallel, lambda: [graph.replay() for _ in range(10)]) * 100 / CHAIN  # noqa: B023 (run at once)
         if rank == 0:
-            kind = "sharded" if rows >= AllReduceInbox.sharded_rows else "one-shot"
+            kind = "sharded" if rows >= inboxes.allreduce.sharded_rows else "one-shot"
             row = {"rows": rows, "kind": kind, "us": round(best, 2), "calls": args.check * CHAIN, "wrong": total.tolist()}
             print(json.dumps(row), flush=True)
         assert not total.any(), f"rank {rank}: {total.tolist()} wrong values"
