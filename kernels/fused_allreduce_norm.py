@@ -76,14 +76,12 @@ class AllReduceInbox(Inbox):
     errors  int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
     """
 
-    sharded_rows = 32  # from which on fused norms are sharded; of two ranks, who then send no less, none
+    sharded_rows = 32  # from which on fused norms are sharded
     sent_rows = 16  # up to which products write their parts themselves (`kernels.linear.linear_send`)
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(memories, rank, rows, _BITS[dtype])
         self.width = width
-        if self.size == 2:
-            self.sharded_rows = rows + 1
         self.errors = self.inbox.new_zeros(2, dtype=torch.int32)
         self.wait_at_most(WAIT_S)
         self._calls = 0
@@ -131,7 +129,6 @@ def fused_allreduce_norm(
     scalar: Tensor | None = None,
     scale: float = 1.0,
     peers: AllReduceInbox | None = None,
-    keep_full_residual: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """part [T, n], or [T, 2 n] for two parts side by side -> (h [T, n], x [T, n] or None), in part's dtype.
 
@@ -139,7 +136,7 @@ def fused_allreduce_norm(
     may be [parts, T, n], which the fused norm adds (`kernels.linear.linear_parts`); then the dtype is the residual's.
     residual [T, n]; None: the first fused norm, h = s * scale. scalar [1].
     Where peers shard the rows, h holds this rank's rows only, and the next fused norm must be given it as it is; x is all of h if
-    there is no next norm. They do not with `keep_full_residual`.
+    there is no next norm.
     """
     buffer, stages = 0, _ONE_SHOT
     if isinstance(part, InboxPart):
@@ -160,7 +157,7 @@ def fused_allreduce_norm(
         return h, None if norms.next_norm is None else rms_norm(h, norms.next_norm, eps)
     elif peers is not None:
         buffer = peers.next_buffer()
-        if not (keep_full_residual or part.shape[-2] < peers.sharded_rows or norms.halves):
+        if part.shape[-2] >= peers.sharded_rows and not norms.halves:
             stages = _SHARDED
     h = torch.empty_like(part if residual is None else residual)
     x = None if norms.next_norm is None and stages is not _SHARDED else torch.empty_like(h)

@@ -93,7 +93,8 @@ def load_rank(
     reading = partial(load, model, architecture.tensors, folder, weights=weights)
     _fill(model, architecture.tensors, source, reading, weights)
     drafter, encoders = _drafter(config, model, source), _encoders(config, model, source)
-    inboxes = make_inboxes(parallel, inbox_rows(config, geometry), geometry.summed_width, dtype, sequence_rows(config, geometry))
+    rows, width, shares_rows = inbox_rows(config, geometry), geometry.summed_width, not geometry.residual_is_read
+    inboxes = make_inboxes(parallel, rows, width, dtype, sequence_rows(config, geometry), shares_rows=shares_rows)
     if new_gpu and inboxes is not None:
         inboxes.allreduce.wait_at_most(config.boot_timeout_s)  # another rank's compiler may take long
         check_inboxes(parallel, inboxes, geometry.hidden, device, dtype)

@@ -59,9 +59,12 @@ class Inboxes:
     sequence: SequenceParallel | None = None
 
 
-def make_inboxes(parallel: Parallel, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0)) -> Inboxes | None:
+def make_inboxes(
+    parallel: Parallel, rows: int, width: int, dtype: torch.dtype, prompt_rows: range = range(0), *, shares_rows: bool = True
+) -> Inboxes | None:
     """Makes a rank's inboxes in `Parallel.peer_memory`, for steps of up to `rows` rows and fused norms of up to `width` elements a
-    row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is no such memory.
+    row, and for steps of `prompt_rows` rows, whose ranks norm rows of their own; None where there is no such memory. Without
+    `shares_rows` every rank has all rows of the residual; two ranks always do, who would send no less.
 
     Every rank must call it: they are empty on every rank before anybody can write.
     """
@@ -73,6 +76,8 @@ def make_inboxes(parallel: Parallel, rows: int, width: int, dtype: torch.dtype, 
         return None
     of_sequence, of_sums, of_choices = zip(*(memory.split(sizes) for memory in memories), strict=True)
     allreduce = AllReduceInbox(of_sums, rank, rows, width, dtype)
+    if size == 2 or not shares_rows:
+        allreduce.sharded_rows = rows + 1
     argmax = ArgmaxInbox(of_choices, rank, rows, allreduce.errors)
     sequence = SequenceParallel(of_sequence, rank, prompt_rows, width, dtype, allreduce.errors) if prompt_rows else None
     if allreduce.inbox.is_cuda:

@@ -12,7 +12,7 @@ memory for the copy out.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice, product
@@ -138,13 +138,13 @@ class Runner:
         return self.report_stage.state_hash
 
     @torch.inference_mode()
-    def capture(self, buckets: Sequence[int] | None = None) -> None:
-        """Capture steps of every size, or only decode steps of these buckets; on a GPU, once, before the first plan, on every rank.
+    def capture(self) -> None:
+        """Capture steps of every size; on a GPU, once, before the first plan, on every rank.
 
         RuntimeError: another rank's part of an all-reduce did not come, and the inboxes are broken.
         """
         graphs = StageGraphs(self._device)
-        for sizes, width in self._steps(buckets):
+        for sizes, width in self._steps():
             # A step each: ranks choose over one inbox, so sums must lie between (`kernels.choose`). With chunks one is enough:
             # `warm` has run all that samplers launch.
             for name in LARGEST_SAMPLERS[sizes.prompts > 0 :]:
@@ -153,21 +153,21 @@ class Runner:
             for name in SAMPLERS:
                 graphs.capture(partial(self._sampled_by, name, *state), name, sizes, width)
         if self.draft_stage is not None:  # last: outputs are copied behind drafts, whose graphs must not have their memory
-            for rows, width in product(sorted(buckets or self._buckets, reverse=True), self._widths[1:]):
+            for rows, width in product(reversed(self._buckets), self._widths[1:]):
                 graphs.capture(partial(self.draft_stage.draft, rows, width - 1), "draft", rows, width)
         torch.cuda.synchronize(self._device)
         self.graphs = graphs
         if self._inboxes is not None and self._inboxes.allreduce.failed:
             raise RuntimeError("another rank's part of an all-reduce did not come in time while decode steps were captured")
 
-    def _steps(self, buckets: Sequence[int] | None = None) -> Iterator[tuple[StepSizes, int]]:
-        """Yields sizes and widths of the steps that are captured, largest first, of all or of decode steps of these buckets alone.
-        They run the empty plan uploaded here, which fits all."""
+    def _steps(self) -> Iterator[tuple[StepSizes, int]]:
+        """Yields sizes and widths of the steps that are captured, largest first. They run the empty plan uploaded here, which fits
+        all."""
         self._inputs.upload(read_plan(encode_plan(StepPlan(0))))
-        for sizes, width in product(() if buckets else self._mixed_sizes, reversed(self._mixed_widths)):
+        for sizes, width in product(self._mixed_sizes, reversed(self._mixed_widths)):
             if width == 1 or sizes.decodes:
                 yield sizes, width
-        yield from product(map(StepSizes.decoding, sorted(buckets or self._buckets, reverse=True)), reversed(self._widths))
+        yield from product(map(StepSizes.decoding, reversed(self._buckets)), reversed(self._widths))
 
     @torch.inference_mode()
     def list_launches(self, share: int, shares: int) -> None:

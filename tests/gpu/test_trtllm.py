@@ -259,7 +259,8 @@ def shard_runner(rank: BareRank, backend: str) -> Runner:
     inboxes = rank.parallel.inboxes(buckets(config.max_seqs)[-1], rank.geometry.hidden, dtype)
     made = Runner(rank.model, rank.cache, config, inboxes, (), None, {})
     if made.capturable:
-        made.capture([made._inputs.bucket(ROWS)])
+        made._mixed_sizes, made._buckets = [], (made._inputs.bucket(ROWS),)
+        made.capture()
     return made
 
 

@@ -17,13 +17,10 @@ def whole(x: Rows) -> Tensor:
 
 
 class AllReduceNorm:
-    """Adds a layer's parts to the residual (`kernels.fused_allreduce_norm`): over `peers`, or behind an all-reduce.
+    """Adds a layer's parts to the residual (`kernels.fused_allreduce_norm`): over `peers`, or behind an all-reduce."""
 
-    keep_full_residual  every rank needs all rows of the residual, because something besides fused norms reads it
-    """
-
-    def __init__(self, parallel: Parallel, peers: Peers, eps: float, *, keep_full_residual: bool = False) -> None:
-        self.parallel, self._eps, self._keep_full_residual = parallel, eps, keep_full_residual
+    def __init__(self, parallel: Parallel, peers: Peers, eps: float) -> None:
+        self.parallel, self._eps = parallel, eps
         self.peers = peers.begin() if isinstance(peers, AllReduceInbox) else peers
 
     def of_few_rows(self) -> "AllReduceNorm":
@@ -58,5 +55,5 @@ class AllReduceNorm:
         peers = self.peers if isinstance(self.peers, AllReduceInbox) and not summed else None
         if not (summed or peers or isinstance(part, InboxPart)):
             part = self.parallel.all_reduce(part)
-        h, normed = fused_allreduce_norm(part, residual, norms, self._eps, scalar, scale, peers, self._keep_full_residual)
+        h, normed = fused_allreduce_norm(part, residual, norms, self._eps, scalar, scale, peers)
         return h, h if normed is None else normed

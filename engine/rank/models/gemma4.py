@@ -204,9 +204,7 @@ class Gemma4(Model):
         return allreduce_norm(self.embedding.tokens(ids), None, None, None, scale=self.embedding.scale)[1]
 
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
-        allreduce_norm = AllReduceNorm(
-            self.parallel, peers, self.geometry.eps, keep_full_residual=self.geometry.residual_is_read
-        )
+        allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps)
         norms: list[Tensor | None] = [*pre_norms(self.blocks, self.norm)]
         if batch.logit_rows is not None:  # its rows are wanted whole, not normed
             norms[self._last_stored] = None

@@ -86,7 +86,9 @@ def build(
             layer[1:].normal_()
     if runner.capturable:
         began = time.monotonic()
-        runner.capture(None if batches is None else sorted({runner._inputs.bucket(batch) for batch in batches}))
+        if batches is not None:
+            runner._mixed_sizes, runner._buckets = [], tuple(sorted({runner._inputs.bucket(batch) for batch in batches}))
+        runner.capture()
         report(f"{compilations()} kernels, graphs captured in {time.monotonic() - began:.1f} s")
     return BareRank(**vars(rank), runner=runner)
 

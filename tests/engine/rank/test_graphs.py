@@ -68,7 +68,8 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     runner.forward_stage, runner.sample_stage = MagicMock(), MagicMock()
     runner.forward_stage.padded = lambda sizes, *_: ran.append(f"forward {sizes.decodes}") or (sizes, None)
     runner._sampled_by = lambda name, sizes, _: ran.append(f"{name} {sizes.decodes}")  # type: ignore[method-assign,assignment,return-value]
-    runner.capture((1, 8))
+    runner._mixed_sizes, runner._buckets = [], (1, 8)
+    runner.capture()
     made: Any = runner.graphs
     warmed = [entry for name in LARGEST_SAMPLERS for entry in ("forward 8", f"{name} 8")]
     recorded = ["forward 8", *(f"{name} 8" for name in SAMPLERS)]

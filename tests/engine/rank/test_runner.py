@@ -76,7 +76,7 @@ def first_plan(params: tuple[SamplingParams, SamplingParams] = (GREEDY, SAMPLED)
 def test_a_part_that_did_not_come_while_steps_were_captured_ends_the_start(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inboxes' error flag is looked at behind the capture, not by the first request; without it the start goes on."""
     allreduce = SimpleNamespace(failed=False)
-    monkeypatch.setattr(runner, "_steps", lambda _: ())
+    monkeypatch.setattr(runner, "_steps", lambda: ())
     monkeypatch.setattr(rank_runner, "StageGraphs", MagicMock())
     monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(runner, "_inboxes", SimpleNamespace(allreduce=allreduce))

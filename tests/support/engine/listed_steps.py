@@ -56,7 +56,8 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     """The launches of a decode step of `rows` rows on one rank of four: inputs, forward, sampling."""
     shape = geometry(member)
     model, cache = rank(shape)
-    shared = make_inboxes(FirstOfGroup(TP), 256, shape.summed_width, torch.bfloat16)
+    shares_rows = not shape.residual_is_read
+    shared = make_inboxes(FirstOfGroup(TP), 256, shape.summed_width, torch.bfloat16, shares_rows=shares_rows)
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )
