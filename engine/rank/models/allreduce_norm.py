@@ -24,7 +24,7 @@ class AllReduceNorm:
         self.peers = peers.begin() if isinstance(peers, AllReduceInbox) else peers
 
     def of_few_rows(self) -> "AllReduceNorm":
-        """The same of some of the step's rows, which no ranks share."""
+        """The same for some of a step's rows: where ranks norm rows of their own, sums of these are all-reduces."""
         few = isinstance(self.peers, SequenceParallel)
         return AllReduceNorm(self.parallel, None, self._eps) if few else self
 

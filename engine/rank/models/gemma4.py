@@ -43,8 +43,8 @@ class LayerStep:
     allreduce_norm: AllReduceNorm
     ple: Tensor | None
 
-    def logit_rows(self, rows: Tensor) -> "LayerStep":
-        """The same step with only the rows whose logits are wanted, as decode rows."""
+    def of_rows(self, rows: Tensor) -> "LayerStep":
+        """The same step with these of its rows alone, as decode rows."""
         slots, positions, rope = self.batch.row_inputs(rows)
         cache = self.attention.cache
         pages = cache.gather(slots, positions, cache.page_rows(len(rows) // self.batch.width))
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return self.attend(self.qkv(x), self.k_norm, step)
 
     def attend(self, qkv: Tensor, k_norm: Tensor | None, step: LayerStep) -> Part:
-        """The part of raw q, k and v; without `k_norm` of q alone, K and V are in their pages."""
+        """Compute o's part of raw q, k and v; without `k_norm` qkv is q alone, whose K and V are in their pages."""
         out = qkv.new_empty(len(qkv), self.o.shape[1])
         step.attention.attend(qkv, self.layer, (self.q_norm, k_norm), step.batch, step.plan, out)
         return self.o(out, step.allreduce_norm)
@@ -110,11 +110,12 @@ class Block(nn.Module):
         return self._behind_attention(self.attention(x, step), h, next_norm, step)
 
     def narrow(self, h: Tensor, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows, LayerStep]:
-        """h [T, hidden] of all rows, whose K and V are stored -> as a call, of the rows whose logits are wanted; and their step."""
+        """h [T, hidden] -> h and x as a call gives them, of the rows whose logits are wanted alone, and the step of these. K and V
+        of all rows are stored."""
         rows = step.batch.logit_rows
         assert rows is not None
         _, x = step.allreduce_norm(h, None, None, self.norms["pre_attention"], summed=True)
-        queries, step = self.attention.store(x, step)[rows], step.logit_rows(rows)
+        queries, step = self.attention.store(x, step)[rows], step.of_rows(rows)
         if not len(rows):
             return h[rows], x[rows], step
         return *self._behind_attention(self.attention.attend(queries, None, step), h[rows], next_norm, step), step
@@ -206,7 +207,7 @@ class Gemma4(Model):
     def states(self, batch: ForwardBatch, attention: AttentionBackend, peers: Peers = None) -> tuple[Tensor, Tensor]:
         allreduce_norm = AllReduceNorm(self.parallel, peers, self.geometry.eps)
         norms: list[Tensor | None] = [*pre_norms(self.blocks, self.norm)]
-        if batch.logit_rows is not None:  # its rows are wanted whole, not normed
+        if batch.logit_rows is not None:  # this layer narrows, and needs h of those rows on every rank, which x is without a norm
             norms[self._last_stored] = None
         h, embedded, ple = self.embedding(batch.ids, norms[0], allreduce_norm, batch.soft)
         x: Rows = embedded
