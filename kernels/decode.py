@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.launch import cdiv, check_contiguous, enabled, launch, shared_memory
+from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory
 from kernels.paged_attention import attend_rows, pages_of
 from kernels.qkv import qkv_post
 from kernels.slots import first_page
@@ -24,6 +24,7 @@ class DecodeTile:
     """How a launch is cut. A CTA takes every `splits`-th run of `keys` keys of a row's KV head, and d / `values` columns of V.
 
     early: the first run's loads are issued before q is normed, which pays where a CTA has but one or two runs
+    pairs: where K is V's row times a weight before these pairs of its dims are rotated, they alone are read of K. 0: all of it is
     """
 
     keys: int
@@ -31,10 +32,11 @@ class DecodeTile:
     warps: int
     stages: int
     early: bool
+    pairs: int = 0
 
     def shared_bytes(self, d: int) -> int:
         """What the pipeline holds of K and V, q, and what layouts are exchanged in, in two bytes a number."""
-        return 2 * (self.stages - 1) * self.keys * (d + d // self.values) + 4 * 16 * d
+        return 2 * (self.stages - 1) * self.keys * ((2 * self.pairs or d) + d // self.values) + 4 * 16 * d
 
 
 class DecodeScratch:
@@ -62,9 +64,9 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
 
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
     most 33 and none without a page; where one split would all but fill them, three, so that the last wave is short. At 512 it holds
-    one, which takes a turn a page and six to begin and end, or two, which take two and four. Half a turn comes with each split that
-    one CTA adds up, where V's columns are not shared out. The splits that are never far from the fewest turns are taken, whether
-    rows are as long as they may be or as short as a thousand tokens.
+    one, which takes 1.2 turns a page and six to begin and end, or two, which take two and four. Half a turn comes with each split
+    that one CTA adds up, where V's columns are not shared out. The splits that are never far from the fewest turns are taken,
+    whether rows are as long as they may be or as short as a thousand tokens.
     """
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
@@ -74,7 +76,7 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     def turns(splits: int, held: int) -> float:
         adding = splits / 2 if 2 * heads * splits > processors else 0.0
         ctas, run = heads * min(splits, held), cdiv(held, splits)
-        return (run + 6 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 4)) + adding
+        return (1.2 * run + 6 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 4)) + adding
 
     options = range(1, most + 1)
     lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]
@@ -82,15 +84,15 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     return min(options, key=lambda splits: max(turns(splits, held) / fewest[held] for held in lengths))
 
 
-def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared: int) -> DecodeTile:
+def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared: int, pairs: int = 0) -> DecodeTile:
     """The cut for a head dim, a page size, rows x KV heads x splits, and the most pages that a split reads.
 
     The fastest of those tried on an H200 (tests/bench/attention.py). Where CTAs are few, latency counts: V's columns are shared
     out, at the price of reading K from L2 more than once. itemsize: bytes of a number; fp32, for tests, takes the least. shared:
-    bytes of shared memory that a CTA may have.
+    bytes of shared memory that a CTA may have. pairs: as a tile's, if all columns of V are summed by one CTA.
     """
     if itemsize == 4:
-        return DecodeTile(16, 1, 4, 2, early=False)
+        return DecodeTile(16, 1, 4, 2, early=False, pairs=pairs)
     keys = min(page, 32)
     if d <= 256 and ctas > 8 * 132:
         tile = DecodeTile(2 * keys, 1, 4, 2, early=False)  # waves of CTAs follow one another: fewer, longer turns
@@ -99,21 +101,15 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared:
         tile = DecodeTile(keys, 1, 4, 4 if deep else 3, early=False) if turns > 1 else DecodeTile(keys, 1, 4, 2, early=True)
     elif ctas <= 66 and turns <= 2:
         tile = DecodeTile(keys, 4, 4, 2, early=True) if ctas <= 33 else DecodeTile(keys, 2, 8, 2, early=True)
+    elif ctas <= 33:
+        tile = DecodeTile(keys, 4, 4, 3, early=False)
     else:
-        tile = DecodeTile(keys, 4 if ctas <= 33 else 1, 4, 3 if ctas <= 132 else 2, early=False)
+        tile = DecodeTile(keys, 1, 4, 3, early=False, pairs=pairs)
+        if ctas > 132 and 2 * tile.shared_bytes(d) > shared:
+            tile = replace(tile, stages=2)
     while tile.shared_bytes(d) > shared and tile.keys > 16:
         tile = replace(tile, stages=2) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     return tile
-
-
-def decode_cut(rows: int, pool: Tensor, pages: int, processors: int) -> tuple[int, DecodeTile]:
-    """Splits and tile of a bucket of `rows` rows that read at most `pages` pages of `pool`, one layer's.
-
-    Fewer rows may be launched by the same cut: then they need no variant of their own.
-    """
-    kv_heads, page, d = pool.shape[2:]
-    splits = decode_splits(rows, kv_heads, d, pages, processors)
-    return splits, decode_tile(d, page, rows * kv_heads * splits, cdiv(pages, splits), pool.element_size(), shared_memory(pool))
 
 
 def decode_attention(
@@ -130,11 +126,13 @@ def decode_attention(
     out: Tensor,
     splits: int,
     tile: DecodeTile | None = None,
+    bucket: int = 0,
 ) -> None:
     """Attention of one layer for `rows` decode rows, written to `out`; appends each row's K and V to the page of its position.
 
     qkv       [rows, (heads + kv_projections * kv_heads) * d], q heads, k heads, v heads before their norms. kv_projections 2;
-              1: v is k's raw product; 0: the layer reads another layer's K and V, which that layer has appended, and writes none
+              1: v is k's raw product, so K is V times k_norm where rope does not turn it, and may not be read there; 0: the layer
+              reads another layer's K and V, which that layer has appended, and writes none
     pool      one layer's [pages, 2, kv_heads, page, d], K at [:, 0], V at [:, 1]
     page_ids  int32 [rows, width]: entry j is the page of positions (first + j) * page ..; first is 0, and with a window
               max(0, position - window + 1) // page. Entries behind the position's own page are never used
@@ -144,6 +142,7 @@ def decode_attention(
     out       [rows, heads * d] in qkv's dtype
     splits    CTAs along the keys of a (row, KV head), a constant of the bucket: see `decode_splits`
     tile      in place of `decode_tile`'s
+    bucket    rows that the tile is for, where fewer are launched: then they need no variant of their own
     """
     rows, d = qkv.shape[0], pool.shape[4]
     assert len(out) == len(page_ids) == len(positions) == rows, (qkv.shape, out.shape)
@@ -157,16 +156,18 @@ def decode_attention(
         qkv_post(qkv, pool, page_ids, own_rows, gathered, cos_sin, q_norm, k_norm, eps, q)
         attend_rows(q, pool, page_ids, positions, window, out.view(q.shape))
         return
+    kv_projections, pairs = (qkv.shape[1] // d - heads) // kv_heads, cos_sin.shape[1] // 2
     if tile is None:
         turns = cdiv(pages_of(page_ids.shape[1] * page, page, window), splits)
-        tile = decode_tile(d, page, rows * kv_heads * splits, turns, pool.element_size(), shared_memory(qkv))
-    kv_projections = (qkv.shape[1] // d - heads) // kv_heads
+        ctas, from_v = max(rows, bucket) * kv_heads * splits, kv_projections == 1 and 16 <= pairs == next_power_of_2(pairs)
+        tile = decode_tile(d, page, ctas, turns, pool.element_size(), shared_memory(qkv), pairs if from_v else 0)
     check_contiguous(*inputs, out)
     assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     launch(
         decode_kernel, (qkv.shape[0], kv_heads * tile.values, splits),
         qkv, pool, page_ids, positions, cos_sin, q_norm, q_norm if k_norm is None else k_norm, out,
         scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], eps,
-        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=cos_sin.shape[1] // 2, KV_PROJECTIONS=kv_projections, WINDOW=window or 0,
-        PAGE=page, SPLITS=splits, KEYS=tile.keys, VALUES=tile.values, EARLY=tile.early, warps=tile.warps, stages=tile.stages,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=pairs, KV_PROJECTIONS=kv_projections, WINDOW=window or 0, PAGE=page,
+        SPLITS=splits, KEYS=tile.keys, VALUES=tile.values, EARLY=tile.early, V_AS_K=tile.pairs > 0,
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip

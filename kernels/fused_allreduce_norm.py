@@ -76,8 +76,8 @@ class AllReduceInbox(Inbox):
     errors  int32 [2]: 1 once a peer's part did not come in time; and that time, in milliseconds
     """
 
-    sharded_rows = 32  # from which on fused norms are sharded
-    sent_rows = 16  # up to which products write their parts themselves (`kernels.linear.linear_send`)
+    sharded_rows = 65  # from which on fused norms are sharded
+    sent_rows = 64  # up to which products write their parts themselves (`kernels.linear.linear_send`): none of them is sharded
 
     def __init__(self, memories: Sequence[Tensor], rank: int, rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(memories, rank, rows, _BITS[dtype])

@@ -110,24 +110,33 @@ def _post(
     cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
     raw = qkv + token * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
-    low, high, _ = norm_and_rope(*x, *weight, cos, sin, eps, D)
+    low, high = norm_and_rope(*x, *weight, cos, sin, norm_scale(*x, eps, D))
     tl.store(offset, cast(low, q.dtype.element_ty), live)
     tl.store(offset + HALF, cast(high, q.dtype.element_ty), live)
     if KV_PROJECTIONS > 0:
-        own = tl.arange(0, HALF)[None, :]
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
-        offset = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D + own
-        k_at = raw + (HEADS + head) * D + own
-        cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, own, own < HALF, PAIRS)
-        k, k_weight = load_halves(k_at, own < HALF, 0.0, HALF), load_halves(k_norm + own, own < HALF, 1.0, HALF)
-        low, high, _ = norm_and_rope(*k, *k_weight, cos, sin, eps, D)
-        tl.store(offset, cast(low, pool.dtype.element_ty))
-        tl.store(offset + HALF, cast(high, pool.dtype.element_ty))
-        low, high = load_halves(k_at + (KV_PROJECTIONS - 1) * KV_HEADS * D, own < HALF, 0.0, HALF)
-        scale = _norm_scale(low, high, eps, D)
-        tl.store(offset + KV_HEADS * PAGE * D, cast(low * scale, pool.dtype.element_ty))
-        tl.store(offset + KV_HEADS * PAGE * D + HALF, cast(high * scale, pool.dtype.element_ty))
+        line = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D
+        append_kv(
+            raw + (HEADS + head) * D, (KV_PROJECTIONS - 1) * KV_HEADS * D, cos_sin + token * 2 * PAIRS, k_norm, line,
+            KV_HEADS * PAGE * D, eps, D, PAIRS,
+        )  # fmt: skip
+
+
+@triton.jit
+def append_kv(raw, behind, cos_sin, k_norm, line, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
+    """A token's K and V of one head, from the raw product at `raw`, and `behind` it, to `line` of a page, and KEPT behind that."""
+    HALF: constexpr = D // 2
+    own = tl.arange(0, HALF)[None, :]
+    cos, sin = rope_angles(cos_sin, own, own < HALF, PAIRS)
+    k, k_weight = load_halves(raw + own, own < HALF, 0.0, HALF), load_halves(k_norm + own, own < HALF, 1.0, HALF)
+    low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D))
+    tl.store(line + own, cast(low, line.dtype.element_ty))
+    tl.store(line + HALF + own, cast(high, line.dtype.element_ty))
+    low, high = load_halves(raw + behind + own, own < HALF, 0.0, HALF)
+    scale = norm_scale(low, high, eps, D)
+    tl.store(line + KEPT + own, cast(low * scale, line.dtype.element_ty))
+    tl.store(line + KEPT + HALF + own, cast(high * scale, line.dtype.element_ty))
 
 
 @triton.jit
@@ -144,13 +153,12 @@ def rope_angles(cos_sin, half, live, PAIRS: constexpr):
 
 
 @triton.jit
-def norm_and_rope(low, high, weight_low, weight_high, cos, sin, eps, D: constexpr):
-    """Both halves of heads [rows, HALF], normed, weighted and rotated; and what the norm multiplied by, [rows, 1]."""
-    scale = _norm_scale(low, high, eps, D)
+def norm_and_rope(low, high, weight_low, weight_high, cos, sin, scale):
+    """Dims i and i + d/2 of heads, times what the norm multiplies by, [rows, 1], and its weight; rotated."""
     low, high = low * scale * weight_low, high * scale * weight_high
-    return low * cos - high * sin, high * cos + low * sin, scale
+    return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit
-def _norm_scale(low, high, eps, D: constexpr):
+def norm_scale(low, high, eps, D: constexpr):
     return tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]

@@ -210,13 +210,15 @@ def _ragged(draw: RandomInputs) -> Outputs:
 
 def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projections: int, window: int | None) -> Outputs:
     """Rows over several splits, one of a single key, and padding; ids behind a row's own page name no page of the pool."""
-    rows, splits, pages = 3, 3, 8
+    rows, splits, pages, pairs = 3, 3, 8, 32
     pool, out = draw.pool(1 + 2 * pages, kv_heads, d), draw.floats(rows, heads * d)
     ids = 1 + draw.rising(rows, pages) % (2 * pages)
     ids[1, 1:] = _NO_PAGE
     scratch = DecodeScratch(rows, heads, kv_heads, d, rows * splits, draw.device)
-    raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.fp32(rows, 12)
+    raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.fp32(rows, 2 * pairs)
     norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if kv_projections else None
+    if kv_projections == 1:
+        pool[:, 0] = torch.where(draw.rising(d) % (d // 2) < pairs, pool[:, 0], pool[:, 1] * norms[1])
     decode_attention(raw, pool, ids, draw.ints(114, 0, -1), cos_sin, *norms, _EPS, window, scratch, out, splits)
     return out, pool
 
@@ -393,7 +395,7 @@ CHECKS = (
     Check("kernels.axial_rope", "head norms and rotation of pictures", _axial_rope),
     Check("kernels.ragged_attention", "attention within pictures", _ragged),
     Check("kernels.decode", "decode attention at head dim 256", _decode, (4, 2, 256, 2, 50)),
-    Check("kernels.decode", "decode attention at head dim 512", _decode, (8, 1, 512, 1, None)),
+    Check("kernels.decode", "decode attention at head dim 512", _decode, (16, 4, 512, 1, None)),
     Check("kernels.verify", "attention of several queries a row", _verify),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend, (4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend, (8, 1, 512, None)),

@@ -12,7 +12,7 @@ from triton.language import constexpr
 
 from kernels.launch import trigger, wait
 from kernels.numerics import LOG2E, cast, dot, first_use
-from kernels.qkv import load_halves, norm_and_rope, rope_angles
+from kernels.qkv import append_kv, load_halves, norm_and_rope, norm_scale, rope_angles
 
 ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 
@@ -21,7 +21,8 @@ ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
 def decode_kernel(
     qkv, pool, page_ids, positions, cos_sin, q_norm, k_norm, out, parts, lse, tickets, width, eps,
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, WINDOW: constexpr,
-    PAGE: constexpr, SPLITS: constexpr, KEYS: constexpr, VALUES: constexpr, EARLY: constexpr, PDL: constexpr,
+    PAGE: constexpr, SPLITS: constexpr, KEYS: constexpr, VALUES: constexpr, EARLY: constexpr, V_AS_K: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     """A CTA: one row, one KV head, one part of V's columns, one split of the keys. The last split to end adds them all.
 
@@ -33,13 +34,14 @@ def decode_kernel(
     row, split = tl.program_id(0), tl.program_id(2)
     head, part = tl.program_id(1) // VALUES, tl.program_id(1) % VALUES
     HALF: constexpr = D // 2
+    READ: constexpr = PAIRS if V_AS_K else HALF  # dims of each half of K that are read
     group, columns = tl.arange(0, ROWS), part * DV + tl.arange(0, DV)
     # Heads are read as [rows, D/2] twice, dims i and i + D/2 that rope turns together, and so are weights and angles: one layout,
     # nothing to exchange between threads. Of the tile of K and V, row 0 is K's and row 1 is V's.
     rows = group[:, None]
-    half = rows * 0 + tl.arange(0, HALF)[None, :]
+    half, read = rows * 0 + tl.arange(0, HALF)[None, :], rows * 0 + tl.arange(0, READ)[None, :]
     own, is_q = rows == 0, rows < GROUP
-    q_weight = load_halves(q_norm + half, is_q, 1.0, HALF)
+    q_weight = load_halves(q_norm + read, is_q, 1.0, HALF)
     k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     ids = page_ids + row * width
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
@@ -49,9 +51,16 @@ def decode_kernel(
     position = tl.load(positions + row)
     page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     token = qkv + row * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
-    q_raw = load_halves(token + (head * GROUP + rows) * D + half, is_q, 0.0, HALF)
-    cos, sin = rope_angles(cos_sin + row * 2 * PAIRS, half, is_q, PAIRS)
-    if KV_PROJECTIONS > 0:
+    q_at = token + (head * GROUP + rows) * D
+    q_raw = load_halves(q_at + read, is_q, 0.0, HALF)
+    cos_q, sin_q = rope_angles(cos_sin + row * 2 * PAIRS, read, is_q, PAIRS)
+    if V_AS_K:  # q's other dims, times K's weight: there K is V times it
+        dims = tl.arange(0, D)[None, :]
+        whole_q = load_halves(q_at + half, is_q, 0.0, HALF)
+        other_q = tl.load(q_at + dims, is_q, 0.0).to(tl.float32)
+        other_weight = tl.load(q_norm + dims).to(tl.float32) * tl.load(k_norm + dims, dims % HALF >= PAIRS, 0.0).to(tl.float32)
+    if KV_PROJECTIONS > 0 and not V_AS_K:
+        cos, sin = rope_angles(cos_sin + row * 2 * PAIRS, half, own, PAIRS)
         kv_raw = load_halves(token + (HEADS + head + rows * (KV_PROJECTIONS - 1) * KV_HEADS) * D + half, rows < 2, 0.0, HALF)
         v_new = tl.load(token + (HEADS + (KV_PROJECTIONS - 1) * KV_HEADS + head) * D + columns).to(tl.float32)
 
@@ -60,7 +69,7 @@ def decode_kernel(
     if WINDOW > 0:
         oldest = tl.maximum(position - WINDOW + 1, 0)
         first = oldest // PAGE * PAGE
-    end = position + (KV_PROJECTIONS == 0)  # the row's own key is in the pool only where another layer has put it there
+    end = position + (KV_PROJECTIONS == 0 or V_AS_K)  # the row's own key is read from the pool where it is put there before
     runs = (position - first) // KEYS + 1
     out_at = out + row * HEADS * D + head * GROUP * D
     if position < 0:
@@ -71,39 +80,49 @@ def decode_kernel(
     if split >= runs:
         return
 
-    low = tl.arange(0, HALF)
+    low = tl.arange(0, READ)
     if EARLY:
         k_low = load_run(heads_k, page, split, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
         k_high = load_run(heads_k, page, split, first, oldest, end, low + HALF, D, 2 * KEPT, KEYS, PAGE)
         v = load_run(heads_v, page, split, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
 
-    q_low, q_high, _ = norm_and_rope(*q_raw, *q_weight, cos, sin, eps, D)
+    if V_AS_K:
+        q_scale = norm_scale(*whole_q, eps, D)
+        q_other = cast(other_q * q_scale * other_weight, pool.dtype.element_ty)
+    else:
+        q_scale, q_other = norm_scale(*q_raw, eps, D), None
+    q_low, q_high = norm_and_rope(*q_raw, *q_weight, cos_q, sin_q, q_scale)
     q_low, q_high = cast(q_low, pool.dtype.element_ty), cast(q_high, pool.dtype.element_ty)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sums = tl.zeros([ROWS, KEYS], tl.float32)  # of each column of the turns' keys: added up once, at the end
     acc = tl.zeros([ROWS, DV], tl.float32)
     if KV_PROJECTIONS > 0:  # noqa: SIM102 - a constexpr around a branch
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
-            low_new, high_new, scale = norm_and_rope(*kv_raw, *k_weight, cos, sin, eps, D)
-            key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), pool.dtype.element_ty)
-            key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), pool.dtype.element_ty)
-            value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), pool.dtype.element_ty)
             at = tl.load(ids + (position - first) // PAGE).to(tl.int64) * (2 * KEPT) + position % PAGE * D
-            if part == 0:
-                tl.store(heads_k + at + low, key_low)
-                tl.store(heads_k + at + HALF + low, key_high)
-            tl.store(heads_v + at + columns, value)
-            products = q_low.to(tl.float32) * key_low.to(tl.float32)[None, :]
-            row_max = tl.sum(products + q_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1) * LOG2E
-            row_sums += tl.where(tl.arange(0, KEYS) == 0, 1.0, 0.0)[None, :]
-            acc += value.to(tl.float32)[None, :]
+            if V_AS_K:
+                append_kv(token + (HEADS + head) * D, 0, cos_sin + row * 2 * PAIRS, k_norm, heads_k + at, KEPT, eps, D, PAIRS)
+                tl.debug_barrier()  # every thread's part is written before it is read below
+            else:
+                scale = norm_scale(*kv_raw, eps, D)
+                low_new, high_new = norm_and_rope(*kv_raw, *k_weight, cos, sin, scale)
+                key_low = cast(tl.sum(tl.where(own, low_new, 0.0), 0), pool.dtype.element_ty)
+                key_high = cast(tl.sum(tl.where(own, high_new, 0.0), 0), pool.dtype.element_ty)
+                value = cast(v_new * tl.sum(tl.where(rows == 1, scale, 0.0)), pool.dtype.element_ty)
+                if part == 0:
+                    tl.store(heads_k + at + low, key_low)
+                    tl.store(heads_k + at + HALF + low, key_high)
+                tl.store(heads_v + at + columns, value)
+                products = q_low.to(tl.float32) * key_low.to(tl.float32)[None, :]
+                row_max = tl.sum(products + q_high.to(tl.float32) * key_high.to(tl.float32)[None, :], 1) * LOG2E
+                row_sums += tl.where(tl.arange(0, KEYS) == 0, 1.0, 0.0)[None, :]
+                acc += value.to(tl.float32)[None, :]
 
     begin = split
     if EARLY:
         page = page_of(ids, (split + SPLITS) * KEYS, width, KEYS, PAGE)
         seen = _seen(split, first, oldest, end, KEYS)
         loaded = first_use(k_low), first_use(k_high), first_use(v)
-        row_max, row_sums, acc = _attend(q_low, q_high, *loaded, seen, row_max, row_sums, acc)
+        row_max, row_sums, acc = _attend(q_low, q_high, q_other, *loaded, seen, row_max, row_sums, acc)
         begin += SPLITS
     for run in tl.range(begin, runs, SPLITS):
         k_low = load_run(heads_k, page, run, first, oldest, end, low, D, 2 * KEPT, KEYS, PAGE)
@@ -111,7 +130,7 @@ def decode_kernel(
         v = load_run(heads_v, page, run, first, oldest, end, columns, D, 2 * KEPT, KEYS, PAGE)
         page = page_of(ids, (run + SPLITS) * KEYS, width, KEYS, PAGE)  # one turn ahead
         seen = _seen(run, first, oldest, end, KEYS)
-        row_max, row_sums, acc = _attend(q_low, q_high, k_low, k_high, v, seen, row_max, row_sums, acc)
+        row_max, row_sums, acc = _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, acc)
 
     row_sum = tl.sum(row_sums, 1)
     norm = tl.where(row_sum > 0, row_sum, 1.0)
@@ -161,12 +180,14 @@ def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE:
 
 
 @triton.jit
-def _attend(q_low, q_high, k_low, k_high, v, seen, row_max, row_sums, acc):
+def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, acc):
     """One turn of the online softmax, in base 2, as `softmax_step`, with a sum of weights for each column of the keys.
 
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
     """
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
+    if q_other is not None:
+        scores += dot(q_other, tl.trans(v)) * LOG2E
     scores = tl.where(seen[None, :], scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])

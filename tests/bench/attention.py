@@ -22,7 +22,7 @@ from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_s
 from kernels.launch import plain_torch
 from kernels.tiles import LARGE_SHARED
 from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
-from tests.support.attention import EPS, OUTSIDE, Shape
+from tests.support.attention import EPS, OUTSIDE, Shape, unrotated
 from tests.support.launches import Node, record
 
 PAGE = 32
@@ -57,14 +57,15 @@ class Layer:
         """The one in force."""
         shape = self.shape
         splits = decode_splits(rows, shape.kv_heads, shape.d, pages, PROCESSORS)
-        return splits, decode_tile(shape.d, PAGE, rows * shape.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED)
+        form = shape.d, PAGE, rows * shape.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED
+        return splits, decode_tile(*form, shape.pairs if shape.kv_projections == 1 else 0)
 
     def others(self, rows: int, pages: int) -> Iterator[Cut]:
         """Cuts worth trying, the likeliest first: splits that leave no CTA a page more than needed."""
         few = (1, 2, 3, 4, 5, 6, 8, 11, 17, 24, 33, 48, 64)
         even = {-(-pages // -(-pages // n)) for n in few if n <= pages}
         near = sorted(even, key=lambda n: abs(math.log(n / self.cut(rows, pages)[0])))
-        for n, tile in product(near[:5], _tiles(self.shape.d)):
+        for n, tile in product(near[:5], _tiles(self.shape)):
             if tile.values == 1 or rows * self.shape.kv_heads * n * tile.values <= 2 * PROCESSORS:
                 yield n, replace(tile, early=2 * n >= pages and tile.keys == PAGE)
 
@@ -83,12 +84,13 @@ class Layer:
         decode_attention(qkv, pool, *rows, q_norm, k_norm, EPS, window, it.scratch, out, splits, tile)
 
 
-def _tiles(d: int) -> list[DecodeTile]:
-    if d <= 256:
-        shapes = [(PAGE, 1, 4, 3), (16, 1, 4, 3), (PAGE, 1, 4, 2), (2 * PAGE, 1, 4, 2), (PAGE, 2, 4, 2)]
+def _tiles(shape: Shape) -> list[DecodeTile]:
+    if shape.d <= 256:
+        tiles = [(PAGE, 1, 4, 3), (16, 1, 4, 3), (PAGE, 1, 4, 2), (2 * PAGE, 1, 4, 2), (PAGE, 2, 4, 2)]
     else:
-        shapes = [(PAGE, 1, 4, 3), (PAGE, 2, 4, 2), (PAGE, 1, 4, 2), (PAGE, 4, 4, 2), (16, 1, 4, 3), (PAGE, 4, 8, 3)]
-    return [DecodeTile(*shape, early=False) for shape in shapes]
+        tiles = [(PAGE, 1, 4, 3), (PAGE, 2, 4, 2), (PAGE, 1, 4, 2), (PAGE, 4, 4, 2), (2 * PAGE, 1, 8, 2), (PAGE, 4, 8, 3)]
+    pairs = shape.pairs if shape.kv_projections == 1 else 0
+    return [DecodeTile(*tile, early=False, pairs=pairs if tile[1] == 1 else 0) for tile in tiles]
 
 
 LAYERS = (
@@ -120,6 +122,9 @@ class Inputs:
         positions = [start + query for start in layer.starts(rows) for query in range(layer.queries)]
         self.positions = torch.tensor(positions, dtype=torch.int32, device=device)
         self.given, self.out = layer.given(len(positions), draw), draw((len(positions), shape.heads, shape.d))
+        if shape.kv_projections == 1:
+            k, v = self.pools.unbind(2)
+            torch.where(unrotated(shape, device), v * self.given[3], k, out=k)
         parts = len(positions) * max(splits for splits, _ in self.cuts)
         self.scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, parts, device)
 
@@ -165,7 +170,9 @@ def measure(layer: Layer, rows: int, device: torch.device, seconds: float) -> st
         if time.monotonic() < deadline:
             with suppress(*FAILURES):  # one that does not fit ends no sweep; a wrong result does
                 times[cut] = inputs.us(cut)
-    floor = 1e6 * inputs.pools[0].nbytes / READ_RATE
+    shape = layer.shape
+    of_keys = shape.pairs / shape.d if shape.kv_projections == 1 else 0.5  # what is not read of V as well
+    floor = 1e6 * inputs.pools[0].nbytes * (0.5 + of_keys) / READ_RATE
     best = min(times, key=lambda cut: times[cut])
     return f"{layer.name} b{rows}: {times[used]:.2f} us by {used}; pages alone {floor:.2f}; best {times[best]:.2f} by {best}"
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels import paged_attention
-from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_cut, decode_splits
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile
 from tests.bench import attention as bench
 from tests.bench import verify_cuts
 from tests.support import interpreter
-from tests.support.attention import Case, Shape, decode_case, decode_node, meta
+from tests.support.attention import Case, Shape, decode_case, decode_node, unrotated
 from tests.support.launches import record
 
 pytestmark = pytest.mark.cpu
@@ -109,19 +109,16 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert decode_splits(32, 4, 256, 33, 132) == 3
     assert decode_splits(64, 4, 256, 33, 132) == 1
     assert decode_splits(100, 4, 256, 33, 132) == 3
-    assert {rows: decode_splits(rows, 2, 512, 258, 132) for rows in (16, 24, 32, 40, 100)} == {16: 4, 24: 5, 32: 4, 40: 3, 100: 5}
+    assert {rows: decode_splits(rows, 2, 512, 258, 132) for rows in (16, 24, 32, 40, 100)} == {16: 8, 24: 5, 32: 4, 40: 3, 100: 5}
     assert decode_splits(1, 1, 512, 1, 132) == 1
 
 
 def test_fewer_rows_take_their_buckets_cut() -> None:
     """A bucket's cut is what its full launch takes by itself; a launch of fewer rows can be told to take it too."""
-    layer, pool = bench.LAYERS[1], meta(9, 2, 1, 32, 512)
-    with record((9, 0)):
-        splits, tile = decode_cut(4, pool, 33, 132)
-    full = decode_node(layer.shape, 4, splits, (9, 0), pages=33)
-    fewer = decode_node(layer.shape, 1, splits, (9, 0), tile, pages=33)
+    shape = bench.LAYERS[1].shape
+    full, fewer = (decode_node(shape, rows, 16, (9, 0), pages=33, bucket=4) for rows in (4, 1))
     assert full.constexprs == fewer.constexprs
-    assert decode_node(layer.shape, 1, splits, (9, 0), pages=33).constexprs != full.constexprs
+    assert decode_node(shape, 1, 16, (9, 0), pages=33).constexprs != full.constexprs
 
 
 def test_wrong_sizes_are_refused() -> None:
@@ -154,6 +151,7 @@ def test_under_the_interpreter() -> None:
 CUTS = [
     (Shape(4, 2, 32, 16, window=WINDOW), 3, None),
     (Shape(8, 1, 64, 8, kv_projections=1), 4, DecodeTile(32, 4, 8, 3, early=True)),
+    (Shape(8, 1, 64, 16, kv_projections=1), 3, DecodeTile(32, 1, 4, 3, early=False, pairs=16)),
     (Shape(2, 2, 16, 8, kv_projections=0, window=WINDOW - 3), 1, None),
     (Shape(16, 1, 16, 4, window=1, page=16), 2, None),
     (Shape(3, 1, 32, 16, page=64), 5, DecodeTile(64, 2, 4, 3, early=False)),
@@ -170,6 +168,17 @@ def interpreted_equals_dense_attention(shape: Shape, splits: int, tile: DecodeTi
         call = attend(case, splits, tile)
     check(case, call)
     assert len(nodes) == 1
+
+
+def interpreted_keys_are_read_from_values() -> None:
+    """Where rope does not turn K and V is its raw product, K is not read: it may be NaN. With another weight the output strays."""
+    case = decode_case(Shape(8, 1, 64, 16, kv_projections=1), [170, 33, 0, 1])
+    call = attend(case, 2)
+    pool = case.pool.clone()
+    pool[:, 0, ..., unrotated(case.shape)] = torch.nan
+    assert torch.equal(attend(replace(case, pool=pool), 2).out, call.out)
+    assert case.k_norm is not None
+    assert error(attend(replace(case, k_norm=1.1 * case.k_norm), 2), case) > FAULT
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 8, 16])

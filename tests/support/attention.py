@@ -32,6 +32,11 @@ class Shape:
     page: int = 32
 
 
+def unrotated(shape: Shape, device: torch.device | None = None) -> Tensor:
+    """bool [d]: the dims that rope does not turn. Where v is k's raw product, K's are V's times K's weight."""
+    return torch.arange(shape.d, device=device) % (shape.d // 2) >= shape.pairs
+
+
 @dataclass(frozen=True)
 class Case:
     """Inputs of `decode_attention` on the CPU, the output it must give, and the pool it must leave."""
@@ -128,6 +133,8 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
     dense = []
     for row, length in enumerate(lengths):
         k, v = (draw(length, shape.kv_heads, shape.d).to(dtype) / scale for scale in (shape.d**0.25, 1))
+        if shape.kv_projections == 1:
+            k = torch.where(unrotated(shape), v * k_norm, k)
         dense.append((k, v))
         if length and shape.kv_projections:
             k[-1] = turned(normed(heads[1][row : row + 1], k_norm), cos_sin[row : row + 1])[0]
@@ -161,6 +168,7 @@ def decode_node(
     tile: DecodeTile | None = None,
     dtype: torch.dtype = torch.bfloat16,
     pages: int = 64,
+    bucket: int = 0,
 ) -> Node:
     """The launch of `decode_attention` on a GPU of compute capability `target`."""
     heads, kv_heads, d = shape.heads, shape.kv_heads, shape.d
@@ -179,6 +187,7 @@ def decode_node(
             meta(rows, heads * d, dtype=dtype),
             splits,
             tile,
+            bucket,
         )
     (node,) = nodes
     return node

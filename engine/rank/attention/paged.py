@@ -7,6 +7,7 @@ The ops choose: Triton kernels on a GPU, plain torch elsewhere. So the backends 
 
 import bisect
 from functools import partial
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from engine.rank.batch import Chunk, RowBlock
 from engine.rank.kv import GroupCache
 from engine.rank.upload import uploaded
 from kernels.chunks import extend_tiles
-from kernels.decode import DecodeScratch, decode_attention, decode_cut
+from kernels.decode import DecodeScratch, decode_attention, decode_splits
 from kernels.launch import enabled, processors
 from kernels.prefill import extend_attention, tile_tokens
 from kernels.verify import verify_attention
@@ -30,9 +31,10 @@ class PagedDecode:
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         group, buckets = cache.group, settings.buckets
         self._cache, self._settings = cache, settings
-        self._cuts = [decode_cut(rows, cache.pool[0], cache.read_width, processors(settings.device)) for rows in buckets]
-        parts = max(rows * splits for rows, (splits, _) in zip(buckets, self._cuts, strict=True))
-        most = settings.width * max(parts, processors(settings.device) // group.kv_heads)  # also of rows that verify drafts
+        cores, form = processors(settings.device), (group.kv_heads, group.head_dim, cache.read_width)
+        self._splits = [decode_splits(rows, *form, cores) for rows in buckets]
+        parts = max(map(mul, buckets, self._splits))
+        most = settings.width * max(parts, cores // group.kv_heads)  # also of rows that verify drafts
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, most, settings.device)
 
     def prepare(self, block: RowBlock) -> None:
@@ -44,14 +46,13 @@ class PagedDecode:
         cache, group, settings = self._cache, self._cache.group, self._settings
         pages = block.pages[group.index]
         index = bisect.bisect_left(settings.buckets, len(pages))
+        bucket = settings.buckets[index]
         if block.width == 1:
-            splits, tile = self._cuts[index]
             reads = qkv, cache.layers[layer.kv_source], pages, block.positions, block.rope[layer.rope, layer.head_dim]
-            decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, splits, tile)
+            decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, self._splits[index], bucket=bucket)
             return
         q, pool = normed_queries(cache, settings, rows)
-        scratch, bucket = self._scratch, settings.buckets[index]
-        verify_attention(q, pool, pages, block.positions, group.window, scratch, out.view(q.shape), bucket=bucket)
+        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), bucket=bucket)
 
 
 class PagedExtend:

@@ -209,7 +209,7 @@ def single_fault_is_found(fault: str) -> None:
     assert any(sentence in (each or "") for each in said), said
 
 
-@pytest.mark.parametrize(("most", "sharded"), [(64, True), (16, False)])
+@pytest.mark.parametrize(("most", "sharded"), [(96, True), (64, False)])
 def test_every_kernel_that_writes_to_other_ranks_is_launched(most: int, *, sharded: bool) -> None:
     """At TP=4: fused norms of one part and two, of rows that are shared out where there are so many, products of both kinds that
     send theirs, and the choice, each with the inboxes of four ranks."""

@@ -103,9 +103,8 @@ def test_a_dense_layer_is_seven_launches(rows: int) -> None:
     """QKV, attention, O, norm, gate and up, down, norm: seven nodes in each of the 60 layers of the 31B; eleven around them."""
     names = [node.kernel for node in step("31b", rows)]
     products = "_gemv" if rows == 1 else "_gemm"
-    norm = "_allreduce_norm_sharded" if rows >= 32 else "_allreduce_norm"
-    layer = [products, "decode_kernel", products, norm, products, products, norm]
-    before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", "_embed", norm]
+    layer = [products, "decode_kernel", products, "_allreduce_norm", products, products, "_allreduce_norm"]
+    before = ["_apply", "_inputs", "_pages", "_pages", "_rotary", "_rotary", "_embed", "_allreduce_norm"]
     assert names == before + 60 * layer + [products, "_local_best", "_choose"]
 
 
