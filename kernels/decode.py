@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, shared_memory
+from kernels.launch import cdiv, check_contiguous, enabled, launch, shared_memory
 from kernels.paged_attention import attend_rows, pages_of
 from kernels.qkv import qkv_post
 from kernels.slots import first_page
-from kernels.splitkv import ROWS, decode_kernel
+from kernels.splitkv import ROWS, decode_kernel, read_pairs
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def decode_attention(
     kv_projections, pairs = (qkv.shape[1] // d - heads) // kv_heads, cos_sin.shape[1] // 2
     if tile is None:
         turns = cdiv(pages_of(page_ids.shape[1] * page, page, window), splits)
-        ctas, from_v = max(rows, bucket) * kv_heads * splits, kv_projections == 1 and 16 <= pairs == next_power_of_2(pairs)
-        tile = decode_tile(d, page, ctas, turns, pool.element_size(), shared_memory(qkv), pairs if from_v else 0)
+        ctas, read = max(rows, bucket) * kv_heads * splits, read_pairs(pairs) if kv_projections == 1 else 0
+        tile = decode_tile(d, page, ctas, turns, pool.element_size(), shared_memory(qkv), read)
     check_contiguous(*inputs, out)
     assert heads // kv_heads <= ROWS.value, (heads, kv_heads)
     launch(

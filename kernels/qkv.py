@@ -54,17 +54,22 @@ def qkv_post(
     k_norm: Tensor | None,
     eps: float,
     q: Tensor,
+    *,
+    fold: bool = False,
 ) -> None:
     """Raw product of T tokens -> normed and roped q [T, heads, d]; their K and V go into their pages.
 
     qkv [T, (heads + kv_projections * kv_heads) * d], cos_sin fp32 [T, 2 * pairs], norms and pool as in `decode_attention`;
     table int32 [slots, width]; slots and positions int [T]. A padding row (position -1) writes nothing into pages; its q is zero.
+    fold: q is multiplied by k_norm where rope does not turn it, for attention that reads V there in K's place.
     """
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
     if not enabled(qkv):
         raw, *kv = qkv.unflatten(1, (-1, d)).split((heads, *(kv_heads,) * kv_projections), 1)
         cos, sin = cos_sin.chunk(2, 1)
+        if fold:
+            q_norm = q_norm * torch.where(torch.arange(d, device=q.device) % (d // 2) < cos.shape[1], 1.0, k_norm)
         q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
         q.masked_fill_((positions < 0)[:, None, None], 0)
         if not kv:
@@ -80,7 +85,7 @@ def qkv_post(
     check_contiguous(*inputs)
     launch(
         _post, (qkv.shape[0], kv_heads), *inputs, table.shape[1], eps,
-        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=cos_sin.shape[1] // 2, KV_PROJECTIONS=kv_projections, PAGE=page,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=cos_sin.shape[1] // 2, KV_PROJECTIONS=kv_projections, PAGE=page, FOLD=fold,
         warps=4 if heads // kv_heads * d >= 1024 else 2,
     )  # fmt: skip
 
@@ -89,7 +94,7 @@ def qkv_post(
 def _post(
     qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm, q, width, eps,
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
-    PDL: constexpr,
+    FOLD: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A CTA: one token's query heads of one KV head, and that head's K and V."""
     trigger(PDL)
@@ -100,6 +105,9 @@ def _post(
     half = rows * 0 + tl.arange(0, HALF)[None, :]
     live = rows < GROUP
     weight = load_halves(q_norm + half, live, 1.0, HALF)
+    if FOLD:
+        low, high = load_halves(k_norm + half, live & (half >= PAIRS), 1.0, HALF)
+        weight = weight[0] * low, weight[1] * high
     wait(PDL)
     position = tl.load(positions + token)
     offset = q + (token * HEADS + head * GROUP + rows) * D + half

@@ -32,7 +32,7 @@ from kernels.embed import embed
 from kernels.experts import experts
 from kernels.filters import filtered_tokens, scaled_rows, write_tokens
 from kernels.fused_allreduce_norm import Norms, fused_allreduce_norm
-from kernels.launch import plain_torch
+from kernels.launch import enabled, plain_torch
 from kernels.linear import linear, linear_geglu, linear_gelu_mul
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
@@ -43,7 +43,7 @@ from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, Sampli
 from kernels.sequence_parallel import sum_norm
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, gather_pages, rotary_table
 from kernels.table_check import COPIED_ENTRY, ROW_ENTRY, TABLE_ENTRY, check_rows, new_violations
-from kernels.verify import verify_attention
+from kernels.verify import verify_attention, verify_cut_of
 
 RUN_ON = frozenset({(9, 0)})
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-3}  # of a row's norm: a rounding or two of bf16; other orders of sums
@@ -223,14 +223,20 @@ def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projection
     return out, pool
 
 
-def _verify(draw: RandomInputs) -> Outputs:
-    """Rows of several queries: behind a window, at the beginning with one query less, and padding."""
+def _verify(draw: RandomInputs, pairs: int) -> Outputs:
+    """Rows of several queries: behind a window, at the beginning with one query less, and padding. K is V times a weight, but for
+    `pairs` if there are any; kernels read it there."""
     heads, kv_heads, d, q_len, splits = 8, 1, 512, 4, 3
     pool, q = draw.pool(9, kv_heads, d), draw.floats(3 * q_len, heads, d, scale=d**-0.25)
     ids, out = draw.ints(*range(8, 2, -1), *[_NO_PAGE] * 9).view(3, 5), draw.floats(3 * q_len, heads, d)
     positions = draw.ints(*range(200, 204), 0, 1, 2, *[-1] * 5)
     scratch = DecodeScratch(3, heads, kv_heads, d, 3 * q_len * splits, draw.device)
-    verify_attention(q, pool, ids, positions, 70, scratch, out, splits)
+    if pairs:
+        weight, turned = draw.floats(d), draw.rising(d) % (d // 2) < pairs
+        pool[:, 0] = torch.where(turned, pool[:, 0], pool[:, 1] * weight)
+        q = torch.where(turned, q, q * weight) if enabled(q) else q
+    _, tile = verify_cut_of(pool, 3, heads // kv_heads * q_len, 5, pairs)
+    verify_attention(q, pool, ids, positions, 70, scratch, out, splits, tile)
     return (out,)
 
 
@@ -396,7 +402,8 @@ CHECKS = (
     Check("kernels.ragged_attention", "attention within pictures", _ragged),
     Check("kernels.decode", "decode attention at head dim 256", _decode, (4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode, (16, 4, 512, 1, None)),
-    Check("kernels.verify", "attention of several queries a row", _verify),
+    Check("kernels.verify", "attention of several queries a row", _verify, (0,)),
+    Check("kernels.verify", "attention of several queries a row, keys read from values", _verify, (64,)),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend, (4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend, (8, 1, 512, None)),
     Check("kernels.prefill", "prefill attention over images", _extend, (4, 2, 256, 30, True)),

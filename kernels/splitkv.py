@@ -10,11 +10,17 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from kernels.launch import trigger, wait
+from kernels.launch import next_power_of_2, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, first_use
 from kernels.qkv import append_kv, load_halves, norm_and_rope, norm_scale, rope_angles
 
 ROWS = constexpr(16)  # rows of a product: the heads of a KV head, and padding
+
+
+def read_pairs(pairs: int) -> int:
+    """Returns what is read of K where V is its raw product: the `pairs` of dims that rope turns. 0: all of it, as a product of
+    matrices takes 16 dims at least and a power of 2."""
+    return pairs if 16 <= pairs == next_power_of_2(pairs) else 0
 
 
 @triton.jit(do_not_specialize=["width", "positions"])  # a mixed step's rows begin anywhere

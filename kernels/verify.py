@@ -32,35 +32,49 @@ _MOST_ROWS = 128  # of a product: queries x heads of a KV head
 
 @dataclass(frozen=True)
 class VerifyTile:
-    """How a launch is cut: `rows` of a product, of queries x heads, and as in `kernels.decode.DecodeTile`."""
+    """How a launch is cut: `rows` of a product, of queries x heads, and as in `kernels.decode.DecodeTile`. With `pairs` q has K's
+    weight where rope does not turn it (`kernels.qkv.qkv_post`, folded)."""
 
     rows: int
     keys: int
     values: int
     warps: int
     stages: int
+    pairs: int = 0
 
     def shared_bytes(self, d: int) -> int:
         """What q takes and the pipeline holds of K and V, in two bytes a number; large products read one stage behind."""
         held = self.stages if self.rows >= 64 else self.stages - 1
-        return 2 * (self.rows * d + held * self.keys * (d + d // self.values)) + 4096
+        return 2 * (self.rows * (d + 2 * self.pairs) + held * self.keys * ((2 * self.pairs or d) + d // self.values)) + 4096
+
+
+def verify_cut_of(pool: Tensor, rows: int, queries: int, pages: int, pairs: int = 0) -> tuple[int, VerifyTile]:
+    """`verify_cut` for one layer's pool [pages, 2, kv_heads, page, d] and the GPU that it is on."""
+    kv_heads, page, d = pool.shape[2:]
+    gpu = processors(pool.device), pool.element_size(), shared_memory(pool)
+    return verify_cut(rows, kv_heads, queries, d, page, pages, *gpu, pairs)
 
 
 @cache
 def verify_cut(
-    rows: int, kv_heads: int, queries: int, d: int, page: int, pages: int, processors: int, itemsize: int, shared: int
-) -> tuple[int, VerifyTile]:
+    rows: int, kv_heads: int, queries: int, d: int, page: int, pages: int, processors: int, itemsize: int, shared: int,
+    pairs: int = 0,
+) -> tuple[int, VerifyTile]:  # fmt: skip
     """Splits and tile for a bucket of `rows` rows that read at most `pages` pages, of so many queries x heads of a KV head.
 
     As measured on an H200 (tests/bench/verify_cuts.py): sums of 64 registers a thread at most, V's columns shared out where eight
-    splits or more remain, and splits for one CTA on each of the GPU's `processors`. itemsize: bytes of a number; fp32, for tests,
+    splits or more remain, and splits for one CTA on each of the GPU's `processors`, or for two of the smallest with `pairs`. Those
+    are the tile's too, but for the largest products, and for larger ones of few CTAs. itemsize: bytes of a number; fp32, for tests,
     takes the least. shared: bytes of shared memory that a CTA may have.
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
-    ctas, columns = rows * kv_heads, max(1, lanes * d // 8192)
+    ctas, columns, on_each = rows * kv_heads, max(1, lanes * d // 8192), 1
     if itemsize == 4:
-        tile = VerifyTile(lanes, 16, 1, 4, 2)
+        tile = VerifyTile(lanes, 16, 1, 4, 2, pairs)
+    elif pairs and d > 256 and (lanes <= 32 or (lanes == 64 and 16 * ctas > processors)):
+        on_each = 2 if lanes == 16 else 1
+        tile = VerifyTile(lanes, min(page, 32), 1, *((8, 2) if lanes == 64 else (4, 3)), pairs)
     else:
         # Eight warps for half as many parts of V: of the largest products, and of 32 rows of 512 or 64 of 256 in large batches.
         wide = lanes == _MOST_ROWS or (lanes * d == 16384 and 16 * ctas > processors)
@@ -74,7 +88,7 @@ def verify_cut(
     while tile.shared_bytes(d) > shared and (tile.stages > 2 or tile.keys > 16):
         tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes"
-    splits = min(pages, max(1, processors // (ctas * tile.values)))
+    splits = min(pages, max(1, on_each * processors // (ctas * tile.values)))
     return cdiv(pages, cdiv(pages, splits)), tile
 
 
@@ -88,7 +102,6 @@ def verify_attention(
     out: Tensor,
     splits: int | None = None,
     tile: VerifyTile | None = None,
-    bucket: int = 0,
 ) -> None:
     """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
 
@@ -98,8 +111,8 @@ def verify_attention(
               oldest key that the row's first query sees
     positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
     out       [rows * q_len, heads, d] in q's dtype
-    splits    CTAs along the keys of a (row, KV head);  tile: in place of `verify_cut`'s
-    bucket    rows that the cut is for, where fewer are launched: then they need no variant of their own
+    splits    CTAs along the keys of a (row, KV head);  tile: as `verify_cut` gives them, for more rows if one variant is to do;
+              None: for these rows, and all of K
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -108,10 +121,7 @@ def verify_attention(
     if not enabled(q):
         attend_rows(q, pool, page_ids, positions, window, out)
         return
-    cut = verify_cut(
-        max(rows, bucket), kv_heads, heads // kv_heads * q_len, d, page, page_ids.shape[1],
-        processors(q.device), pool.element_size(), shared_memory(q),
-    )  # fmt: skip
+    cut = verify_cut_of(pool, rows, heads // kv_heads * q_len, page_ids.shape[1])
     splits, tile = splits or cut[0], tile or cut[1]
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
@@ -119,8 +129,8 @@ def verify_attention(
     launch(
         verify_kernel, (rows, kv_heads * tile.values, splits),
         q, pool, page_ids, positions, out, scratch.parts, scratch.lse, page_ids.shape[1], splits,
-        HEADS=heads, KV_HEADS=kv_heads, D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page,
-        ROWS=tile.rows, KEYS=tile.keys, VALUES=tile.values, warps=tile.warps, stages=tile.stages,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=tile.pairs, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, ROWS=tile.rows,
+        KEYS=tile.keys, VALUES=tile.values, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         launch(
@@ -132,7 +142,7 @@ def verify_attention(
 @triton.jit(do_not_specialize=["width", "positions", "splits"])  # a mixed step's rows begin anywhere
 def verify_kernel(
     q, pool, page_ids, positions, out, parts, lse, width, splits,
-    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
     ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys."""
@@ -155,20 +165,29 @@ def verify_kernel(
     if split >= runs:
         return
     line = (query * HEADS + head * GROUP + lane % GROUP) * D
-    queries = tl.load(q + row * Q_LEN * HEADS * D + line[:, None] + tl.arange(0, D)[None, :], live[:, None], 0.0)
+    q_at = q + row * Q_LEN * HEADS * D + line[:, None]
+    read = tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
+    if PAIRS > 0:  # the dims that rope turns; K's others are V's
+        read += tl.where(read < PAIRS, 0, D // 2 - PAIRS)
+        dims = tl.arange(0, D)
+        of_values = tl.load(q_at + dims[None, :], live[:, None] & (dims % (D // 2) >= PAIRS)[None, :], 0.0)
+    queries = tl.load(q_at + read[None, :], live[:, None], 0.0)
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV], tl.float32)
     page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     for run in tl.range(split, runs, splits):
-        k = load_run(heads_k, page, run, first, oldest, last + 1, tl.arange(0, D), D, 2 * KEPT, KEYS, PAGE)
+        k = load_run(heads_k, page, run, first, oldest, last + 1, read, D, 2 * KEPT, KEYS, PAGE)
         v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
         page = page_of(ids, (run + splits) * KEYS, width, KEYS, PAGE)  # one turn ahead
         keys = first + run * KEYS + tl.arange(0, KEYS)
         seen = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, dot(queries, tl.trans(k)) * LOG2E, -float("inf"))
+        scores = dot(queries, tl.trans(k))
+        if PAIRS > 0:
+            scores += dot(of_values, tl.trans(v))
+        scores = tl.where(seen, scores * LOG2E, -float("inf"))
         row_max, weights, rescale, row_sum = softmax_step(scores, row_max, row_sum)
         acc = acc * rescale[:, None] + dot(cast(weights, v.dtype), v)
 

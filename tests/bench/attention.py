@@ -124,7 +124,7 @@ class Inputs:
         self.given, self.out = layer.given(len(positions), draw), draw((len(positions), shape.heads, shape.d))
         if shape.kv_projections == 1:
             k, v = self.pools.unbind(2)
-            torch.where(unrotated(shape, device), v * self.given[3], k, out=k)
+            torch.where(unrotated(shape, device), v * self.given[-1], k, out=k)
         parts = len(positions) * max(splits for splits, _ in self.cuts)
         self.scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, parts, device)
 

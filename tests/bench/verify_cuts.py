@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.tiles import LARGE_SHARED
 from kernels.verify import VerifyTile, verify_attention, verify_cut
 from tests.bench.attention import PAGE, PROCESSORS, Cut, Draw, Inputs, Layer, main
-from tests.support.attention import Shape
+from tests.support.attention import Shape, unrotated
 
 SPLITS = (1, 2, 3, 4, 6, 8, 11, 17, 33)
 
@@ -22,23 +23,26 @@ class VerifyLayer(Layer):
     def cut(self, rows: int, pages: int) -> Cut:
         shape = self.shape
         group = shape.heads // shape.kv_heads * self.queries
-        return verify_cut(rows, shape.kv_heads, group, shape.d, PAGE, pages, PROCESSORS, 2, LARGE_SHARED)
+        pairs = shape.pairs if shape.kv_projections == 1 else 0
+        return verify_cut(rows, shape.kv_heads, group, shape.d, PAGE, pages, PROCESSORS, 2, LARGE_SHARED, pairs)
 
     def others(self, rows: int, pages: int) -> Iterator[Cut]:
         """Tiles of 16 to 80 sums a thread, and shared memory that there is."""
-        lanes, d = self.cut(1, 1)[1].rows, self.shape.d
-        for splits, keys, warps, stages, values in product(SPLITS, (32, 64), (4, 8), (2, 3, 4), (1, 2, 4)):
-            tile = VerifyTile(lanes, keys, values, warps, stages)
-            fits = 16 <= lanes * d / values / (32 * warps) <= 80 and tile.shared_bytes(d) <= LARGE_SHARED
+        lanes, d, some = self.cut(1, 1)[1].rows, self.shape.d, {0, self.shape.pairs * (self.shape.kv_projections == 1)}
+        for splits, keys, warps, stages, values, pairs in product(SPLITS, (32, 64), (4, 8), (2, 3, 4), (1, 2, 4), some):
+            tile = VerifyTile(lanes, keys, values, warps, stages, pairs)
+            fits = 16 <= lanes * d / values / (32 * warps) <= (128 if pairs else 80) and tile.shared_bytes(d) <= LARGE_SHARED
             if fits and splits <= pages and rows * self.shape.kv_heads * splits * values <= 12 * PROCESSORS:
                 yield splits, tile
 
     def given(self, rows: int, draw: Draw) -> tuple[Tensor, ...]:
-        """The queries."""
-        return (draw((rows, self.shape.heads, self.shape.d)).mul_(self.shape.d**-0.25),)
+        """The queries, the same with K's norm where rope does not turn it, and that."""
+        shape = self.shape
+        q, k_norm = draw((rows, shape.heads, shape.d)).mul_(shape.d**-0.25), (1 + 0.1 * draw(shape.d)) * shape.d**-0.25
+        return q, torch.where(unrotated(shape, q.device), q * k_norm, q), k_norm
 
     def attend(self, it: Inputs, pool: Tensor, splits: int, tile: Any) -> None:
-        (q,) = it.given
+        q = it.given[tile is not None and tile.pairs > 0]
         verify_attention(q, pool, it.page_ids, it.positions, self.shape.window, it.scratch, it.out, splits, tile)
 
 
@@ -46,12 +50,12 @@ LAYERS = (
     VerifyLayer("e2b-sliding", Shape(8, 1, 256, 128, window=512), batches=(1, 8, 32, 100), queries=3),
     VerifyLayer("e2b-full", Shape(8, 1, 512, 64), batches=(1, 8, 32, 100), queries=3),
     VerifyLayer("31b-tp2-sliding", Shape(16, 8, 256, 128, window=1024), batches=(1, 8, 32, 100), queries=6),
-    VerifyLayer("31b-tp2-full", Shape(16, 2, 512, 64), batches=(1, 8, 32, 100), queries=6),
-    VerifyLayer("31b-tp2-full-8k", Shape(16, 2, 512, 64), 8192, (1, 8), 6),
+    VerifyLayer("31b-tp2-full", Shape(16, 2, 512, 64, 1), batches=(1, 8, 32, 100), queries=6),
+    VerifyLayer("31b-tp2-full-8k", Shape(16, 2, 512, 64, 1), 8192, (1, 8), 6),
     VerifyLayer("31b-tp4-sliding", Shape(8, 4, 256, 128, window=1024), batches=(1, 8, 32, 64), queries=6),
-    VerifyLayer("31b-tp4-full", Shape(8, 1, 512, 64), batches=(1, 8, 32, 64), queries=6),
+    VerifyLayer("31b-tp4-full", Shape(8, 1, 512, 64, 1), batches=(1, 8, 32, 64), queries=6),
     VerifyLayer("26b-tp1-sliding", Shape(16, 8, 256, 128, window=1024), batches=(1, 5, 16, 48), queries=5),
-    VerifyLayer("26b-tp1-full", Shape(16, 2, 512, 64), batches=(1, 5, 16, 48), queries=5),
+    VerifyLayer("26b-tp1-full", Shape(16, 2, 512, 64, 1), batches=(1, 5, 16, 48), queries=5),
 )
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import paged_attention
-from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile
+from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits
 from tests.bench import attention as bench
 from tests.bench import verify_cuts
 from tests.support import interpreter

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.norm import rms_norm
 from kernels.qkv import inverse_frequencies, norm_rope, qkv_post
 from tests.support import interpreter
-from tests.support.attention import normed, turned
+from tests.support.attention import Shape, normed, turned, unrotated
 
 pytestmark = pytest.mark.cpu
 
@@ -64,7 +64,8 @@ def test_bfloat16_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("kv_projections", [0, 1, 2])
 def test_qkv_post(kv_projections: int) -> None:
-    """From the raw product to q and to K and V in their pages; padding rows write zeros to q alone; one side: v is k's raw."""
+    """From the raw product to q and to K and V in their pages; padding rows write zeros to q alone. One projection: v is k's raw,
+    and q has k's weight where rope does not turn it."""
     heads, kv_heads, d, pairs = 4, 2, 16, 4
     table = torch.tensor([[5, 2, 0], [7, 8, 0]], dtype=torch.int32)
     slots = torch.tensor([0, 0, 1, 0, 1], dtype=torch.int32)
@@ -73,7 +74,10 @@ def test_qkv_post(kv_projections: int) -> None:
     q_norm, k_norm = torch.randn(d), torch.randn(d)
     pool = torch.full((9, 2, kv_heads, 32, d), torch.nan)
     q = torch.full((5, heads, d), torch.nan)
-    qkv_post(qkv, pool, table, slots, positions, cos_sin, q_norm, k_norm if kv_projections else None, EPS, q)
+    norms, fold = (q_norm, k_norm if kv_projections else None), kv_projections == 1
+    qkv_post(qkv, pool, table, slots, positions, cos_sin, *norms, EPS, q, fold=fold)
+    if fold:
+        q_norm = torch.where(unrotated(Shape(heads, kv_heads, d, pairs)), q_norm * k_norm, q_norm)
     raw = qkv.view(5, -1, d)
     live = positions >= 0
     assert not q[~live].any()

@@ -4,7 +4,7 @@ The reference runs here; the Triton kernel in `interpreted_*`, under the interpr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from kernels.decode import DecodeScratch
 from kernels.slots import gather_pages
 from kernels.verify import MOST_QUERIES, VerifyTile, verify_attention, verify_cut
 from tests.support import interpreter
-from tests.support.attention import Shape, attended, in_pages, verify_nodes
+from tests.support.attention import Shape, attended, in_pages, unrotated, verify_nodes
 from tests.support.compiled import compile_node
 from tests.support.launches import record
 
@@ -149,13 +149,15 @@ def test_the_largest_cuts_compile() -> None:
     """Rows of as many queries as there may be, on the GPU that has run the rest, within shared memory and nearly without spills."""
     target, shared, done = (9, 0), 232448, set[tuple[VerifyTile, int]]()
     for shape in MEMBERS:
-        lanes = shape.heads // shape.kv_heads * MOST_QUERIES
-        if lanes > VERIFY_ROWS:
-            continue
-        _, tile = verify_cut(32, shape.kv_heads, lanes, shape.d, shape.page, 40, 132, 2, shared)
-        if (tile, shape.d) not in done:
+        for queries, pairs in ((MOST_QUERIES, 0), *((queries, 64) for queries in (2, 4, 8) if shape.d == 512)):
+            lanes = shape.heads // shape.kv_heads * queries
+            if lanes > VERIFY_ROWS:
+                continue
+            _, tile = verify_cut(32, shape.kv_heads, lanes, shape.d, shape.page, 40, 132, 2, shared, pairs)
+            if (tile, shape.d) in done:
+                continue
             done.add((tile, shape.d))
-            kernel = compile_node(verify_nodes(shape, MOST_QUERIES, target, 32)[0], target)
+            kernel = compile_node(verify_nodes(shape, queries, target, 32, tile)[0], target)
             what = (tile, shape, kernel.registers, kernel.shared, kernel.stack)
             assert kernel.stack <= 24, what
             assert kernel.shared <= tile.shared_bytes(shape.d) <= shared, what
@@ -185,6 +187,19 @@ def interpreted_equals_dense_attention(shape: Shape, q_len: int, splits: int, ti
     with record() as nodes:
         check(case, splits, tile)
     assert [node.kernel for node in nodes] == ["verify_kernel", "combine_kernel"][: 1 + (splits > 1)]
+
+
+def interpreted_keys_are_read_from_values() -> None:
+    """Where rope does not turn K, it is V times a weight that q has: it is not read there, and may be NaN. Without the weight the
+    output strays."""
+    shape, tile = Shape(4, 2, 64, 16), VerifyTile(16, 32, 1, 4, 2, pairs=16)
+    case = verify_case(shape, 3, [(PAGE - 1, 3), (0, 1), (100, 2)])
+    rest = unrotated(shape)
+    weight = torch.where(rest, torch.linspace(0.5, 1.5, shape.d), 1.0)
+    want = replace(case, dense=[(torch.where(rest, v * weight, k), v) for k, v in case.dense]).want(case.positions)
+    case.pool[:, 0, ..., rest] = torch.nan
+    assert error(attend(replace(case, q=case.q * weight), 2, tile), want) < TOLERANCE
+    assert error(attend(case, 2, tile), want) > FAULT
 
 
 def interpreted_bfloat16() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention
-from kernels.verify import verify_attention
+from kernels.verify import VerifyTile, verify_attention
 from tests.support.launches import Node, record
 
 EPS = 1e-6
@@ -193,12 +193,12 @@ def decode_node(
     return node
 
 
-def verify_nodes(shape: Shape, q_len: int, target: tuple[int, int], rows: int = 3) -> list[Node]:
+def verify_nodes(shape: Shape, q_len: int, target: tuple[int, int], rows: int = 3, tile: VerifyTile | None = None) -> list[Node]:
     """The launches of `verify_attention` in four splits: attention, and the sum of its parts."""
     q, scratch = meta(rows * q_len, shape.heads, shape.d), (rows, shape.heads, shape.kv_heads, shape.d, 4 * rows * q_len)
     with record(target) as nodes:
         verify_attention(
             q, meta(9, 2, shape.kv_heads, shape.page, shape.d), ints(rows, 40), ints(rows * q_len), shape.window,
-            DecodeScratch(*scratch, torch.device("meta")), torch.empty_like(q), 4,
+            DecodeScratch(*scratch, torch.device("meta")), torch.empty_like(q), 4, tile,
         )  # fmt: skip
     return nodes

@@ -78,13 +78,13 @@ class AttentionParts:
     extend: Callable[[GroupCache], AttentionPart]
 
 
-def normed_queries(cache: GroupCache, settings: PartSettings, rows: LayerRows) -> tuple[Tensor, Tensor]:
+def normed_queries(cache: GroupCache, settings: PartSettings, rows: LayerRows, *, fold: bool = False) -> tuple[Tensor, Tensor]:
     """Write the rows' K and V into their pages; returns their normed and roped queries [rows, heads, d], and the pool that they
-    read."""
+    read; `fold` as in `kernels.qkv.qkv_post`."""
     qkv, layer, norms, block, _ = rows
     q = qkv.new_empty(len(qkv), settings.heads, layer.head_dim)
     pool, rope = cache.layers[layer.kv_source], block.rope[layer.rope, layer.head_dim]
-    qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q)
+    qkv_post(qkv, pool, cache.table, block.slots, block.positions, rope, *norms, settings.eps, q, fold=fold)
     return q, pool
 
 

@@ -20,7 +20,8 @@ from kernels.chunks import extend_tiles
 from kernels.decode import DecodeScratch, decode_attention, decode_splits
 from kernels.launch import enabled, processors
 from kernels.prefill import extend_attention, tile_tokens
-from kernels.verify import verify_attention
+from kernels.splitkv import read_pairs
+from kernels.verify import verify_attention, verify_cut_of
 
 ExtendPlan = tuple[Tensor, Tensor | None]
 
@@ -34,7 +35,7 @@ class PagedDecode:
         cores, form = processors(settings.device), (group.kv_heads, group.head_dim, cache.read_width)
         self._splits = [decode_splits(rows, *form, cores) for rows in buckets]
         parts = max(map(mul, buckets, self._splits))
-        most = settings.width * max(parts, cores // group.kv_heads)  # also of rows that verify drafts
+        most = settings.width * max(parts, 2 * cores // group.kv_heads)  # also of rows that verify drafts
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, most, settings.device)
 
     def prepare(self, block: RowBlock) -> None:
@@ -51,8 +52,11 @@ class PagedDecode:
             reads = qkv, cache.layers[layer.kv_source], pages, block.positions, block.rope[layer.rope, layer.head_dim]
             decode_attention(*reads, *norms, settings.eps, group.window, self._scratch, out, self._splits[index], bucket=bucket)
             return
-        q, pool = normed_queries(cache, settings, rows)
-        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), bucket=bucket)
+        pairs = read_pairs(layer.rope.pairs) if layer.k_eq_v and enabled(qkv) else 0
+        queries = settings.heads // group.kv_heads * block.width
+        splits, tile = verify_cut_of(cache.pool[0], bucket, queries, pages.shape[1], pairs)
+        q, pool = normed_queries(cache, settings, rows, fold=tile.pairs > 0)
+        verify_attention(q, pool, pages, block.positions, group.window, self._scratch, out.view(q.shape), splits, tile)
 
 
 class PagedExtend:

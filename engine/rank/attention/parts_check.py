@@ -62,6 +62,9 @@ def _poisoned_sequences(
     cache = GroupCache(replace(group, dtype="bfloat16"), poisoned + 1, len(spans), longest, device)
     pool = torch.randn(cache.pool.shape[1:], generator=generator)
     pool[:, 0] *= group.head_dim**-0.25
+    if layer.k_eq_v:  # K is V times its norm's weight where rope does not turn it, and may be read there
+        turned = torch.arange(group.head_dim) % (group.head_dim // 2) < layer.rope.pairs
+        pool[:, 0] = torch.where(turned, pool[:, 0], pool[:, 1] * group.head_dim**-0.25)
     pool[0], pool[poisoned] = 0, _POISON
     free = (torch.randperm(poisoned - 1, generator=generator) + 1).int().split([len(entries) for entries in needed])
     for slot, ((_, end), entries, pages) in enumerate(zip(spans, needed, free, strict=True)):

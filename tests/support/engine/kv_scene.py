@@ -95,9 +95,13 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
         tuple(Chunk(slot, start, end, offsets[slot]) for slot, (start, end) in enumerate(chunks)),
     )
     qkv = draw(len(slots), (kind.heads + kind.kv_projections * kind.kv_heads) * kind.head_dim).to(dtype)
-    norms = ((1 + 0.1 * draw(kind.head_dim)) / kind.head_dim**0.25).to(dtype), ((1 + 0.1 * draw(kind.head_dim)).to(dtype))
+    q_norm, k_norm = (((1 + 0.1 * draw(kind.head_dim)) / kind.head_dim**0.25).to(dtype) for _ in "qk")
+    if kind.kv_projections == 1:
+        k, v = cache.pool[0].unbind(1)
+        turned = torch.arange(kind.head_dim) % (kind.head_dim // 2) < rope.pairs
+        torch.where(turned, k, v * k_norm, out=k)
     settings = PartSettings(kind.heads, 1e-6, (max(1, len(decodes), len(spans)),), CPU)
-    return Scene(layer, cache, batch, qkv, (norms[0], norms[1] / kind.head_dim**0.25 if kind.kv_projections else None), settings)
+    return Scene(layer, cache, batch, qkv, (q_norm, k_norm if kind.kv_projections else None), settings)
 
 
 def attended(it: Scene, router: AttentionBackend) -> Tensor:
