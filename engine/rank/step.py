@@ -24,9 +24,10 @@ from engine.rank.upload import staging
 from kernels.chunks import ResultInputs, StepRows, chunk_inputs
 from kernels.slots import PlanLayout, apply_plan, decode_inputs, rotary_table
 
-PROMPT_ROWS = (16, 32, 64, 128, 192, 256, *range(384, 1025, 128))  # that chunks are padded to on a GPU, up to the budget
+# That chunks are padded to on a GPU, up to the budget.
+PROMPT_ROWS = (16, 32, 64, 128, 192, 256, *range(384, 1025, 128), *range(1280, 2049, 256))
 # Also where layers share K and V, so that most see few rows, or where ranks norm rows of their own: the host would be slower there.
-LARGE_PROMPT_ROWS = (*range(1280, 2049, 256), *range(2560, 4097, 512), *range(5120, 8193, 1024))
+LARGE_PROMPT_ROWS = (*range(2560, 4097, 512), *range(5120, 8193, 1024))
 DECODES_BESIDE_PROMPTS = (0, 8, 32, 128)  # sequences that decode in such steps, padded; the largest bucket is another
 MOST_PADDED_CHUNKS = 16  # of a padded step of up to 2048 prompt tokens, in proportion of a larger one; with more it runs unpadded
 LAYOUT = PlanLayout(HEADER, COUNTS, *(SECTIONS[name] for name in ("rows", "chunks", "appends", "releases")))

@@ -166,10 +166,10 @@ def test_what_the_host_must_know_is_not_padded(nano: Nano) -> None:
     chunk = (0, 3, 20, 19, 0, 0)
     assert padded(chunk) == (32, MOST_PADDED_CHUNKS, 0, 4)
     assert padded(chunk, rows=1) == (32, MOST_PADDED_CHUNKS, 4, 4)
-    assert padded((0, 0, 1024, 1024, 0, 0)) == (1024, MOST_PADDED_CHUNKS, 0, 4)
-    assert padded((0, 0, 1025, 1025, 0, 0)) is None
-    large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 1025, 1025, 0, 0)])))
-    assert sharing._padded_sizes(large) == by_rows._padded_sizes(large) == (1280, MOST_PADDED_CHUNKS, 0, 4)
+    assert padded((0, 0, 2048, 2048, 0, 0)) == (2048, MOST_PADDED_CHUNKS, 0, 4)
+    assert padded((0, 0, 2049, 2049, 0, 0)) is None
+    large = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 2049, 2049, 0, 0)])))
+    assert sharing._padded_sizes(large) == by_rows._padded_sizes(large) == (2560, 20, 0, 4)
     many = read_plan(encode_plan(StepPlan(1, chunks=[(slot, 0, 150, 150, 0, 0) for slot in range(MOST_PADDED_CHUNKS + 4)])))
     full = read_plan(encode_plan(StepPlan(1, chunks=[(0, 0, 3500, 3500, 0, 0)])))  # of the budget
     assert sharing._padded_sizes(full) == (3500, 27, 0, 4)
