@@ -9,7 +9,7 @@ query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_p
     CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch
 
 Where there are splits, a second launch adds their parts, a CTA a query and head: one CTA that added all of them would take longer
-than attention itself.
+than attention itself. With `PAIRS` K is read from V's rows where rope does not turn it, as in `kernels.splitkv`.
 """
 
 from dataclasses import dataclass, replace
