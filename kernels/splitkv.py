@@ -5,9 +5,9 @@
     last   the CTA that draws the last ticket of a (row, KV head, columns) adds the parts and resets the ticket
     owner  the CTA whose runs end with the row's own position begins with the new key and value, from registers, and appends them
 
-Where V is K's raw product (V_AS_K), K is V times its norm's weight in the dims that rope does not turn. There q has the weight and is
-multiplied with V's rows, which are loaded once for both products; of K only the turned dims are read. The owner appends first then,
-and reads its key from the page as any other.
+Where V is K's raw product (V_AS_K), K is V times its norm's weight in the dims that rope does not turn. There q has the weight and
+is multiplied with V's rows, which are loaded once for both products; of K only the turned dims are read. The owner appends first
+then, and reads its key from the page as any other.
 """
 
 import triton
