@@ -41,8 +41,8 @@ _SSE_HEADERS = [
 class CompletionResponse(Response):
     """Submits `job` when it is called as an ASGI app, and answers in `form`."""
 
-    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool, media_type: str) -> None:
-        super().__init__(media_type=media_type)
+    def __init__(self, service: Service, job: Job, form: ResponseFormat, *, stream: bool) -> None:
+        super().__init__(media_type=form.media_type)
         self._service = service
         self._limits = service.settings.limits
         self._job = job

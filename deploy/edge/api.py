@@ -1,4 +1,4 @@
-"""What is known of a path before its request is read, and of an API: how its body is read, and the format of its answer.
+"""What is known of a path before its request is read, and of an API: who reads its body, and the format of its answer.
 
 What every API wants of the engine is an Ask. So all are validated, admitted, limited and submitted alike.
 """
@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from deploy.edge.ask import Ask
+from deploy.edge.body_reader import BodyReader
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape
-from deploy.edge.response_format import ResponseFormat, ServedModel
+from deploy.edge.form_reader import FormReader
+from deploy.edge.response_format import JSON, ResponseFormat, ServedModel
 from deploy.edge.service import Service
 from engine.protocol import FrozenStruct
-
-JSON = "application/json"
 
 Right = Literal["open", "generate", "tokenize", "models", "docs", "all"]  # "open": no key is needed; "all": all rights are
 
@@ -31,35 +30,27 @@ class HttpEndpoint(FrozenStruct, kw_only=True):
     operation: str | None = None
 
 
-class ParsedRequest(FrozenStruct):
-    """A request that has been read: what is asked of the engine, the format of the answer, and the media type of a whole one."""
-
-    ask: Ask
-    format: Callable[[ServedModel], ResponseFormat]
-    media_type: str = JSON
-
-
 class GenerationApi(HttpEndpoint, kw_only=True):
-    """A route that generates. `read` takes a body, and raises InvalidRequest.
+    """A route that generates. `reader` takes a body to a request, whose `ask()` is what it wants of the engine, and `format` makes
+    the format of its answer. All raise InvalidRequest.
 
-    `body` and `parts` are for the API's document: the body's type, and types that its raw JSON refers to. `media_type`: the body's.
+    `parts`: for the API's document, types that its raw JSON refers to. `media_type`: the body's.
     """
 
     right: Right = "generate"
-    body: type[Struct]
-    read: Callable[[bytes], ParsedRequest]
+    reader: BodyReader[Any] | FormReader[Any]
+    format: Callable[[ServedModel, Any], ResponseFormat]
     media_type: str = JSON
     parts: tuple[type[Struct], ...] = ()
 
 
 class TokenApi(HttpEndpoint, kw_only=True):
-    """A route that answers from the tokenizer alone. `read` takes a body to a request that has a `model`, and `answer` that request
-    to what goes out as JSON.
+    """A route that answers from the tokenizer alone. `reader` takes a body to a request that has a `model`, and `answer` that
+    request to what goes out as JSON.
 
     Both raise InvalidRequest.
     """
 
     right: Right = "tokenize"
-    body: type[Struct]
-    read: Callable[[bytes], Any]
+    reader: BodyReader[Any]
     answer: Callable[[Service, Any], Awaitable[Any]]

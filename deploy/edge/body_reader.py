@@ -24,6 +24,7 @@ class BodyReader(Generic[R]):
     """Reads a `kind`; `absent` keys stay raw JSON."""
 
     def __init__(self, kind: type[R], absent: AbsentKeys) -> None:
+        self.kind = kind
         self._absent = absent
         fields = [(name, Json, UNSET) for name in absent]
         made: type[Any] = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True)

@@ -4,9 +4,10 @@ import base64
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from deploy.edge.body_reader import unsupported
 from deploy.edge.raw_json import decode, invalid
@@ -20,20 +21,25 @@ _NAME = re.compile(
     rb'\r\ncontent-disposition:(?:[^"\r\n]|"[^"\r\n]*"){0,999}?;\s*name=(?:"([^"\r\n]{1,64})"|([^\s";]{1,64}))', re.IGNORECASE
 )
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Struct)
 
 
-def read_form(body: bytes, decoder: msgspec.json.Decoder[R], absent: Collection[str]) -> R:
-    """What a form says, whose key `file` is the file; `absent` keys are known elsewhere and have no function here.
+class FormReader(Generic[R]):
+    """Reads a `kind`, whose key `file` is the file; `absent` keys are known elsewhere and have no function here."""
 
-    InvalidRequest names the first key that is wrong.
-    """
-    values = {}
-    for name, value in _fields(body).items():
-        if name in absent:
-            raise unsupported(name)
-        values[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
-    return decode(msgspec.json.encode(values), "", decoder)
+    def __init__(self, kind: type[R], absent: Collection[str]) -> None:
+        self.kind = kind
+        self._absent = absent
+        self._decoder = msgspec.json.Decoder(kind, strict=False)
+
+    def read(self, body: bytes) -> R:
+        """What the form says. InvalidRequest names the first key that is wrong."""
+        values = {}
+        for name, value in _fields(body).items():
+            if name in self._absent:
+                raise unsupported(name)
+            values[name] = base64.b64encode(value).decode() if name == "file" else _text(name, value)
+        return decode(msgspec.json.encode(values), "", self._decoder)
 
 
 def _fields(body: bytes) -> dict[str, bytes]:

@@ -12,6 +12,8 @@ from engine.front.generation import Choice, Delta
 from engine.pieces import Pieces
 from engine.protocol import FrozenStruct
 
+JSON = "application/json"
+
 
 class ServedModel(FrozenStruct):
     """What an answer says of the model: its name, its vocabulary as output, and what OpenAI calls the system's fingerprint."""
@@ -43,9 +45,10 @@ class Usage(FrozenStruct):
 
 
 class ResponseFormat(Protocol):
-    """One answer in the making; `id` is its name for the client."""
+    """One answer in the making; `id` is its name for the client. `media_type`: of a whole one."""
 
     id: str
+    media_type: str
 
     def begin(self, usage: Usage) -> bytes:
         """Of a stream, before anything else: the prompt has been accepted, and nothing is generated yet."""
@@ -68,6 +71,8 @@ class ResponseFormat(Protocol):
 
 class OneChoice:
     """A format of answers with one choice, which is summed up."""
+
+    media_type = JSON
 
     def __init__(self) -> None:
         self.choice = Choice()

@@ -20,13 +20,15 @@ from deploy.edge.absent_routes import why_absent
 from deploy.edge.access_log import AccessLog
 from deploy.edge.admission_control import AdmissionTicket
 from deploy.edge.answer import CompletionResponse
-from deploy.edge.api import JSON, GenerationApi, ParsedRequest, TokenApi
+from deploy.edge.api import GenerationApi, TokenApi
 from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
+from deploy.edge.ask import Ask
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, plain_error, refusal
 from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
 from deploy.edge.key_gate import KeyGate
 from deploy.edge.limits import Limits, with_cors
 from deploy.edge.observe.record import record_of
+from deploy.edge.response_format import JSON, ResponseFormat
 from deploy.edge.scope import client_address, is_from_loopback
 from deploy.edge.service import Service
 from engine.errors import QuartetError
@@ -92,11 +94,11 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
-    @app.post(api.path, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.body, api.media_type))
+    @app.post(api.path, responses=_GENERATED | _errors(api.error), openapi_extra=_body(api.reader.kind, api.media_type))
     async def generate(request: Request) -> Response:
         async with _admitted(service, request, api.media_type) as ticket:
-            parsed = await _parsed(service, request, api)
-            job = await service.jobs.job(parsed.ask)
+            ask, form = await _parsed(service, request, api)
+            job = await service.jobs.job(ask)
             key = record_of(request.scope).key
             header = request.headers.get("authorization") or request.headers.get("x-api-key", "")
             tenant = f"header {header}" if key is None else f"key {key}"  # no holder is taken for a header
@@ -105,25 +107,28 @@ def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:
             media = choices * sum(len(item.data) for item in job.media)
             await service.admission.make_room(ticket.client, choices, tokens, media)
             ticket.settle(choices, tokens, media)
-            ask = parsed.ask
             job = replace(job, salt=service.salt(ask, tenant), priority=(ask.priority << TURN_BITS) + ticket.turn)
-            form = parsed.format(service.model)
-            return CompletionResponse(service, job, form, stream=ask.stream, media_type=parsed.media_type)
+            return CompletionResponse(service, job, form, stream=ask.stream)
 
 
-async def _parsed(service: Service, request: Request, api: GenerationApi) -> ParsedRequest:
+async def _parsed(service: Service, request: Request, api: GenerationApi) -> tuple[Ask, ResponseFormat]:
     """Apart, so that nothing holds the body while its job is made."""
+
+    def read(body: bytes) -> tuple[Ask, ResponseFormat]:
+        said = api.reader.read(body)
+        return said.ask(), api.format(service.model, said)
+
     body = await _body_of(request)
     if api.media_type == JSON:
-        return await service.pool.read(api.read, body)
-    return await service.pool.run(lambda: api.read(body))
+        return await service.pool.read(read, body)
+    return await service.pool.run(lambda: read(body))
 
 
 def _add_tokens(app: FastAPI, service: Service, api: TokenApi) -> None:
-    @app.post(api.path, responses=_errors(api.error), openapi_extra=_body(api.body))
+    @app.post(api.path, responses=_errors(api.error), openapi_extra=_body(api.reader.kind))
     async def tokens(request: Request) -> Response:
         async with _admitted(service, request):
-            parsed = await service.pool.read(api.read, await _body_of(request))
+            parsed = await service.pool.read(api.reader.read, await _body_of(request))
             service.jobs.check_model(parsed.model)
             answer = await api.answer(service, parsed)
             return JsonResponse(Raw(await service.pool.run(lambda: msgspec.json.encode(answer))))
@@ -224,7 +229,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 @cache
 def _documentation() -> tuple[dict[type[Struct], JsonObject], JsonObject]:
     """JSON Schema of every API's body, and the components that they refer to, for OpenAPI 3.1."""
-    kinds = [api.body for api in TOKEN_APIS] + [kind for api in GENERATION_APIS for kind in (api.body, *api.parts)]
+    kinds = [api.reader.kind for api in TOKEN_APIS] + [kind for api in GENERATION_APIS for kind in (api.reader.kind, *api.parts)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, schemas, strict=True)), components
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
+from deploy.edge.anthropic.message_request import MessagesRequest
 from deploy.edge.blocks import BlockFormat, encode, event
 from deploy.edge.response_format import ServedModel, Usage
 from engine.errors import QuartetError
@@ -28,7 +29,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 class MessageFormat(BlockFormat):
     """A message."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, _: MessagesRequest) -> None:
         super().__init__()
         self.id = f"msg_{secrets.token_hex(12)}"
         self._model = model

@@ -2,13 +2,9 @@
 
 from deploy.edge.anthropic.error_object import ANTHROPIC_ERROR
 from deploy.edge.anthropic.message_format import MessageFormat
-from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER, ClientTool, CountRequest, MessagesRequest, Turn
-from deploy.edge.api import GenerationApi, ParsedRequest, TokenApi
+from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER, ClientTool, CountRequest, Turn
+from deploy.edge.api import GenerationApi, TokenApi
 from deploy.edge.service import Service
-
-
-def _read(body: bytes) -> ParsedRequest:
-    return ParsedRequest(MESSAGES_READER.read(body).ask(), MessageFormat)
 
 
 async def _count(service: Service, request: CountRequest) -> dict[str, int]:
@@ -16,8 +12,11 @@ async def _count(service: Service, request: CountRequest) -> dict[str, int]:
 
 
 MESSAGES_API = GenerationApi(
-    path="/v1/messages", operation="chat", error=ANTHROPIC_ERROR, body=MessagesRequest, read=_read, parts=(Turn, ClientTool)
+    path="/v1/messages",
+    operation="chat",
+    error=ANTHROPIC_ERROR,
+    reader=MESSAGES_READER,
+    format=MessageFormat,
+    parts=(Turn, ClientTool),
 )
-COUNT_TOKENS = TokenApi(
-    path="/v1/messages/count_tokens", error=ANTHROPIC_ERROR, body=CountRequest, read=COUNT_READER.read, answer=_count
-)
+COUNT_TOKENS = TokenApi(path="/v1/messages/count_tokens", error=ANTHROPIC_ERROR, reader=COUNT_READER, answer=_count)

@@ -10,7 +10,7 @@ import secrets
 import msgspec
 from msgspec import UNSET, Raw
 
-from deploy.edge.api import GenerationApi, ParsedRequest
+from deploy.edge.api import GenerationApi
 from deploy.edge.ask import Ask, RawPrompts
 from deploy.edge.body_reader import BodyReader, unsupported
 from deploy.edge.key_types import Count, Name, Natural, Priority, RawIds, RawObject, Seed
@@ -18,7 +18,7 @@ from deploy.edge.openai.absent_keys import COMMON
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.schemas import PROMPT_IDS, SamplingKeys
 from deploy.edge.raw_json import invalid, not_null, read_small, token_ids
-from deploy.edge.response_format import OneChoice, Usage
+from deploy.edge.response_format import OneChoice, ServedModel, Usage
 from engine.front.generation import Delta
 from engine.protocol import FrozenStruct, JsonObject
 
@@ -73,16 +73,15 @@ class GenerateTextRequest(FrozenStruct):
         return _PARAMS.read(not_null(self.sampling_params) or b"{}")
 
 
-_REQUEST = BodyReader(GenerateTextRequest, _ABSENT)
 _PARAMS = BodyReader(GenerateParams, COMMON)
 
 
 class GenerateFormat(OneChoice, DataEvents):
     """The answer: a stream repeats all of the text in every event, as SGLang does."""
 
-    def __init__(self, rid: str | None) -> None:
+    def __init__(self, _: ServedModel, request: GenerateTextRequest) -> None:
         super().__init__()
-        self.id = rid or secrets.token_hex(16)
+        self.id = request.rid or secrets.token_hex(16)
 
     def events(self, index: int, delta: Delta) -> bytes:
         """The text so far."""
@@ -106,9 +105,6 @@ class GenerateFormat(OneChoice, DataEvents):
         return {"text": self.choice.content, "meta_info": {"id": self.id, "finish_reason": finish, **counts}}
 
 
-def _read(body: bytes) -> ParsedRequest:
-    request = _REQUEST.read(body)
-    return ParsedRequest(request.ask(), lambda _: GenerateFormat(request.rid))  # it does not say what model it is
-
-
-GENERATE = GenerationApi(path="/generate", operation="text_completion", body=GenerateTextRequest, read=_read)
+GENERATE = GenerationApi(
+    path="/generate", operation="text_completion", reader=BodyReader(GenerateTextRequest, _ABSENT), format=GenerateFormat
+)

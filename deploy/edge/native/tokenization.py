@@ -69,13 +69,11 @@ async def _text_of(service: Service, request: DetokenizeRequest) -> dict[str, st
 
 TOKENIZE = TokenApi(
     path="/tokenize",
-    body=TokenizeRequest,
-    read=BodyReader(TokenizeRequest, _ABSENT).read,
+    reader=BodyReader(TokenizeRequest, _ABSENT),
     answer=_tokenized,
 )
 DETOKENIZE = TokenApi(
     path="/detokenize",
-    body=DetokenizeRequest,
-    read=BodyReader(DetokenizeRequest, {}).read,
+    reader=BodyReader(DetokenizeRequest, {}),
     answer=_text_of,
 )

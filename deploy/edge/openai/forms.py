@@ -14,20 +14,19 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 
 from deploy.edge.openai.data_events import DONE, DataEvents
-from deploy.edge.response_format import ServedModel, Usage
+from deploy.edge.openai.schemas import CompletionKeys
+from deploy.edge.response_format import JSON, ServedModel, Usage
 from engine.front.generation import Choice, Delta
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart
 from engine.front.text import Detokenizer
 from engine.protocol import JsonObject, Logprobs
 
 _FLOOR = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
-
-UsageChunks = Literal["none", "last", "each"]
 
 encode = msgspec.json.encode
 
@@ -69,29 +68,22 @@ class _Base(DataEvents, abc.ABC):
     `EMPTY`: what a chunk without text says.
     """
 
+    media_type = JSON
     PREFIX: ClassVar[str]
     CHUNK: ClassVar[str]
     WHOLE: ClassVar[str]
     FIRST: ClassVar[bytes]
     EMPTY: ClassVar[bytes]
 
-    def __init__(
-        self,
-        model: ServedModel,
-        *,
-        usage_chunks: UsageChunks,
-        prompt_logprobs: int | None = None,
-        echoed_logprobs: int | None = None,
-    ) -> None:
-        """Take alternatives of each token of the prompt: `prompt_logprobs` for a whole answer, `echoed_logprobs` for an echo."""
+    def __init__(self, model: ServedModel, request: CompletionKeys) -> None:
         self.id = f"{self.PREFIX}-{secrets.token_hex(12)}"
         self.model = model
-        self._usage_chunks = usage_chunks
-        self._prompt_logprobs = prompt_logprobs
-        self._echoed = echoed_logprobs
+        self._usage_chunks = request.usage_chunks
+        self._prompt_logprobs = request.prompt_logprobs
+        self._echoed = request.echoed_logprobs
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(self.CHUNK))[:-1] + b',"choices":['
-        self._tail = b"]}\n\n" if usage_chunks == "none" else b'],"usage":null}\n\n'
+        self._tail = b"]}\n\n" if self._usage_chunks == "none" else b'],"usage":null}\n\n'
         self._tokens = 0  # for the usage in each chunk
         self._choices: dict[int, _ChoiceSoFar] = {}
 

@@ -9,7 +9,7 @@ safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, rid, re
 absent_keys.py lists what is refused.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct
 from msgspec.structs import replace
@@ -38,7 +38,6 @@ from deploy.edge.key_types import (
 )
 from deploy.edge.openai import absent_keys
 from deploy.edge.openai.chat_turns import MESSAGES_SCHEMA, ProcessorKeys, TemplateSwitches, read_chat
-from deploy.edge.openai.forms import UsageChunks
 from deploy.edge.openai.tool_choice import tool_choice
 from deploy.edge.raw_json import ListReader, check_commas, first_characters, invalid, not_null, read_text, token_ids
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS
@@ -117,13 +116,18 @@ class CompletionKeys(SamplingKeys, kw_only=True):
     stream_options: StreamOptions | None = None
 
     @property
-    def usage_chunks(self) -> UsageChunks:
+    def usage_chunks(self) -> Literal["none", "last", "each"]:
         """Where a stream says its usage. InvalidRequest: there is no stream."""
         if (options := self.stream_options) is None:
             return "none"
         if not self.stream:
             raise invalid("stream_options", "only with stream: true")
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "none"
+
+    @property
+    def echoed_logprobs(self) -> int | None:
+        """Alternatives of each echoed token of the prompt; None: it is not echoed, or has no logprobs."""
+        return None
 
 
 class ChatRequest(CompletionKeys, kw_only=True):
@@ -171,7 +175,7 @@ class CompletionRequest(CompletionKeys, kw_only=True):
 
     @property
     def echoed_logprobs(self) -> int | None:
-        """Alternatives of each echoed token of the prompt; None: it is not echoed, or has no logprobs."""
+        """Those that are asked for, where the prompt is echoed."""
         return self.logprobs if self.echo else None
 
     def ask(self) -> Ask:

@@ -11,13 +11,13 @@ import msgspec
 from msgspec import Meta
 
 from deploy.edge import key_types as kt
-from deploy.edge.api import GenerationApi, ParsedRequest
+from deploy.edge.api import GenerationApi
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Media, Part, Text
 from deploy.edge.common_keys import CommonSamplingKeys
-from deploy.edge.form_reader import MEDIA_TYPE, read_form
+from deploy.edge.form_reader import MEDIA_TYPE, FormReader
 from deploy.edge.openai.data_events import DONE, DataEvents, data_event
 from deploy.edge.openai.forms import text_of
-from deploy.edge.response_format import OneChoice, Usage
+from deploy.edge.response_format import OneChoice, ServedModel, Usage
 from engine.front.generation import Delta
 from engine.protocol import JsonObject
 
@@ -54,16 +54,15 @@ class TranscriptionRequest(CommonSamplingKeys, kw_only=True):
         )
 
 
-_FORM = msgspec.json.Decoder(TranscriptionRequest, strict=False)
-
-
 class TranscriptionFormat(OneChoice, DataEvents):
-    """The answer; `plain`: a whole one is nothing but its text."""
+    """The answer; a whole one may be nothing but its text."""
 
-    def __init__(self, *, plain: bool) -> None:
+    def __init__(self, _: ServedModel, request: TranscriptionRequest) -> None:
         super().__init__()
         self.id = secrets.token_hex(16)
-        self._plain = plain
+        self._plain = request.response_format == "text"
+        if self._plain:
+            self.media_type = "text/plain; charset=utf-8"
 
     def events(self, index: int, delta: Delta) -> bytes:
         """What has been added."""
@@ -87,17 +86,10 @@ class TranscriptionFormat(OneChoice, DataEvents):
         }}  # fmt: skip
 
 
-def _read(body: bytes) -> ParsedRequest:
-    request = read_form(body, _FORM, _ABSENT)
-    plain = request.response_format == "text"
-    kind = "text/plain; charset=utf-8" if plain else "application/json"
-    return ParsedRequest(request.ask(), lambda _: TranscriptionFormat(plain=plain), kind)  # it does not say what model it is
-
-
 TRANSCRIPTIONS = GenerationApi(
     path="/v1/audio/transcriptions",
     operation="transcription",
-    body=TranscriptionRequest,
-    read=_read,
+    reader=FormReader(TranscriptionRequest, _ABSENT),
+    format=TranscriptionFormat,
     media_type=MEDIA_TYPE,
 )

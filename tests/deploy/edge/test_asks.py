@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from deploy.edge.anthropic.message_request import COUNT_READER, MESSAGES_READER
-from deploy.edge.api import JSON
 from deploy.edge.apis import GENERATION_APIS
 from deploy.edge.ask import AnswerForm, Ask, ChatMessage, ChatPrompt, PastCall, RawPrompts, Sampling, Text
+from deploy.edge.response_format import JSON
 from engine.errors import InvalidRequest
 from engine.front.constraints import ToolChoice
 from engine.front.grammar import json_answer
@@ -17,7 +17,7 @@ from tests.support.edge.api_client import user
 
 pytestmark = pytest.mark.pure
 
-READ = {api.path: api.read for api in GENERATION_APIS if api.media_type == JSON}
+READ = {api.path: api.reader.read for api in GENERATION_APIS if api.media_type == JSON}
 CHAT, TEXT, MESSAGES, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ONE = ToolChoice("required", ("f",), one=True)
@@ -32,7 +32,7 @@ LEAST: dict[str, dict[str, Any]] = {
 
 
 def ask_of(path: str, **more: Any) -> Ask:
-    return READ[path](json.dumps(LEAST[path] | more).encode()).ask
+    return READ[path](json.dumps(LEAST[path] | more).encode()).ask()
 
 
 def chat_of(path: str, **more: Any) -> ChatPrompt:
@@ -101,7 +101,7 @@ def test_one_conversation_in_three_apis() -> None:
     for path, (key, tool_paths) in names.items():
         body = json.dumps(LEAST[path] | TALK[path]).replace('"input": 0', f'"input": {CALL}')
         own = replace(wanted, prompt=replace(chat, tool_paths=tool_paths), prompt_key=key)
-        assert READ[path](body.encode()).ask == own, path
+        assert READ[path](body.encode()).ask() == own, path
 
 
 def test_responses_sample_as_chats_do() -> None:
@@ -232,7 +232,7 @@ def test_a_raw_prompt_in_two_apis() -> None:
     """Ids, limit, seed and stop are the same values in a completion and in SGLang's words; the prompt has the key it came by."""
     text = ask_of(TEXT, prompt=[5, 6], max_tokens=3, min_tokens=2, seed=7, stop="S", priority=4)
     params = {"max_new_tokens": 3, "min_new_tokens": 2, "sampling_seed": 7, "stop": ["S"]}
-    generate = READ[GENERATE](json.dumps({"input_ids": [5, 6], "sampling_params": params, "priority": 4}).encode()).ask
+    generate = READ[GENERATE](json.dumps({"input_ids": [5, 6], "sampling_params": params, "priority": 4}).encode()).ask()
     assert text.prompt == generate.prompt == RawPrompts([[5, 6]])
     assert text.sampling == generate.sampling
     assert text.sampling != replace(generate.sampling, seed=8)

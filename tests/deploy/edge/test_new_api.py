@@ -9,11 +9,11 @@ import pytest
 from msgspec import Struct
 
 from deploy.edge import apis, routes
-from deploy.edge.api import GenerationApi, ParsedRequest
+from deploy.edge.api import GenerationApi
 from deploy.edge.ask import Ask, ChatMessage, ChatPrompt, Sampling
 from deploy.edge.body_reader import BodyReader
 from deploy.edge.error_response import ErrorShape
-from deploy.edge.response_format import ServedModel, Usage
+from deploy.edge.response_format import JSON, ServedModel, Usage
 from engine.errors import QuartetError
 from engine.front.generation import Choice, Delta
 from tests.conftest import Nano
@@ -26,9 +26,15 @@ class HaikuRequest(Struct, frozen=True):
     about: str
     words: int
 
+    def ask(self) -> Ask:
+        chat = ChatPrompt([ChatMessage("user", self.about)])
+        return Ask(prompt=chat, sampling=Sampling(max_tokens=self.words), prompt_key="about")
+
 
 class Haiku:
-    def __init__(self, model: ServedModel) -> None:
+    media_type = JSON
+
+    def __init__(self, model: ServedModel, request: HaikuRequest) -> None:
         self.id, self._choice, self._model = "haiku", Choice(), model
 
     def begin(self, usage: Usage) -> bytes:
@@ -50,17 +56,12 @@ class Haiku:
         return msgspec.json.encode({"haiku": self._choice.content, "by": self._model.name, "words": usage.completion})
 
 
-def read(body: bytes) -> ParsedRequest:
-    request = BodyReader(HaikuRequest, {"rhyme": (False,)}).read(body)
-    chat, limit = ChatPrompt([ChatMessage("user", request.about)]), Sampling(max_tokens=request.words)
-    return ParsedRequest(Ask(prompt=chat, sampling=limit, prompt_key="about"), Haiku)
-
-
 def _oops(_status: int, message: str, param: str | None, _code: str | None) -> dict[str, Any]:
     return {"oops": message, "where": param}
 
 
-HAIKU = GenerationApi(path="/haiku", operation="chat", error=ErrorShape("Oops", _oops), body=HaikuRequest, read=read)
+READER = BodyReader(HaikuRequest, {"rhyme": (False,)})
+HAIKU = GenerationApi(path="/haiku", operation="chat", error=ErrorShape("Oops", _oops), reader=READER, format=Haiku)
 
 
 @pytest.fixture

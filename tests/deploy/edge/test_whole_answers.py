@@ -5,18 +5,18 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 
 from deploy.edge.anthropic.message_format import MessageFormat
 from deploy.edge.blocks import event
-from deploy.edge.native.generate_api import GenerateFormat
+from deploy.edge.native.generate_api import GenerateFormat, GenerateTextRequest
 from deploy.edge.openai import forms
 from deploy.edge.openai.forms import ChatFormat, TextFormat
 from deploy.edge.openai.response_request import RESPONSES_READER
 from deploy.edge.openai.response_stream import ResponseObject
+from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER
 from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
 from engine.errors import GenerationFailed
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
@@ -35,7 +35,9 @@ pytestmark = pytest.mark.pure
 CASES = 400
 Events = list[dict[str, Any]]
 USAGE = Usage(prompt=7, completion=9, cached=3, reasoning=2)
-REQUEST = RESPONSES_READER.read(b'{"model":"m","input":"x","include":["reasoning.encrypted_content"]}')
+CHAT = CHAT_READER.read(b'{"messages":[],"stream":true,"stream_options":{"include_usage":true}}')
+COMPLETION = COMPLETION_READER.read(b'{"prompt":"x","stream":true,"stream_options":{"include_usage":true}}')
+RESPONSE = RESPONSES_READER.read(b'{"model":"m","input":"x","include":["reasoning.encrypted_content"]}')
 
 
 class OneStream:
@@ -137,13 +139,13 @@ def same_growing(events: Events, answer: dict[str, Any]) -> bool:
     return bool(anonymous(events[-1]) == anonymous({key: value for key, value in answer.items() if key != "output_ids"}))
 
 
-# The format of an API's answers, and whether the events of a stream are a whole answer.
-APIS: dict[str, tuple[Callable[[ServedModel], ResponseFormat], Callable[[Events, dict[str, Any]], bool]]] = {
-    "chat": (partial(ChatFormat, usage_chunks="last"), same_chat),
-    "completions": (partial(TextFormat, usage_chunks="last"), same_text),
-    "messages": (MessageFormat, same_message),
-    "responses": (lambda model: ResponseObject(model, REQUEST), same_response),
-    "generate": (lambda _: GenerateFormat(None), same_growing),
+# The format of an API's answers, a request, and whether the events of a stream are a whole answer.
+APIS: dict[str, tuple[Callable[[ServedModel, Any], ResponseFormat], Any, Callable[[Events, dict[str, Any]], bool]]] = {
+    "chat": (ChatFormat, CHAT, same_chat),
+    "completions": (TextFormat, COMPLETION, same_text),
+    "messages": (MessageFormat, None, same_message),
+    "responses": (ResponseObject, RESPONSE, same_response),
+    "generate": (GenerateFormat, GenerateTextRequest(), same_growing),
 }
 RAW = ("completions", "generate")
 
@@ -155,11 +157,11 @@ def text(nano: Nano) -> TextProcessor:
 
 def wrong(text: TextProcessor, api: str) -> list[int]:
     """Seeds of replies whose stream is not the whole answer, or breaks a rule of its events."""
-    model, found, (form, is_same) = ServedModel("m", text.pieces, "fp_0"), [], APIS[api]
+    model, found, (form, request, is_same) = ServedModel("m", text.pieces, "fp_0"), [], APIS[api]
     for seed in range(CASES):
         case, rng = Case(text, seed, is_chat=api not in RAW), random.Random(-seed)
         try:
-            same = is_same(streamed(form(model), case.deltas(rng)), whole(form(model), case.deltas(rng)))
+            same = is_same(streamed(form(model, request), case.deltas(rng)), whole(form(model, request), case.deltas(rng)))
         except (AssertionError, LookupError):
             same = False
         if not same:
@@ -211,7 +213,7 @@ def test_a_probability_of_zero_is_a_number(text: TextProcessor, form: type[ChatF
     """JSON has no infinity, and clients read floats: -9999 stands for it, in a stream and in a whole answer."""
     model = ServedModel("m", text.pieces, "fp_0")
     delta = Delta((), [300], [Logprobs(-math.inf, [(301, -0.5), (300, -math.inf)])], "stop")
-    for answer in (streamed(form(model, usage_chunks="none"), [delta]), whole(form(model, usage_chunks="none"), [delta])):
+    for answer in (streamed(form(model, COMPLETION), [delta]), whole(form(model, COMPLETION), [delta])):
         assert json.dumps(answer).count("-9999.0") == 2
 
 
@@ -224,8 +226,8 @@ def test_only_offsets_need_the_tokens_text(
     monkeypatch.setattr(forms, "Detokenizer", lambda pieces: makes.append(pieces) or Detokenizer(pieces))
     model = ServedModel("m", text.pieces, "fp_0")
     deltas = [Delta((), [300], [Logprobs(-0.5, [])] if logprobs else [], finish) for finish in (None, None, "stop")]
-    streamed(form(model, usage_chunks="none"), deltas)
-    whole(form(model, usage_chunks="none"), deltas)
+    streamed(form(model, COMPLETION), deltas)
+    whole(form(model, COMPLETION), deltas)
     assert len(makes) == made
 
 
@@ -235,9 +237,9 @@ def test_a_failure_is_the_last_event(text: TextProcessor, seed: int) -> None:
     model, case = ServedModel("m", text.pieces, "fp_0"), Case(text, seed, is_chat=True)
     deltas = case.deltas(random.Random(seed))[:-1][: case.fails_at]
     error = GenerationFailed("the logits are not finite")
-    kinds: list[ResponseFormat] = [ChatFormat(model, usage_chunks="last"), MessageFormat(model), ResponseObject(model, REQUEST)]
     chat, message, response = (
-        sse(form.begin(USAGE) + b"".join(form.events(0, delta) for delta in deltas) + form.failure(error)) for form in kinds
+        sse(form.begin(USAGE) + b"".join(form.events(0, delta) for delta in deltas) + form.failure(error))
+        for form in (make(model, request) for make, request, _ in (APIS["chat"], APIS["messages"], APIS["responses"]))
     )
     assert list(chat[-1]) == ["error"]
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chat[:-1])
