@@ -4,28 +4,19 @@ How long a process has owed a step, cluster/health says. What idles is not stall
 """
 
 import time
-from collections.abc import Sequence
 
 from cluster.group import Group
-from cluster.health import Observation, Statuses, stalls
+from cluster.health import Observation, stalls
 from engine.events import ProcessFigures, ScrapeGauges
 from engine.front.client import EngineClient
 
 
 def read_gauges(group: Group, front: EngineClient) -> ScrapeGauges:
-    """Reads the figures of this moment; from any thread."""
+    """Reads the figures of this moment, of the ranks and, last, the core; from any thread."""
     statuses = group.status()
-    figures = processes(statuses, group.running(), time.monotonic_ns(), front.waiting_since)
-    return ScrapeGauges(front.open, figures, statuses[0].encoder)
-
-
-def processes(
-    statuses: Statuses, up: Sequence[bool], now_ns: int, waiting_ns: int | None
-) -> tuple[ProcessFigures, ...]:
-    """Makes figures of the ranks and, last, the core, from their records. `waiting_ns`: since when requests are open. Pure."""
+    stalled_s = stalls(statuses, Observation(time.monotonic_ns(), waiting=front.waiting_since))
     names = [*map(str, range(len(statuses) - 1)), "core"]
-    stalled_s = stalls(statuses, Observation(now_ns, waiting=waiting_ns))
-    return tuple(
+    processes = tuple(
         ProcessFigures(
             name,
             running,
@@ -35,5 +26,6 @@ def processes(
             status.late_compilations,
             status.encoder.us / 1e6,
         )
-        for name, status, running, stall_s in zip(names, statuses, up, stalled_s, strict=True)
+        for name, status, running, stall_s in zip(names, statuses, group.running(), stalled_s, strict=True)
     )
+    return ScrapeGauges(front.open, processes, statuses[0].encoder)

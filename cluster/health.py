@@ -136,13 +136,13 @@ class Watcher:
     """Watches a group from the running loop and calls `on_death(death)` exactly once, unless it is closed first.
 
     waiting     monotonic ns since when requests have been open (EngineClient.waiting_since), or None
-    raylet      process id of the raylet that this replica belongs to, if any: its end is the group's
+    raylet      process id of the raylet that this replica belongs to: its end is the group's
     """
 
     group: Group
     on_death: Callable[[Death], None]
     waiting: Callable[[], int | None]
-    raylet: int | None
+    raylet: int
 
     def __post_init__(self) -> None:
         self._watch = ExitStack()
@@ -156,8 +156,6 @@ class Watcher:
             self._read(child.pidfd, self._ended)
         self._timer = self._loop.call_later(PERIOD_S, self._look)
         self._watch.callback(lambda: self._timer.cancel())  # noqa: PLW0108 - the timer of that moment
-        if self.raylet is None:
-            return
         try:
             raylet = os.pidfd_open(self.raylet)
         except ProcessLookupError:

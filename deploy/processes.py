@@ -37,7 +37,7 @@ def descendants(words: bytes = b"") -> list[int]:
     below = {own}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    return sorted(pid for pid in below - {own} if words in command_line(pid))
+    return sorted(pid for pid in below - {own} if words in _read(pid, "cmdline"))
 
 
 def started_with(words: bytes) -> list[int]:
@@ -51,7 +51,7 @@ def _pids() -> list[int]:
 
 def is_ray_server(pid: int) -> bool:
     """Recognizes GCS and raylet by the program that runs."""
-    return Path(command_line(pid).split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
+    return Path(_read(pid, "cmdline").split(b"\0")[0].decode(errors="replace")).name in ("gcs_server", "raylet")
 
 
 def lives(pid: int) -> bool:
@@ -64,12 +64,8 @@ def _stat(pid: int) -> list[str]:
     return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
-def command_line(pid: int) -> bytes:
-    """Reads the arguments, each ended by a zero byte; empty when the process has ended."""
-    return _read(pid, "cmdline")
-
-
 def _read(pid: int, file: str) -> bytes:
+    """Reads a file of the process, as `cmdline`, its arguments, each ended by a zero byte; empty when it has ended."""
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes()
     except OSError:

@@ -6,7 +6,7 @@ register everybody again within a second, and its counters begin at zero, as a r
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -125,15 +125,12 @@ class HeartbeatSender:
 
 
 def ray_exporters() -> HttpSdList:
-    """Makes the http_sd list of Ray's own exporters: each living node's, with or without Ray's dashboard. ConfigError: no reply."""
+    """Makes the http_sd list of Ray's own exporters: each living node's that has one, by address, with or without Ray's dashboard.
+    ConfigError: no reply."""
     try:
-        return listed_nodes(ray.nodes())
+        nodes = ray.nodes()
     except RayError as error:
         raise ConfigError(f"Ray does not say which nodes there are: {error}") from error
-
-
-def listed_nodes(nodes: Sequence[Mapping[str, Any]]) -> HttpSdList:
-    """Makes an http_sd list of what `ray.nodes()` says: living nodes that export metrics, by address."""
     addresses = [(node["NodeManagerAddress"], node.get("MetricsExportPort", 0)) for node in nodes if node["Alive"]]
     return [{"targets": [f"{url_host(node)}:{port}"], "labels": {"node": node}} for node, port in sorted(addresses) if port > 0]
 

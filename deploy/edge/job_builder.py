@@ -2,8 +2,7 @@
 
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -63,7 +62,7 @@ class JobBuilder:
 
     async def prompt(self, chat: ChatPrompt) -> list[int]:
         """The token ids that a chat begins with. InvalidRequest."""
-        media = await self._media(chat, "messages")
+        media = await self.media_preparer.prepare(chat, "messages", self.settings)
         return await self.pool.run(lambda: self._render(chat, media, "messages", COUNTED_CONTEXTS * self.settings.max_len)[0])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -78,16 +77,12 @@ class JobBuilder:
         return self.text.decode(check_ids(tokens, self.settings.vocab, "tokens"), skip_special_tokens=False)
 
     async def _chat_job(self, ask: Ask, chat: ChatPrompt) -> Job:
-        media = await self._media(chat, ask.prompt_key)
+        media = await self.media_preparer.prepare(chat, ask.prompt_key, self.settings)
         job, form = await self.pool.run(lambda: self._rendered(ask, chat, media))
         wants = Constraints(job.tools, chat.choice, form.rules if form else None, self.settings.tool_grammar, chat.thought_tokens)
         prompt = job.prompt(0)
         kept = await self._grammar(wants, prompt, self._thinks(chat), form.key if form else "tools")
         return _with(job, grammar=kept, thought=wants.thought_budget(self.text, self._markers, prompt))
-
-    async def _media(self, chat: ChatPrompt, key: str) -> list[Prepared]:
-        with _naming(key):
-            return await self.media_preparer.prepare(chat, self.settings)
 
     def _rendered(self, ask: Ask, chat: ChatPrompt, media: Sequence[Prepared]) -> tuple[Job, AnswerForm | None]:
         """Without its grammar; takes a while."""
@@ -147,8 +142,8 @@ class JobBuilder:
         messages = [message.plain() for message in chat.messages]
         tools = Tools(chat.tools, chat.tool_paths)
         _check_choice(chat.choice, tools)
-        with _naming(key):
-            self._check_size(characters([messages, chat.tools]), "messages")
+        try:
+            self._check_size(characters([messages, chat.tools]), key)
             prompt = self.text.render_chat(
                 messages,
                 tools=chat.tools,
@@ -158,6 +153,8 @@ class JobBuilder:
                 media=[(medium.kind, medium.text) for medium in media],
                 **chat.switches,
             )
+        except InvalidRequest as error:  # of "messages"
+            raise InvalidRequest(str(error).replace("messages", key, 1), key, error.code) from error
         return prompt, NO_TOOLS if chat.choice.mode == "none" else tools
 
     def _tokens(self, source: str | list[int], key: str) -> list[int]:
@@ -267,15 +264,6 @@ def too_long(size: str, max_len: int, param: str) -> InvalidRequest:
     most = f"This model's maximum context length is {max_len} tokens, of which one is to be generated."
     message = f"prompt is too long: {size} > {max_len - 1} maximum. {most}"  # agents compact a chat that is answered in these words
     return InvalidRequest(message, param=param, code="context_length_exceeded")
-
-
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """What is wrong with messages, with the client's key for them."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error).replace("messages", key, 1), key, error.code) from error
 
 
 def _given(value: Any, default: Any) -> Any:

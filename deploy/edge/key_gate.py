@@ -14,42 +14,38 @@ from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.observe.record import record_of
 from deploy.edge.scope import Headers, values_of
 from engine.errors import QuartetError
-from engine.protocol import FrozenStruct
 
 
-class KeyGate(FrozenStruct):
-    """Stands in front of an application, and in front of whatever reads bodies for it."""
+async def check_key(ring: KeyRing, scope: Scope) -> bool:
+    """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
+    if (key := await _identify(ring, scope)) is not None:
+        record = record_of(scope)
+        record.key = key.name
+        if not _is_open(scope):
+            check_right(key, scope)
+            record.grant = ring.open(key)
+    return True
 
-    ring: KeyRing
 
-    async def check(self, scope: Scope) -> bool:
-        """Note whose the request is, and count it. Unauthenticated, Forbidden, QuotaExceeded: it may not pass."""
-        if (key := await self._identify(scope)) is not None:
-            record = record_of(scope)
-            record.key = key.name
-            if not _is_open(scope):
-                check_right(key, scope)
-                record.grant = self.ring.open(key)
-        return True
+async def may_send(ring: KeyRing, scope: Scope) -> bool:
+    """Whether the request's body is worth reading: `check_key` will not refuse it."""
+    try:
+        key = await _identify(ring, scope)
+        if key is not None:
+            check_right(key, scope)
+    except QuartetError:  # the application says it, with an access line
+        return False
+    return True
 
-    async def may_send(self, scope: Scope) -> bool:
-        """Whether the request's body is worth reading: `check` will not refuse it for its key."""
-        try:
-            key = await self._identify(scope)
-            if key is not None:
-                check_right(key, scope)
-        except QuartetError:  # the application says it, with an access line
-            return False
-        return True
 
-    async def _identify(self, scope: Scope) -> ApiKey | None:
-        """Whose request it is; None: nobody's, on an open path. Unauthenticated."""
-        await self.ring.refresh()
-        given = credentials(scope["headers"])
-        key = self.ring.find(given[0]) if len(given) == 1 and given[0] else None
-        if key is None and not _is_open(scope):
-            raise Unauthenticated(_what_is_wrong(given))
-        return key
+async def _identify(ring: KeyRing, scope: Scope) -> ApiKey | None:
+    """Whose request it is; None: nobody's, on an open path. Unauthenticated."""
+    await ring.refresh()
+    given = credentials(scope["headers"])
+    key = ring.find(given[0]) if len(given) == 1 and given[0] else None
+    if key is None and not _is_open(scope):
+        raise Unauthenticated(_what_is_wrong(given))
+    return key
 
 
 def credentials(headers: Headers) -> list[bytes]:

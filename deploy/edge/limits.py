@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from starlette.datastructures import Headers as DecodedHeaders
@@ -33,7 +34,7 @@ from deploy.edge.edge_settings import KEYS_VARIABLE, LIMITS_VARIABLE, KeySetting
 from deploy.edge.error_response import refuse
 from deploy.edge.http10 import Unchunked
 from deploy.edge.http_errors import ForeignHost, HeadersTooLarge, TooLarge, TooSlow, WrongMediaType
-from deploy.edge.key_gate import KeyGate
+from deploy.edge.key_gate import may_send
 from deploy.edge.keys.key_ring import KeyRing
 from deploy.edge.recovery import Recovery, Routes
 from deploy.edge.scope import BEGAN, RECORD, REQUEST_ID_FORM, Headers, note_server_send, values_of
@@ -257,7 +258,7 @@ def outermost(routes: Callable[[], Routes] | None = None) -> list[Middleware]:
     """List what stands around Serve's servers, the outermost last, by settings in the environment. `routes`: Recovery's."""
     keys = os.environ.get(KEYS_VARIABLE)
     limits = msgspec.json.decode(os.environ.get(LIMITS_VARIABLE) or "{}", type=LimitSettings)
-    check_key = KeyGate(KeyRing(msgspec.json.decode(keys, type=KeySettings))).may_send if keys else None
+    check_key = partial(may_send, KeyRing(msgspec.json.decode(keys, type=KeySettings))) if keys else None
     guard = Middleware(Limits, limits=limits, check_key=check_key, bounds_writes=True)
     around = [guard, Middleware(with_cors, limits=limits), Middleware(Unchunked)]
     return [Middleware(Recovery, routes=routes), *around] if routes else around

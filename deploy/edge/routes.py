@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -25,7 +25,7 @@ from deploy.edge.apis import GENERATION_APIS, TOKEN_APIS, error_shape_of
 from deploy.edge.ask import Ask
 from deploy.edge.error_response import OPENAI_ERROR, ErrorShape, JsonResponse, plain_error, refusal
 from deploy.edge.http_errors import NO_RETRY, DeadlineExceeded, ForeignHost, WrongMediaType
-from deploy.edge.key_gate import KeyGate
+from deploy.edge.key_gate import check_key
 from deploy.edge.limits import Limits, with_cors
 from deploy.edge.observe.record import record_of
 from deploy.edge.response_format import JSON, ResponseFormat
@@ -88,9 +88,9 @@ def create_app(service: Service) -> ASGIApp:
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
     limits = service.settings.limits
-    check_key = KeyGate(service.keys).check if service.keys is not None else None
+    check = partial(check_key, service.keys) if service.keys is not None else None
     # limits here, too: Ray may have been started without our settings
-    return AccessLog(with_cors(Limits(app, limits, check_key), limits), service)
+    return AccessLog(with_cors(Limits(app, limits, check), limits), service)
 
 
 def _add_generation(app: FastAPI, service: Service, api: GenerationApi) -> None:

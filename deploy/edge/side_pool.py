@@ -57,7 +57,12 @@ class SidePool:
     def close(self) -> None:
         """End the process."""
         with self._lock:
-            self._end()
+            if self._control is None or self._process is None:
+                return
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+            self._control = self._process = None
 
     def _hand_over(self, connection: socket.socket) -> None:
         with self._lock:
@@ -65,15 +70,7 @@ class SidePool:
                 try:
                     socket.send_fds(self.start(), [b"t"], [connection.fileno()])
                 except ConnectionError:
-                    self._end()
+                    self.close()
                 else:
                     return
         raise Overloaded("The side process cannot be started.")
-
-    def _end(self) -> None:
-        if self._control is None or self._process is None:
-            return
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-        self._control = self._process = None

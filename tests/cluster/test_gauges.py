@@ -3,21 +3,33 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 
-from cluster.gauges import processes, read_gauges
+from cluster.gauges import read_gauges
 from cluster.group import Group
 from cluster.health import Observation, verdict
+from engine.events import ScrapeGauges
 from engine.rank_status import EncoderFigures, RankStatus
 
 pytestmark = pytest.mark.pure
 
 S = 1_000_000_000
 NOW = 100 * S
-UP = [True] * 3
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.gauges.time", SimpleNamespace(monotonic_ns=lambda: NOW))
+
+
+def gauges(statuses: Sequence[RankStatus], waiting: int | None = None, up: bool = True) -> ScrapeGauges:
+    """Of a group of these records, whose core alone runs unless `up`, and a front with seven open requests."""
+    running = [*[up] * (len(statuses) - 1), True]
+    group = SimpleNamespace(status=lambda: statuses, running=lambda: running)
+    return read_gauges(group, SimpleNamespace(open=7, waiting_since=waiting))
 
 
 def record(launched: int, finished: int, age_s: float, beat_s: float = 0.1) -> RankStatus:
@@ -38,7 +50,7 @@ CASES = {
 def test_a_stall_is_time_owed(case: str) -> None:
     """Since the process last did anything while a step of it is due; idling is none."""
     statuses, waiting, stalls = CASES[case]
-    found = processes(statuses, UP, NOW, waiting)
+    found = gauges(statuses, waiting).processes
     assert [process.rank for process in found] == ["0", "1", "core"]
     assert [process.stall_s for process in found] == pytest.approx(stalls)
     assert found[0].busy_s == pytest.approx(0.011)
@@ -50,7 +62,7 @@ def test_the_gauge_agrees_with_the_watcher(case: str) -> None:
     statuses, waiting, stalls = CASES[case]
     for bound in (0.005, 3.0, 5.5, 6.5, 40.0):
         condemned = verdict(statuses, Observation(NOW, 0, waiting), 1e9, bound) is not None
-        assert condemned == (max(process.stall_s for process in processes(statuses, UP, NOW, waiting)) > bound), bound
+        assert condemned == (max(process.stall_s for process in gauges(statuses, waiting).processes) > bound), bound
     assert max(stalls) != 50, "idling would be taken for a stall"
 
 
@@ -71,32 +83,17 @@ def test_who_lives_is_asked_of_the_kernel(child: subprocess.Popen[bytes]) -> Non
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert Group.running(group) == [False]
-    assert [process.up for process in processes([record(9, 9, 1)] * 2, [False, True], NOW, None)] == [False, True]
-
-
-class Still:
-    """A group and a front at rest."""
-
-    open = 7
-    waiting_since = None
-
-    def running(self) -> list[bool]:
-        return [True] * 3
-
-    def status(self) -> list[RankStatus]:
-        return [record(9, 9, 1)._replace(encoder=EncoderFigures(clips=rank)) for rank in (4, 5, 6)]
+    assert [process.up for process in gauges([record(9, 9, 1)] * 2, up=False).processes] == [False, True]
 
 
 def test_the_scrape_gauges_of_a_group() -> None:
-    """The front's open requests, a record a process, and what the encoders of rank 0 did."""
-    found = read_gauges(Still(), Still())
-    assert found.open == 7
-    assert len(found.processes) == 3
-    assert found.encoder.clips == 4
+    """The front's open requests, and what the encoders of rank 0 did."""
+    scraped = gauges([record(9, 9, 1)._replace(encoder=EncoderFigures(clips=rank)) for rank in (4, 5, 6)])
+    assert (scraped.open, scraped.encoder.clips) == (7, 4)
 
 
 def test_how_a_device_spent_its_step() -> None:
     """Microseconds of the status block are seconds of the gauges, each in its place."""
     status = RankStatus(9, 9, NOW, busy_us=4500, idle_us=12, late_compilations=3, encoder=EncoderFigures(2_500_000))
-    (found, _) = processes([status, record(9, 9, 1)], [True, True], NOW, None)
+    (found, _) = gauges([status, record(9, 9, 1)]).processes
     assert (found.busy_s, found.idle_s, found.late_compilations, found.encoder_s) == (0.0045, 1.2e-5, 3, 2.5)

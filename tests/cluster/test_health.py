@@ -171,7 +171,7 @@ Story = Callable[[FakeGroup, Watcher], None]
 
 
 def watch(
-    tmp_path: Path, story: Story, *, raylet: int | None = None, quiet_s: float = 0.0, heartbeat_s: float = 0.8, step_s: float = 0.4
+    tmp_path: Path, story: Story, *, raylet: int = os.getpid(), quiet_s: float = 0.0, heartbeat_s: float = 0.8, step_s: float = 0.4
 ) -> list[Death]:
     """What a watcher reports when `story` happens to its group, soon after the first report; `quiet_s`: within so long, where there
     may be none."""

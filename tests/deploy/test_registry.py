@@ -9,7 +9,7 @@ from ray.exceptions import GetTimeoutError
 from dashboards.discovery import HeartbeatReply, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
 from deploy import registry
-from deploy.registry import Discovery, HeartbeatSender, address_of, listed_nodes
+from deploy.registry import Discovery, HeartbeatSender, address_of, ray_exporters
 from tests.support.edge.http_edge import until
 from tests.support.loopback import stop
 
@@ -130,10 +130,12 @@ def test_where_discovery_cannot_listen_another_address_is_taken(host: str, caplo
         stop(second._server)
 
 
-def test_rays_exporters_are_listed() -> None:
+def test_rays_exporters_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of living nodes that export; not of one that is gone or has no exporter."""
     first = {"NodeManagerAddress": "10.0.0.2", "Alive": True, "MetricsExportPort": 8080}
     second = {**first, "NodeManagerAddress": "10.0.0.1"}
-    found = listed_nodes([first, second, {**first, "Alive": False}, {**first, "MetricsExportPort": -1}])
-    assert found == [{"targets": [f"{node}:8080"], "labels": {"node": node}} for node in ("10.0.0.1", "10.0.0.2")]
-    assert listed_nodes([{**first, "NodeManagerAddress": "fd00::1"}])[0]["targets"] == ["[fd00::1]:8080"]
+    third = {**first, "NodeManagerAddress": "fd00::1"}
+    nodes = [third, first, second, {**first, "Alive": False}, {**first, "MetricsExportPort": -1}]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    addresses = {"10.0.0.1": "10.0.0.1:8080", "10.0.0.2": "10.0.0.2:8080", "fd00::1": "[fd00::1]:8080"}
+    assert ray_exporters() == [{"targets": [target], "labels": {"node": node}} for node, target in addresses.items()]

@@ -34,19 +34,19 @@ class MediaPreparer:
         self._threads = [ThreadPoolExecutor(count, name) for count, name in ((DECODERS, "media"), (FETCHERS, "fetch"))]
         self._reading = [asyncio.Semaphore(READ_AT_ONCE) for _ in self._threads]
 
-    async def prepare(self, chat: ChatPrompt, settings: ServiceSettings) -> list[Prepared]:
-        """Returns a chat's media in the order of their parts. InvalidRequest of "messages"; Overloaded."""
+    async def prepare(self, chat: ChatPrompt, key: str, settings: ServiceSettings) -> list[Prepared]:
+        """Returns a chat's media in the order of their parts. InvalidRequest of `key`, the client's for them; Overloaded."""
         if not (media := chat.media):
             return []
         if len(media) > (most := settings.media.max_media):
-            raise invalid("messages", f"{len(media)} images, videos and clips; at most {most} are read")
+            raise invalid(key, f"{len(media)} images, videos and clips; at most {most} are read")
         for part in media:
             if part.kind not in settings.media_kinds:
-                raise invalid("messages", f"this model reads no {_PLURALS[part.kind]}")
+                raise invalid(key, f"this model reads no {_PLURALS[part.kind]}")
         limits = DecodeTask(**msgspec.structs.asdict(settings.media), row_samples=settings.row_samples)
         async with self._reading[any(part.is_remote for part in media)]:
             tasks = [
-                asyncio.ensure_future(self._prepared(part, chat.max_soft_tokens, limits, f"{part.kind} {count}"))
+                asyncio.ensure_future(self._prepared(part, chat.max_soft_tokens, limits, key, f"{part.kind} {count}"))
                 for count, part in enumerate(media, 1)
             ]
             try:
@@ -56,10 +56,10 @@ class MediaPreparer:
                     task.cancel()
         if (size := sum(len(medium.data) for medium in prepared)) > MEDIA_BYTES:
             why = f"the media have {size} bytes when decoded and resized, more than {MEDIA_BYTES}; a lower detail has fewer"
-            raise invalid("messages", why)
+            raise invalid(key, why)
         return prepared
 
-    async def _prepared(self, part: Media, budget: int | None, limits: DecodeTask, name: str) -> Prepared:
+    async def _prepared(self, part: Media, budget: int | None, limits: DecodeTask, key: str, name: str) -> Prepared:
         begin = 0 if part.is_remote else part.url.find(",") + 1
         head = part.url[:begin].lower().replace(" ", "")
         try:
@@ -76,7 +76,7 @@ class MediaPreparer:
                 self._threads[part.is_remote], lambda: prepare(self.pool, task, part.url[begin:].encode(errors="replace"))
             )
         except InvalidRequest as error:
-            raise invalid("messages", f"{name}: {error}") from error
+            raise invalid(key, f"{name}: {error}") from error
 
 
 def media_items(tokens: Sequence[int], media: Sequence[Prepared], text: TextProcessor) -> tuple[MediaItem, ...]:

@@ -40,7 +40,7 @@ async def running(group: Group) -> AsyncIterator[Running]:
         deaths.append((death.sentence, time.monotonic()))
         client.fail(death.sentence)
 
-    watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since, raylet=None)
+    watcher = Watcher(group, on_death, waiting=lambda: client.waiting_since, raylet=os.getppid())
     watcher.start()
     try:
         yield Running(group, client, watcher, deaths, outcomes)
