@@ -71,7 +71,11 @@ class Exporter(Collector):
     def _add(self, row: Metric) -> None:
         origin, _, field = row.source.partition(".")
         value: Read = attrgetter(field) if field else lambda _: 1
-        labels = _labels(row)
+        names = row.labels
+
+        def labels(item: Any) -> tuple[str, ...]:
+            return tuple(str(getattr(item, name)) for name in names)
+
         metric = FastHistogram(row) if row.buckets else Series(row, _MOST_SERIES)
         self._metrics.append(metric)
         if origin[0].isupper():
@@ -141,9 +145,3 @@ class Exporter(Collector):
 def page_url(host: str, port: int, page: str) -> str:
     """Returns the URL of a page; of an IPv6 address brackets are around it."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/{page}"
-
-
-def _labels(row: Metric) -> Read:
-    """Makes the reader of the label values of an event, a pool or a process."""
-    names = row.labels
-    return lambda item: tuple(str(getattr(item, name)) for name in names)

@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from dashboards.discovery import DiscoveryServer, HeartbeatReply, HttpSdList, ReplicaRegistry, ScrapeTarget
+from dashboards.discovery import DiscoveryServer, HttpSdList, ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
 from deploy.edge.edge_settings import WILDCARDS, url_host
 from deploy.settings import DiscoverySettings
@@ -46,24 +46,13 @@ class Discovery(ReplicaRegistry):
 
 @dataclass
 class RayRegistryClient:
-    """The actor of this cluster, which is started where there is none. Every call may raise RayError, within its timeout."""
+    """The actor of this cluster, which is started where there is none."""
 
     settings: DiscoverySettings
     _actor: Any = None
 
-    def url(self) -> str:
-        """Return the list's address; starts the actor where there is none."""
-        return str(self._ask("url", 20.0))
-
-    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        """Call ReplicaRegistry.heartbeat."""
-        return self._ask("heartbeat", 2.0, target, counts)  # type: ignore[no-any-return]
-
-    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        """Call ReplicaRegistry.deregister."""
-        self._ask("deregister", 0.5, target, cause, counts)
-
-    def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
+    def call(self, method: str, timeout_s: float, *args: object) -> Any:
+        """Return what that method of Discovery does. RayError, within the timeout."""
         try:
             return ray.get(getattr(self._reach(), method).remote(*args), timeout=timeout_s)
         except RayError:
@@ -99,9 +88,9 @@ class HeartbeatSender:
         while True:
             try:
                 if not known:
-                    self.on_url(self.registry.url())  # starts the actor, where there is none: that may take a while
+                    self.on_url(self.registry.call("url", 20.0))  # starts the actor, where there is none: that may take a while
                     known = True
-                if self.registry.heartbeat(self.target, self.counts()) == "gone":
+                if self.registry.call("heartbeat", 2.0, self.target, self.counts()) == "gone":
                     if not self._over.is_set():
                         logger.error("discovery has given this replica up: Prometheus does not see it any more")
                     return
@@ -119,7 +108,7 @@ class HeartbeatSender:
             return
         self._over.set()
         try:
-            self.registry.deregister(self.target, cause, self.counts())
+            self.registry.call("deregister", 0.5, self.target, cause, self.counts())
         except RayError as error:
             logger.warning("discovery did not hear of the end (%s)", type(error).__name__)
 

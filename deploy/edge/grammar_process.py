@@ -22,11 +22,6 @@ def complaint(pool: SidePool, rules: str) -> str | None:
     return answer[1:].decode() or None
 
 
-def main() -> None:
-    """Serve until the edge closes its end."""
-    fork_for_each(_load)
-
-
 def _load() -> Callable[[socket.socket], None]:
     vocabulary = Vocabulary.read(Path(sys.argv[2]))
     vocabulary.complaint("start: /a/")  # what llguidance makes once
@@ -42,4 +37,4 @@ def _load() -> Callable[[socket.socket], None]:
 
 
 if __name__ == "__main__":
-    main()
+    fork_for_each(_load)

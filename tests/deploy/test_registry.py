@@ -2,11 +2,12 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from dashboards.discovery import HeartbeatReply, ReplicaRegistry, ScrapeTarget
+from dashboards.discovery import ReplicaRegistry, ScrapeTarget
 from dashboards.series import Counts
 from deploy import registry
 from deploy.registry import Discovery, HeartbeatSender, address_of, ray_exporters
@@ -29,23 +30,14 @@ class FakeRegistryClient:
         self.beats = 0
         self.tries = 0
 
-    def _check(self) -> None:
+    def call(self, method: str, _timeout_s: float, *args: Any) -> Any:
         self.tries += 1
         if self.broken:
             raise GetTimeoutError
-
-    def url(self) -> str:
-        self._check()
-        return "http://127.0.0.1:9464/targets"
-
-    def heartbeat(self, target: ScrapeTarget, counts: Counts) -> HeartbeatReply:
-        self._check()
-        self.beats += 1
-        return self.registry.heartbeat(target, counts)
-
-    def deregister(self, target: ScrapeTarget, cause: str | None, counts: Counts) -> None:
-        self._check()
-        self.registry.deregister(target, cause, counts)
+        if method == "url":
+            return "http://127.0.0.1:9464/targets"
+        self.beats += method == "heartbeat"
+        return getattr(self.registry, method)(*args)
 
 
 @pytest.fixture(autouse=True)

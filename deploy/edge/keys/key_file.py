@@ -26,7 +26,6 @@ MAX_KEYS = 1024
 MAX_BYTES = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_COUNTS = ("requests", "tokens", "concurrent")
 
 
 class Quota(FrozenStruct):
@@ -107,10 +106,10 @@ def _key(words: list[str]) -> ApiKey:
     rights = frozenset(options.pop("rights", ",".join(RIGHTS)).split(","))
     if not rights.issubset(RIGHTS):
         raise ConfigError(f"rights: only {', '.join(RIGHTS)}")
-    quota = Quota(**{name: _count(name, options.pop(name)) for name in _COUNTS if name in options})
+    quota = Quota(**{name: _count(name, options.pop(name)) for name in Quota.__struct_fields__ if name in options})
     expires = time_of(options.pop("expires", None))
     if options:
-        raise ConfigError(f"an option is none of rights, {', '.join(_COUNTS)}, expires")
+        raise ConfigError(f"an option is none of rights, {', '.join(Quota.__struct_fields__)}, expires")
     return ApiKey(bytes.fromhex(words[0]), words[1], rights, quota, expires)
 
 

@@ -25,11 +25,6 @@ _PREPARERS: dict[MediaKind, Callable[[DecodeTask, bytes], Prepared]] = {
 }
 
 
-def main() -> None:
-    """Serve until the edge closes its end."""
-    fork_for_each(_warm_up)
-
-
 def _warm_up() -> Callable[[socket.socket], None]:
     """Load what would else be loaded in every process."""
     importlib.import_module("torch").set_num_threads(1)
@@ -64,4 +59,4 @@ def _answer(task: DecodeTask, source: bytes) -> Prepared | str:
 
 
 if __name__ == "__main__":
-    main()
+    fork_for_each(_warm_up)

@@ -69,7 +69,7 @@ def test_what_takes_too_much_ends_alone(pool: SidePool, hostile: str) -> None:
 
 def test_without_limits_it_goes_on(pool: SidePool, nano: Nano, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault of the test above: a second after the limits would have ended it there is no answer, and a process."""
-    free = "from deploy.edge import grammar_process as one; one.begin = lambda *_: None; one.main()"
+    free = "from deploy.edge import grammar_process as one; one.begin = lambda *_: None; one.fork_for_each(one._load)"
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([command[0], "-c", free, *command[-2:]], **more))
     unbound, found = SidePool("", str(nano("31b"))), []

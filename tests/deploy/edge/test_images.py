@@ -248,7 +248,7 @@ def test_what_takes_too_long_is_ended(edge: Edge, monkeypatch: pytest.MonkeyPatc
     slow = (
         "from deploy.edge.media import media_process as one; from itertools import repeat; one.CPU_S['image'] = 1; "
         "one._PREPARERS['image'] = lambda task, data: all(repeat(1)) if task.budget == 70 else one.prepare_image(task, data); "
-        "one.main()"
+        "one.fork_for_each(one._warm_up)"
     )
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([command[0], "-c", slow, command[-1]], **more))
