@@ -154,15 +154,6 @@ def test_a_key_stands_once_where_anchors_are_merged(tmp_path: Path) -> None:
     assert yaml.safe_load("x: 1\nx: 2") == {"x": 2}
 
 
-def test_settings_in_a_file_are_blamed_with_it(tmp_path: Path) -> None:
-    """File, application and key."""
-    config = {"applications": [{"name": "q", "import_path": "deploy.app:build", "args": {"model": "a/b", "tp": 0}}]}
-    path = tmp_path / "q.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with pytest.raises(ConfigError, match=r"q\.yaml: args of q: tp: "):
-        read_settings(read_config(path), str(path))
-
-
 def test_the_clients_name_of_a_model_is_its_own() -> None:
     """Unless served_model_name says otherwise."""
     assert Settings(model="google/gemma-4-31B-it").name == "gemma-4-31B-it"
@@ -321,14 +312,6 @@ def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) 
         check_replicas({"applications": [{"deployments": [{"num_replicas": 17}]}]}, Settings(model="nano:31b"), there)
     fine = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 8}, "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 4}}
     check_replicas({"applications": [{"deployments": [fine]}, {}]}, settings, there)
-
-
-def test_a_prefix_is_refused(tmp_path: Path) -> None:
-    """Clients of OpenAI's API know its paths: a config that moves them is refused with the key; one that says / is not."""
-    app = {"name": "q", "import_path": "deploy.app:build", "args": {"model": "a/b"}}
-    assert read_settings({"applications": [app | {"route_prefix": "/"}]}, "c.yaml").model == "a/b"
-    with pytest.raises(ConfigError, match=r"c\.yaml: route_prefix: only /"):
-        read_settings({"applications": [app | {"route_prefix": "/x"}]}, "c.yaml")
 
 
 def test_rays_environment_is_set_and_the_users_wins(tmp_path: Path) -> None:

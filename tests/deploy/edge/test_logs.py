@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -18,11 +17,9 @@ from deploy.edge import access_log
 from deploy.edge.edge_settings import LimitSettings, LogSettings
 from deploy.edge.limits import Limits
 from deploy.edge.observe import logs
-from deploy.edge.observe.record import RequestRecord
 from deploy.edge.routes import create_app
 from deploy.edge.scope import request_id
 from deploy.settings import Settings
-from engine.errors import GenerationFailed, QuartetError
 from engine.events import RequestFinished
 from tests.support.edge.api_client import chat_body, user, whole_and_streamed
 from tests.support.edge.http_edge import Edge, Edges, until
@@ -409,12 +406,6 @@ def test_a_line_of_anybody_within_a_request_carries_its_id(logged: LoggedEdge) -
     assert [line.get("request_id") for line in logged.lines()] == ["a-1", None]
 
 
-def test_under_serve_the_id_is_left_to_it(logged: LoggedEdge) -> None:
-    """Serve's middleware adds the header, and ours would be a second one."""
-    sent = call(create_app(logged.edge.service), "/health", [(b"x-request-id", b"a-1")])
-    assert b"x-request-id" not in dict(sent[0]["headers"])
-
-
 CONFIGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({}, None),
     ({"access": False}, None),
@@ -455,18 +446,3 @@ def test_a_bug_is_a_500_with_its_name_and_no_sentence(logged: LoggedEdge) -> Non
         call(access_log.AccessLog(app, logged.edge.service), "/v1/models", [])
     assert logged.line()["status"] == 500
     assert "canary" not in logged.text()
-
-
-FAULTS = [(None, 200, False), (None, 404, False), (None, 503, True), (GenerationFailed("x"), 200, True),
-          (QuartetError("x"), 500, True)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "status", "failed"), FAULTS)
-def test_what_is_our_fault(error: QuartetError | None, status: int, *, failed: bool) -> None:
-    """5xx, or an error after the headers."""
-
-    async def nobody(message: Any) -> None:
-        raise AssertionError(message)
-
-    record = RequestRecord("a", "POST", CHAT, nobody, 0.0, math.inf, None, status=status, error=error)
-    assert record.failed is failed
