@@ -17,11 +17,9 @@ Clock points are those of engine/events.py: submitted, scheduled, first, last, e
                         of the group's `processes`, its `encoder`, the front's `gauges`, the exporter's `facts`
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from engine.events import Outcome
-
-Kind = Literal["counter", "gauge", "histogram"]
 
 TARGET_LABELS = ("application", "deployment", "replica", "node", "model")
 OUTCOMES = get_args(Outcome)
@@ -61,8 +59,8 @@ class Metric(NamedTuple):
         return tuple(self.label_names.split())
 
     @property
-    def kind(self) -> Kind:
-        """The kind, which its name and buckets tell."""
+    def kind(self) -> str:
+        """The kind, which its name and buckets tell: counter, gauge or histogram."""
         return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     @property

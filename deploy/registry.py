@@ -54,17 +54,14 @@ class RayRegistryClient:
     def call(self, method: str, timeout_s: float, *args: object) -> Any:
         """Return what that method of Discovery does. RayError, within the timeout."""
         try:
-            return ray.get(getattr(self._reach(), method).remote(*args), timeout=timeout_s)
+            if self._actor is None:
+                options = {"name": NAME, "namespace": "quartet", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
+                actor_class = ray.remote(Discovery).options(num_cpus=0, resources={"node:__internal_head__": 0.001}, **options)
+                self._actor = actor_class.remote(self.settings.host, self.settings.port)
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except RayError:
             self._actor = None  # it may have been killed: the next call looks for it, or starts another
             raise
-
-    def _reach(self) -> Any:
-        if self._actor is None:
-            options = {"name": NAME, "namespace": "quartet", "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
-            actor_class = ray.remote(Discovery).options(num_cpus=0, resources={"node:__internal_head__": 0.001}, **options)
-            self._actor = actor_class.remote(self.settings.host, self.settings.port)
-        return self._actor
 
 
 @dataclass

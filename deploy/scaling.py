@@ -66,11 +66,13 @@ class Demand:
 
         late: the worst of the recent TTFTs (the slowest tenth left out) and of the waits that still last, over the objective.
         """
+        now = monotonic()
+        longest_wait = now - next(iter(self._tokenless.values()), now)
         return {
             "slots": self._open / self.slots,
             "kv": self._load.kv_usage if self._load else 0.0,
             "waiting_tokens": float(self._load.waiting_tokens) if self._load else 0.0,
-            "late": max(self._slow_ttft(), self._longest_wait()) / self.objective_s,
+            "late": max(self._slow_ttft(), longest_wait) / self.objective_s,
         }
 
     def _drop_old(self) -> None:
@@ -81,10 +83,6 @@ class Demand:
         self._drop_old()
         recent = sorted(ttft for _, ttft in self._ttfts)
         return recent[math.ceil(_WORST * len(recent)) - 1] if recent else 0.0
-
-    def _longest_wait(self) -> float:
-        oldest = next(iter(self._tokenless.values()), None)
-        return 0.0 if oldest is None else monotonic() - oldest
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{source}: {error}") from error
     entry = {"name": app.get("name", ""), "settings": msgspec.to_builtins(settings), "notes": notes}
     lines = [f"{source}: {settings.name}: {msgspec.json.encode(settings).decode()}", *(f"note: {note}" for note in notes)]
-    emit({"config": source, "applications": [entry]}, lines, as_json=args.json)
+    emit(args, {"config": source, "applications": [entry]}, lines)
     return OK
 
 

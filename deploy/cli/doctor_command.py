@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     summary = ", ".join(f"{count} {state}" for state, count in counts.items())
     rows = [(finding.state, finding.name, " -> ".join(filter(None, (finding.found, finding.advice)))) for finding in findings]
     value = {**counts, "fine": fine, "findings": [asdict(finding) for finding in findings]}
-    emit(value, [Table(("", "", ""), rows), summary], as_json=args.json)
+    emit(args, value, [Table(("", "", ""), rows), summary])
     return OK if fine else NO
 
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         file = str(args.append)
         where = [f"added to {file}"]
     value = {"name": entry.name, "key": key, "line": line, "file": file}
-    emit(value, ["key, shown only now:", key, *where], as_json=args.json)
+    emit(args, value, ["key, shown only now:", key, *where])
     return OK
 
 

@@ -35,7 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # whoever started this closed it: no file or socket may get its number
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the end
-    args = _parser().parse_args(arguments)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("quartet", description="Quartet: Gemma 4 on Ray Serve.", epilog=HELP, formatter_class=raw)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for module in COMMANDS:
+        module.register(commands)
+    args = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal has no letters for
     try:
@@ -48,12 +53,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # as a shell counts a SIGINT
     return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("quartet", description="Quartet: Gemma 4 on Ray Serve.", epilog=HELP, formatter_class=raw)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    for module in COMMANDS:
-        module.register(commands)
-    return parser

@@ -39,9 +39,10 @@ def command(
     return parser
 
 
-def emit(value: Any, parts: Iterable[Part], *, as_json: bool) -> None:
-    """Writes `value` as JSON, or `parts` as text, to stdout. ConfigError: it cannot be written, as on a full disk."""
-    text = json.dumps(value, indent=2) if as_json else "\n".join(plain(parts))
+def emit(args: argparse.Namespace, value: Any, parts: Iterable[Part]) -> None:
+    """Writes `value` as JSON where --json asks for it, or `parts` as text, to stdout. ConfigError: it cannot be written, as on a
+    full disk."""
+    text = json.dumps(value, indent=2) if args.json else "\n".join(plain(parts))
     try:
         print(text, flush=True)
     except OSError as error:

@@ -67,7 +67,7 @@ def byte_size(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of the config's application, or of the model that is named."""
     plan = report(settings_from(args), args)
-    emit(plan, parts(plan), as_json=args.json)
+    emit(args, plan, parts(plan))
     return OK if plan["fits"] else NO
 
 

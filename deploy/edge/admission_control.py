@@ -25,6 +25,7 @@ from engine.front.stream import Clock
 FULL = "Too many requests are running or waiting; please try again shortly."
 GIVE_WAY_S = 1.0  # for the engine to end what gives way: a step of it
 _POLL_S = 0.005
+ANSWERS_PER_CHOICE = 4  # answers under way, those included that only wait for their readers
 
 
 @dataclass
@@ -34,13 +35,11 @@ class AdmissionControl:
     choices    that may run or wait at once
     tokens     of prompts that may wait for their prefill at once
     bytes      of media that may wait with them
-    answers    choices whose answers may be under way, those included that only wait for their reader
     """
 
     engine: EngineClient
     choices: int
     tokens: int
-    answers: int
     bytes: int
     _reserved: int = 0
     _open_answers: int = 0
@@ -101,7 +100,7 @@ class AdmissionControl:
 
     def _claim(self, choices: int, answers: int) -> None:
         """Take so many, or give back what is below 0. Overloaded: so many answers are not there."""
-        if self._open_answers + answers > self.answers:
+        if self._open_answers + answers > ANSWERS_PER_CHOICE * self.choices:
             raise Overloaded(FULL)
         self._reserved += choices
         self._open_answers += answers

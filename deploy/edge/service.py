@@ -22,7 +22,6 @@ from engine.front.client import EngineClient
 from engine.front.grammar_check import GrammarCheck
 from engine.front.text import TextProcessor
 
-ANSWERS_PER_CHOICE = 4  # answers under way, in capacities: beyond what the engine works on, those that only wait for their readers
 _REFUSALS: dict[type, KeyVerdict] = {
     Unauthenticated: "unauthenticated",
     Forbidden: "forbidden",
@@ -54,8 +53,7 @@ class Service:
         self.model = ServedModel(settings.name, self.text.pieces, settings.fingerprint)
         self.pool = TextPool()
         self.jobs = JobBuilder(settings, self.text, self.pool, self.grammars)
-        capacity, answers = settings.capacity, ANSWERS_PER_CHOICE * settings.capacity
-        self.admission = AdmissionControl(self.engine, capacity, settings.queue_tokens, answers, settings.media.waiting_bytes)
+        self.admission = AdmissionControl(self.engine, settings.capacity, settings.queue_tokens, settings.media.waiting_bytes)
         self.idle = asyncio.Event()
         self.idle.set()
 

@@ -221,7 +221,6 @@ def test_every_public_shape_is_known_by_name(member: str, capsys: pytest.Capture
         said.append(json.loads(capsys.readouterr().out))
     assert [found.pop("model") for found in said] == [member, f"dummy:{member}", f"google/gemma-4-{member.upper()}-it"]
     assert said[0] == said[1] == said[2]
-    assert said[0]["parameters"] + TOWERS[member] == PUBLISHED[member]
 
 
 @pytest.mark.parametrize("member", MEMBERS)

@@ -38,7 +38,7 @@ class AdmissionModel:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.engine = ReadyEngine()
-        self.admission = AdmissionControl(self.engine, choices=20, tokens=500, answers=40, bytes=1 << 40)
+        self.admission = AdmissionControl(self.engine, choices=20, tokens=500, bytes=1 << 40)
         self.tickets: list[AdmissionTicket] = []
         self.most = 0
 
@@ -105,7 +105,7 @@ def test_a_long_prompt_may_wait_alone() -> None:
 
 def test_media_that_wait_are_bounded_in_bytes() -> None:
     """One request's always may, beside others only what fits; when it has begun there is room."""
-    admission = AdmissionControl(ReadyEngine(), choices=20, tokens=500, answers=40, bytes=1000)
+    admission = AdmissionControl(ReadyEngine(), choices=20, tokens=500, bytes=1000)
     large, other, text = (admission.enter("a") for _ in range(3))
     large.settle(1, 10, 5000)
     with pytest.raises(Overloaded, match="5000 bytes of images"):
@@ -119,7 +119,7 @@ def test_media_that_wait_are_bounded_in_bytes() -> None:
 def served_in_turn(arrivals: list[tuple[int, str]], slots: int, *, fault: bool = False) -> list[tuple[int, str, int]]:
     """(began, client, came) of each request, which keeps a slot for 10 ticks; `fault`: in order of arrival, whoever asks."""
     engine = ReadyEngine()
-    admission = AdmissionControl(engine, choices=1 << 20, tokens=1 << 30, answers=1 << 20, bytes=1 << 40)
+    admission = AdmissionControl(engine, choices=1 << 20, tokens=1 << 30, bytes=1 << 40)
     queue: list[tuple[int, int, str, Clock]] = []
     ends, begun, left = [0] * slots, [], list(enumerate(arrivals))
     for tick in range(1 << 20):

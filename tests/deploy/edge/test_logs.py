@@ -425,17 +425,6 @@ def test_serve_is_told_only_what_the_settings_ask_for(values: dict[str, Any], ex
         assert LoggingConfig(**made).model_dump().items() >= made.items()
 
 
-def test_install_is_undone_and_does_not_add_up() -> None:
-    """Twice is once, and afterwards the loggers are as they were."""
-    logger = logging.getLogger("deploy")
-    before = logger.handlers[:], logger.level, logger.propagate
-    logs.install(LogSettings())
-    logs.install(LogSettings(level="error"))
-    assert (len(logger.handlers), logger.level) == (len(before[0]) + 1, logging.ERROR)
-    uninstall()
-    assert (logger.handlers[:], logger.level, logger.propagate) == before
-
-
 def test_a_bug_is_a_500_with_its_name_and_no_sentence(logged: LoggedEdge) -> None:
     """An exception of nobody's: its type in the line, its text nowhere in it."""
 
