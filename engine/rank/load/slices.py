@@ -76,7 +76,7 @@ def pieces(
     for rule in tensors.rules:
         held = weights if rule.kind == "matrix" else PLAIN
         for layer in geometry.layers if "{i}" in rule.name else geometry.layers[:1]:
-            axes = {"one": 1, **tensors.sizes(geometry, layer)}
+            axes = {"one": 1, **vars(geometry), **vars(layer), **tensors.sizes(geometry, layer)}
             if all(axes[axis] for axis in (*rule.shape, rule.present)):
                 shape = tuple(axes[axis] for axis in rule.shape)
                 cuts = _cuts(rule.part, shape, geometry, layer, rank, size)

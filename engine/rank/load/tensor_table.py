@@ -41,7 +41,7 @@ def norm_rule(name: str, parameter: str, size: str = "hidden", present: str = "o
 class TensorTable:
     """The tensors of an architecture's checkpoints.
 
-    sizes           of the axes that rules name, in a layer, but for `one`
+    sizes           of the axes that rules name, in a layer, but for `one` and fields of the geometry or the layer
     published_name  how published checkpoints call a tensor, given its name in any checkpoint or in a rule
     is_unused       whether the model does without the tensor of this published name
     """

@@ -20,15 +20,9 @@ _RULES = (
 
 def _sizes(geometry: AssistantGeometry, layer: Layer) -> dict[str, int]:
     return {
-        "hidden": geometry.hidden,
-        "backbone": geometry.backbone,
         "pair": 2 * geometry.backbone,
-        "vocab": geometry.vocab,
         "dense": int(not geometry.centroids),
-        "centroids": geometry.centroids,
-        "head_dim": layer.head_dim,
         "q": geometry.heads * layer.head_dim,
-        "width": layer.intermediate,
     }
 
 

@@ -18,8 +18,8 @@ _VISION = (
     *(Rule(f"{_L}self_attn.{name}_proj.linear.weight", f"{_B}{name}.weight", ("heads", "hidden")) for name in "qkv"),
     Rule(_L + "self_attn.o_proj.linear.weight", _B + "o.weight", ("hidden", "heads")),
     *(Rule(f"{_L}self_attn.{name}_norm.weight", f"{_B}{name}_norm", ("head_dim",), kind="head_norm") for name in "qk"),
-    *(Rule(f"{_L}mlp.{name}_proj.linear.weight", f"{_B}{name}.weight", ("width", "hidden")) for name in ("gate", "up")),
-    Rule(_L + "mlp.down_proj.linear.weight", _B + "down.weight", ("hidden", "width")),
+    *(Rule(f"{_L}mlp.{name}_proj.linear.weight", f"{_B}{name}.weight", ("intermediate", "hidden")) for name in ("gate", "up")),
+    Rule(_L + "mlp.down_proj.linear.weight", _B + "down.weight", ("hidden", "intermediate")),
     *(norm_rule(f"{_L}{name}.weight", f"{_B}norms.{own}", "tower") for name, own in BLOCK_NORMS.items()),
     *(norm_rule(_T + name, name, "standardized") for name in ("std_bias", "std_scale")),
     Rule(_E + "patch_dense.weight", "dense.weight", ("embedder", "cell"), kind="unpacked"),
@@ -40,16 +40,11 @@ def _vision_sizes(geometry: VisionGeometry, layer: Layer) -> dict[str, int]:
     tower, embedder = (0, geometry.hidden) if geometry.unified else (geometry.hidden, 0)
     return {
         "axes": 2,
-        "hidden": geometry.hidden,
         "tower": tower,
         "embedder": embedder,
-        "model": geometry.model,
-        "positions": geometry.positions,
         "patch": 3 * PATCH**2,
         "cell": 3 * SIDE**2 if embedder else 0,
-        "head_dim": layer.head_dim,
         "heads": geometry.heads * layer.head_dim,
-        "width": layer.intermediate,
         "standardized": geometry.hidden if geometry.standardize else 0,
     }
 
@@ -62,10 +57,10 @@ _PRODUCTS = {
     "self_attn.post": ("attention.o", "tower", "tower"),
     "lconv1d.linear_start": ("convolution.start", "double", "tower"),
     "lconv1d.linear_end": ("convolution.end", "tower", "tower"),
-    "feed_forward1.ffw_layer_1": ("first.up", "wide", "tower"),
-    "feed_forward1.ffw_layer_2": ("first.down", "tower", "wide"),
-    "feed_forward2.ffw_layer_1": ("second.up", "wide", "tower"),
-    "feed_forward2.ffw_layer_2": ("second.down", "tower", "wide"),
+    "feed_forward1.ffw_layer_1": ("first.up", "intermediate", "tower"),
+    "feed_forward1.ffw_layer_2": ("first.down", "tower", "intermediate"),
+    "feed_forward2.ffw_layer_1": ("second.up", "intermediate", "tower"),
+    "feed_forward2.ffw_layer_2": ("second.down", "tower", "intermediate"),
 }
 _NORMS = {
     "norm_pre_attn": "pre_attention",
@@ -96,7 +91,7 @@ _AUDIO = (
 )
 
 
-def _audio_sizes(geometry: AudioGeometry, layer: Layer) -> dict[str, int]:
+def _audio_sizes(geometry: AudioGeometry, _: Layer) -> dict[str, int]:
     first, second = geometry.channels
     tower = 0 if geometry.unified else geometry.hidden
     return {
@@ -106,11 +101,6 @@ def _audio_sizes(geometry: AudioGeometry, layer: Layer) -> dict[str, int]:
         "flat": geometry.features // 4 * second,
         "tower": tower,
         "double": 2 * tower,
-        "wide": layer.intermediate,
-        "head_dim": layer.head_dim,
-        "kernel": geometry.kernel,
-        "output": geometry.output,
-        "model": geometry.model,
     }
 
 

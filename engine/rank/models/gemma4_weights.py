@@ -23,9 +23,9 @@ def block_rules(layer: str) -> tuple[Rule, ...]:
         Rule(layer + "self_attn.q_proj.weight", _B + "attention.qkv", ("q", "hidden"), "q"),
         Rule(layer + "self_attn.o_proj.weight", _B + "attention.o", ("hidden", "q"), "columns"),
         Rule(layer + "self_attn.q_norm.weight", _B + "attention.q_norm", ("head_dim",), kind="head_norm"),
-        Rule(layer + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "gate"),
-        Rule(layer + "mlp.up_proj.weight", _B + "mlp.gate_up", ("width", "hidden"), "up"),
-        Rule(layer + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "width"), "columns"),
+        Rule(layer + "mlp.gate_proj.weight", _B + "mlp.gate_up", ("intermediate", "hidden"), "gate"),
+        Rule(layer + "mlp.up_proj.weight", _B + "mlp.gate_up", ("intermediate", "hidden"), "up"),
+        Rule(layer + "mlp.down_proj.weight", _B + "mlp.down", ("hidden", "intermediate"), "columns"),
         *(norm_rule(f"{layer}{name}.weight", f"{_B}norms.{norm}") for name, norm in BLOCK_NORMS.items()),
         Rule(layer + "layer_scalar", _B + "scalar", ("one",), kind="scalar"),
     )
@@ -60,17 +60,11 @@ def _sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
     expert = geometry.moe.intermediate if geometry.moe else 0
     kv = layer.kv_heads * layer.head_dim if layer.owns_kv else 0
     return {
-        "hidden": geometry.hidden,
-        "vocab": geometry.vocab,
         "head": 0 if geometry.tied else geometry.vocab,
-        "ple": geometry.ple,
-        "ple_vocab": geometry.ple_vocab,
         "ples": geometry.ple * len(geometry.layers),
-        "head_dim": layer.head_dim,
         "q": geometry.heads * layer.head_dim,
         "kv": kv,
         "v": 0 if layer.k_eq_v else kv,
-        "width": layer.intermediate,
         "experts": geometry.moe.experts if geometry.moe else 0,
         "expert": expert,
         "expert_pair": 2 * expert,

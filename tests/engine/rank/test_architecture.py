@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.geometry import Geometry, Layer, read_geometry
+from engine.geometry import Geometry, read_geometry
 from engine.plan import Admission, StepPlan, single_rows
 from engine.protocol import SamplingParams
 from engine.rank.attention.base import AttentionBackend
@@ -61,10 +61,6 @@ class Bigram(Model):
         return h, h
 
 
-def sizes(geometry: Geometry, layer: Layer) -> dict[str, int]:
-    return {"one": 1, "vocab": geometry.vocab, "hidden": geometry.hidden}
-
-
 def read(folder: Path) -> Geometry:
     return replace(read_geometry(folder), vocab=96)
 
@@ -76,7 +72,7 @@ BIGRAM = Architecture(
             Rule("first", "first.head", ("vocab", "hidden"), "vocab", "embedding"),
             Rule("second", "second.head", ("vocab", "hidden"), "vocab", "embedding"),
         ),
-        sizes,
+        lambda *_: {},
         published_name=lambda name, _: f"bigram.{name.removeprefix('bigram.')}",
         is_unused=lambda name, _: False,
     ),
