@@ -1,7 +1,7 @@
 """What crosses between core and ranks, and its bytes: StepPlan (core -> ranks), StepResult (rank 0 -> core).
 
 All little-endian, every section 4-byte aligned: header and fixed-width sections are one run of int32 that a rank copies to its
-device as it is (`engine.plan_layout`).
+device as it is.
 
     StepPlan    header [16] | rows [n,3] | chunks [n,6] | appends [n,4] | releases [n,4] | zeros [n,2] | spans [n,2] | encodes [n,4]
                 | admissions, msgpack
@@ -34,7 +34,6 @@ from typing import NamedTuple, cast
 import msgspec
 import numpy as np
 
-from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_SPAN,
@@ -48,6 +47,12 @@ from engine.protocol import (
 
 Section = list[tuple[int, ...]]  # of a plan: rows of as many numbers as SECTIONS says
 
+# Kernels get those of these numbers that they need as constexprs.
+HEADER = 16  # int32 of a plan's header
+STEP = 2  # index in the header of the step's low word
+COUNTS = 4  # index in the header of the number of rows of the first section; then come the others', and the bytes of admissions
+SECTIONS = {"rows": 3, "chunks": 6, "appends": 4, "releases": 4, "zeros": 2, "spans": 2, "encodes": 4}  # in order: int32 of a row
+RESULT_HEAD = 4  # int32 of a result's row in front of its tokens
 DEPTH = 2  # plans out at a time: one running, one queued
 MAX_ADMITTED = 1 << 17  # numbers (`admission_size`) of one plan's admissions, one of them apart: 0.5 MiB of a ring record
 MAX_PARAMS = 1 << 13  # numbers of four bytes that an admission takes beside its tokens and pages: 5 bytes an id, 14 a bias

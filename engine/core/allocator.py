@@ -89,18 +89,15 @@ class Allocator:
 
     def find(self, sequence: Sequence) -> Hit:
         """The cached prefix that a waiting sequence may use; looked up again when it may have changed. The first look makes its
-        page keys: it comes when the sequence is queued, for at admission several long prompts would hold up one step."""
+        page keys: it comes when the sequence is queued, for at admission several long prompts would hold up one step. It ends
+        within no span: equal keys mean equal spans, and where a prefix was left there was none."""
         if not self._caches:
             return self.cache.find([])
         if sequence.hit is None or sequence.hit.version != self.cache.version:
             self._keys(sequence, (len(sequence.tokens) - 1) // self.page)
-            sequence.hit = self._find(sequence)
+            pages = self._uncut_pages(sequence, sequence.reusable // self.page)
+            sequence.hit = self.cache.find(self._keys(sequence, pages))
         return sequence.hit
-
-    def _find(self, sequence: Sequence) -> Hit:
-        """The longest cached prefix that it may use. It ends within no span: equal keys mean equal spans, and where a prefix was
-        left there was none."""
-        return self.cache.find(self._keys(sequence, self._uncut_pages(sequence, sequence.reusable // self.page)))
 
     def _uncut_pages(self, sequence: Sequence, pages: int) -> int:
         """The most of its first pages, at most so many, that end within no span."""

@@ -9,5 +9,5 @@
     sampler  prompt_logprobs    logits to tokens and logprobs
     parallel                    the tensor-parallel group and its collectives
     compile_ahead  start_checks  step_times                      at boot
-    page_check  step_clock  output_cache  upload  synthetic_plans    helpers
+    page_check  step_clock  output_cache  upload                     helpers
 """

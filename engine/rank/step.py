@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.channel import MAX_RECORD
-from engine.plan import PlanView
-from engine.plan_layout import COUNTS, HEADER, SECTIONS
+from engine.plan import COUNTS, HEADER, SECTIONS, PlanView
 from engine.rank.batch import Chunk, ForwardBatch, RopeTensors, chunk_rows
 from engine.rank.slots import SlotState
 from engine.rank.upload import staging

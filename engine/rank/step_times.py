@@ -4,16 +4,19 @@ Wall time, not device time: a step with prompt tokens is launched kernel by kern
 runs the same plans equally often: nothing that is run may depend on a clock.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from time import monotonic
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
 from engine.lifeline import Points, StepTimes
-from engine.plan import StepPlan, encode_plan, single_rows
+from engine.plan import Admission, StepPlan, encode_plan, single_rows
+from engine.protocol import SamplingParams
+from engine.rank.kv import KVCache
 from engine.rank.runner import Runner
-from engine.rank.synthetic_plans import admission_plan
 
 SERIES, REPEATS = 2, 3  # of timed steps at each point, after an untimed one; the quicker series counts
 CONTEXTS = (16, 1024)  # context of each decode row, if max_len allows it
@@ -52,6 +55,25 @@ def measure(runner: Runner, config: EngineConfig, vocab: int) -> StepTimes:
         read_ms = max(0.0, less - few[0] * attend_ms)
     probe.clear()
     return StepTimes(decodes, prefills, tuple(mixed) or ((1, 0.0),), context_ms, read_ms, attend_ms, tile, drafts)
+
+
+def admission_plan(cache: KVCache, vocab: int, slots: Sequence[int], length: int, cached: int, end: int) -> StepPlan:
+    """Make a plan that admits sequences of `length` tokens to a rank's slots, `cached` of them computed, with pages for
+    positions [cached, end); in a small pool they share pages. Tokens are random: equal ones would all go to the same experts."""
+    params, admissions = SamplingParams(max_tokens=1), []
+    for slot in slots:
+        tokens = np.random.default_rng(slot).integers(0, vocab, length, np.int32).tolist()
+        admissions.append(Admission(slot, slot + 1, tokens, length, params, cached=cached))
+    plan = StepPlan(0, admissions=admissions)
+    for group in cache:
+        entries, count = group.group.pages_for(cached, end), group.pool.shape[1] - 1
+        pages = 1 + np.random.default_rng(0).permutation(count)
+        plan.appends += [
+            (group.group.index, slot, entry, int(pages[(slot * len(entries) + index) % count]))
+            for slot in slots
+            for index, entry in enumerate(entries)
+        ]
+    return plan
 
 
 def _points(most: int, usual: tuple[int, ...]) -> list[int]:

@@ -18,10 +18,15 @@ from hypothesis import strategies as st
 from engine.channel import create_shared, map_shared
 from engine.logit_adjustments import MAX_ALLOWED_IDS, MAX_BAD_WORD_IDS, MAX_BAD_WORDS, MAX_BIAS_IDS, LogitAdjustments
 from engine.plan import (
+    COUNTS,
+    HEADER,
     MAX_PARAMS,
     MAX_SCORED,
     PROMPT_ROW_BYTES,
+    RESULT_HEAD,
     ROW_MASKED,
+    SECTIONS,
+    STEP,
     Admission,
     PromptRow,
     ResultRow,
@@ -37,7 +42,6 @@ from engine.plan import (
     single_rows,
     with_time,
 )
-from engine.plan_layout import COUNTS, HEADER, RESULT_HEAD, SECTIONS, STEP
 from engine.protocol import MAX_ALTERNATIVES, MAX_STOP_IDS, Logprobs, PromptLogprobs, SamplingParams, token_bytes
 from engine.rank_status import STATUS_BYTES, EncoderFigures, RankStatus, StatusBlock
 from tests.support.engine.plans import (

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.channel import checksum
-from engine.plan import ROW_EMPTY, ROW_NAN, PlanView, encode_rows
-from engine.plan_layout import RESULT_HEAD
+from engine.plan import RESULT_HEAD, ROW_EMPTY, ROW_NAN, PlanView, encode_rows
 from engine.protocol import Logprobs, PromptLogprobs
 from engine.rank.page_check import PageCheck
 from engine.rank.prompt_logprobs import ScoredRows, prompt_rows

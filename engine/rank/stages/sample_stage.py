@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.memory import PIECE_LOGITS
-from engine.plan_layout import STEP
+from engine.plan import STEP
 from engine.rank.batch import ForwardBatch
 from engine.rank.models.architecture import Model
 from engine.rank.parallel import Inboxes, inboxes_of

@@ -16,7 +16,7 @@ from engine.rank.models.gemma4 import Attention
 from engine.rank.models.layers import Experts, VocabTable
 from engine.rank.models.weight import Weight
 from engine.rank.runner import Runner
-from engine.rank.synthetic_plans import admission_plan
+from engine.rank.step_times import admission_plan
 from tests.bench.profiling.loopback import Loopback
 from tests.support.launches import compilations
 

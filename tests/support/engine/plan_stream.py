@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import ConfigError
-from engine.plan import Admission, ResultRow, StepPlan, StepResult
-from engine.plan_layout import RESULT_HEAD, SECTIONS
+from engine.plan import RESULT_HEAD, SECTIONS, Admission, ResultRow, StepPlan, StepResult
 from engine.protocol import Logprobs, MediaItem, SamplingParams
 from tests.support.engine.plans import result_rows
 

@@ -7,8 +7,10 @@ import numpy as np
 
 from engine.plan import (
     NUMBER_MASK,
+    RESULT_HEAD,
     ROW_EMPTY,
     ROW_NAN,
+    SECTIONS,
     PromptRow,
     ResultRow,
     StepPlan,
@@ -18,7 +20,6 @@ from engine.plan import (
     read_header,
     read_plan,
 )
-from engine.plan_layout import RESULT_HEAD, SECTIONS
 
 
 class DecodeRow(NamedTuple):
