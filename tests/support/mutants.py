@@ -78,7 +78,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("cache-evicts-what-is-used", "engine/core/test_prefix.py", "self._order.move_to_end(ancestor)", "pass"),
     ),
     "engine/core/masks.py": (
-        ("thought-exceeds-its-budget", "engine/core/test_thought_limit.py",
+        ("thought-exceeds-its-budget", "engine/core/test_scheduler.py",
          "self._label + self._left", "self._label + self._left + 1"),
         ("grammar-holds-behind-its-call", "engine/core/test_masks.py",
          "if state.matcher.frees and state.matcher.complete:", "if False:"),

@@ -3,7 +3,6 @@
 
 import random
 
-import numpy as np
 import pytest
 
 from engine.channel import RingReader, RingWriter, ring_bytes
@@ -63,13 +62,3 @@ def test_a_record_holds_a_mask_for_every_slot() -> None:
     sent(SLOTS)
     with pytest.raises(RuntimeError, match="does not fit"):
         sent(SLOTS - 1)
-
-
-def test_masks_round_trip() -> None:
-    """Step, slots, each as often as it has masks, and bits come back; a record that is cut is refused."""
-    bits = np.arange(-4, 8, dtype=np.int32).reshape(3, 4)
-    data = encode_masks(7, {3: bits[:2], 1: bits[2:]}, 4)
-    again = decode_masks(data)
-    assert (again.step, again.slots.tolist(), again.bits.tolist()) == (7, [3, 3, 1], bits.tolist())
-    with pytest.raises(ValueError, match="reshape"):
-        decode_masks(data[:-4])

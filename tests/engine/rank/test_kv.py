@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.geometry import KVGroup, Layer, Rope
+from engine.geometry import KVGroup
 from engine.rank.kv import GroupCache, KVCache
 
 pytestmark = pytest.mark.cpu
@@ -39,13 +39,3 @@ def test_a_row_reads_its_own_pages(window: int | None, width: int) -> None:
         first = 0 if window is None else max(0, position - window + 1) // 32
         read = [8 * slot + entry for entry in range(first, position // 32 + 1)] if position >= 0 else []
         assert out[row].tolist() == read + [-7] * (width - len(read))
-
-
-def test_a_shared_layer_finds_its_producer() -> None:
-    """`of` gives a layer the group that owns the K and V it reads."""
-    sliding = GroupCache(KVGroup(0, "sliding", (0, 1), 1, 8, 64), 2, 1, 32, CPU)
-    full = GroupCache(GROUP, 2, 1, 32, CPU)
-    caches = KVCache([sliding, full])
-    for source, expected in ((1, sliding), (5, full)):
-        layer = Layer(9, "full", 8, 2, Rope(1e4, 4), 16, k_eq_v=False, kv_source=source)
-        assert caches.of(layer) is expected

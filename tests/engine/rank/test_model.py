@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kernels.qkv
-from engine.errors import CheckpointError
 from engine.geometry import Geometry, read_geometry, shard_vocab
 from engine.rank.kv import KVCache
 from engine.rank.load.loader import load
@@ -271,15 +270,3 @@ def test_k_as_v_is_seen(case: Callable[[str], Case], monkeypatch: pytest.MonkeyP
     error = it.error(it.run(Single(), it.steps(whole=True)))
     print(f"K as V: error {error:.2g}")
     assert FAULT <= error < torch.inf
-
-
-# ---- refusals
-
-
-def test_a_size_that_does_not_divide_is_refused(case: Callable[[str], Case]) -> None:
-    """A model at a TP size that does not divide it is a CheckpointError that names what does not."""
-    parallel = ThreadParallel(0, 3, [], None)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="attention heads"):
-        Gemma4(case("31b").geometry, parallel, torch.float32, torch.device("cpu"))
-
-

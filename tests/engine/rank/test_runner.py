@@ -28,7 +28,7 @@ from kernels.sampling_batch import SamplingBatch
 from tests.conftest import Nano
 from tests.support.engine.adjusted_logits import AdjustedSequence
 from tests.support.engine.plans import PageAppend, PrefillChunk, encoded, result_of, result_rows
-from tests.support.engine.ranks import finish, media_of, run, single
+from tests.support.engine.ranks import media_of, run, single
 
 pytestmark = pytest.mark.cpu
 
@@ -208,27 +208,6 @@ def test_logprobs_of_a_prompt_are_those_that_sampling_reports(rank: Rank, monkey
         assert abs(logprobs.chosen - value) < 1e-4
         assert [token for token, _ in logprobs.top] == [token for token, _ in sampled.top[:3]]
     assert max(abs(found[at][1].chosen - found[at - 1][1].chosen) for at in range(2, len(prompt))) > 1e-2
-
-
-def overlapped(runner: Runner, plans: list[StepPlan]) -> list[StepResult]:
-    """Two launched before the first is finished."""
-    results, before = [], None
-    for plan in plans:
-        launched = runner.launch(encode_plan(plan))
-        if before is not None:
-            results.append(finish(before))
-        before = launched
-    assert before is not None
-    return [*results, finish(before)]
-
-
-def test_replay_and_overlap_end_on_the_same_hash(rank: Rank) -> None:
-    """The same plans give the same results and state hash, finished one by one or one behind."""
-    first, second = build(rank, PAGES), build(rank, PAGES)
-    one = [run(first, plan) for plan in stream()]
-    other = overlapped(second, stream())
-    assert encoded(one) == encoded(other)
-    assert first.state_hash == second.state_hash != 0
 
 
 @pytest.mark.parametrize("debug", [True, False])

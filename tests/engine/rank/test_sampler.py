@@ -146,26 +146,6 @@ def test_only_rows_that_ask_for_whole_logits_pay_for_them(kind: str) -> None:
     assert sent[2:] == [10, 10]
 
 
-def test_rows_permuted_give_their_own_tokens() -> None:
-    """The order of rows in a batch changes no row's token; exchanged seeds do."""
-    rows, logits = rows_of(48), logits_of(48)
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(1))
-    moved = rows.at(order.tolist())
-    straight = sample(Single(), logits, rows).tokens
-    assert torch.equal(sample(Single(), logits[order], moved).tokens, straight[order])
-    assert not torch.equal(sample(Single(), logits[order], replace(moved, seeds=rows.seeds)).tokens, straight[order])
-
-
-def test_sampling_again_gives_the_same() -> None:
-    """There is no state: the same call gives the same tokens; another position gives others."""
-    rows, logits = rows_of(48), logits_of(48) / 6
-    first = sample(Single(), logits, rows)
-    assert sample(Single(), logits, rows).same(first)
-    later = sample(Single(), logits, replace(rows, positions=rows.positions + 1)).tokens
-    assert (later != first.tokens)[rows.plain].float().mean() > 0.3
-    assert torch.equal(later[rows.greedy], first.tokens[rows.greedy])
-
-
 def test_columns_behind_the_vocabulary_are_never_drawn() -> None:
     """Where the last rank has more columns than the vocabulary, -inf, tokens are those of the vocabulary alone; were the columns
     zero instead, they would be others."""

@@ -250,23 +250,6 @@ def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
         assert masked == [done + more < 2 for more in range(4)]
 
 
-def test_the_last_of_equal_appends_counts() -> None:
-    """A slot given away within a plan is appended to twice: the later page stands."""
-    rank = Rank()
-    admission = Admission(1, 1, [5], 1, SamplingParams(max_tokens=1))
-    rank.run(StepPlan(1, admissions=[admission], appends=[PageAppend(0, 1, 2, page) for page in (5, 6, 7)]))
-    assert next(iter(rank.slots.cache)).table[1].tolist() == [0, 0, 7, 0, 0, 0, 0, 0]
-
-
-def test_cached_positions_are_not_computed_again() -> None:
-    """An admission with cached positions decodes behind them."""
-    rank = Rank()
-    admission = Admission(2, 1, [5, 6, 7, 8], 4, SamplingParams(max_tokens=1), cached=3)
-    batch = rank.run(StepPlan(1, admissions=[admission], rows=single_rows([2])))
-    assert batch is not None
-    assert (batch.slots.tolist(), batch.positions.tolist(), batch.ids.tolist()) == ([2], [3], [8])
-
-
 def test_padding_rows_change_nothing() -> None:
     """Rows behind the plan's decodes name the padding's slot and no position, and advance no length."""
     rank = Rank()

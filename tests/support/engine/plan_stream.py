@@ -9,7 +9,6 @@ line takes it; `settings` those of the engine that are not the defaults.
 
 import gzip
 import json
-import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.errors import ConfigError
 from engine.plan import RESULT_HEAD, SECTIONS, Admission, ResultRow, StepPlan, StepResult
 from engine.protocol import Logprobs, MediaItem, SamplingParams
 from tests.support.engine.plans import result_rows
@@ -53,16 +51,13 @@ def write_stream(stream: PlanStream, path: Path) -> None:
 
 
 def read_stream(path: Path) -> PlanStream:
-    """What `write_stream` wrote; ConfigError where it is not such a file."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            value = json.load(file)
-        plans = [_plan_of(step["plan"]) for step in value["steps"]]
-        results = [_result_of(plan.step, step) for plan, step in zip(plans, value["steps"], strict=True)]
-        masks = {step["plan"]["step"]: b64decode(step["masks"]) for step in value["steps"] if "masks" in step}
-        return PlanStream(value["model"], value["settings"], tuple(value["pages"]), plans, results, masks)
-    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: no plan stream: {error}") from error
+    """What `write_stream` wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        value = json.load(file)
+    plans = [_plan_of(step["plan"]) for step in value["steps"]]
+    results = [_result_of(plan.step, step) for plan, step in zip(plans, value["steps"], strict=True)]
+    masks = {step["plan"]["step"]: b64decode(step["masks"]) for step in value["steps"] if "masks" in step}
+    return PlanStream(value["model"], value["settings"], tuple(value["pages"]), plans, results, masks)
 
 
 def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
@@ -101,8 +96,6 @@ def _result_of(step: int, data: dict[str, Any]) -> StepResult:
         row: [Logprobs(chosen, [(token, value) for token, value in top]) for chosen, top in reported]
         for row, reported in data["logprobs"]
     }
-    if table.ndim != 2 or table.shape[1] < RESULT_HEAD:
-        raise ValueError(f"the table of step {step} is {table.shape}")
     return StepResult(step, table, logprobs, (), encoded=0, took_us=0)
 
 
