@@ -157,6 +157,9 @@ class KernelStandIn:
         assert lengths.is_contiguous()
         assert tables.shape[0] == lengths.shape[0] == given["batch_size"]
         assert 1 <= int(lengths.min()) <= int(lengths.max()) <= given["max_kv_len"], "another kernel would be chosen"
+        assert given["max_kv_len"] <= tables.shape[1] * given["key_cache"].shape[2], "a bound beyond the table"
+        assert tables.shape[1] * given["key_cache"].shape[2] % STEP_KEYS == 0, "the last step of keys reads past a row"
+        assert given["out"].dtype == query.dtype == given["key_cache"].dtype, "the kernel is chosen by the query's"
         assert given["window_left"] >= -1
         assert given["key_cache"].stride() == given["value_cache"].stride(), "V's strides are taken from K"
         assert given["key_cache"].stride(-1) == query.stride(-1) == 1

@@ -4,8 +4,8 @@
     chunks        (q normed, K and V in their pages)  | rows of the page table              | trtllm_batch_context_with_kv_cache
 
 FlashInfer hands what it is given to its kernels as bare pointers: it checks neither dtype nor contiguity of tables and lengths, nor
-lengths against their bound, and a wrong one becomes a wrong answer or a fault of the GPU. So each call is checked here
-(`_arguments`). The rules, which are FlashInfer's own (0.7.2):
+lengths against their bound, and a wrong one becomes a wrong answer or a fault of the GPU. The rules, which are FlashInfer's own
+(0.7.2), and which the tests' stand-in for its kernels holds every call to (`tests/support/flashinfer_calls.py`):
 
     tables      int32 [rows, width], contiguous: width is the kernel's row stride; 256 keys a step, so width * page is a multiple of
                 256 and every entry, also behind a row's end, names a page of the same pool
@@ -115,23 +115,10 @@ def check_group(group: KVGroup, heads: int, kernels: Kernels) -> None:
 def _arguments(
     scratch: TrtllmScratch, query: Tensor, pool: Tensor, rows: TableRows, group: KVGroup, out: Tensor
 ) -> dict[str, Any]:
-    """Check and name what both calls are given. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page,
-    d]."""
-    tables, lengths, count = rows.tables, rows.lengths, len(rows.tables)
-    assert query.dtype == pool.dtype == out.dtype, (query.dtype, pool.dtype, out.dtype)
-    assert query.shape == out.shape, (query.shape, out.shape)
-    assert pool.shape[1:] == (2, group.kv_heads, group.page, group.head_dim), (pool.shape, group)
-    assert query.shape[2] == group.head_dim, (query.shape, group)
-    for x in (query, out, pool, tables, lengths):
-        assert x.is_contiguous(), (x.shape, x.stride())
-    assert tables.dtype == lengths.dtype == torch.int32, (tables.dtype, lengths.dtype)
-    assert lengths.shape == (count,), (lengths.shape, tables.shape)
-    assert tables.shape[1] * group.page % ROW_TOKENS == 0, (tables.shape, group.page)
-    assert 1 <= rows.max_len <= tables.shape[1] * group.page, (rows.max_len, tables.shape, group.page)
-    assert count * query.shape[1] <= len(scratch.counters), (count, query.shape, scratch.counters.shape)
+    """Name what both calls are given. query and out [tokens, heads, d]; pool one layer's [pages, 2, kv_heads, page, d]."""
     window_left = -1 if group.window is None else group.window - 1  # keys to the left of the query's own; -1: all
     values = (
-        query, pool, scratch.workspace, tables, lengths, 1.0, 1.0, window_left, out,
+        query, pool, scratch.workspace, rows.tables, rows.lengths, 1.0, 1.0, window_left, out,
         "HND", False, scratch.counters,
     )  # fmt: skip
     return dict(zip(_ARGUMENTS, values, strict=True))
@@ -140,7 +127,6 @@ def _arguments(
 def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Tensor, rows: TableRows, out: Tensor) -> None:
     """Compute the attention of decode rows; query and out [rows, heads, d]."""
     flashinfer, arguments = scratch.flashinfer, _arguments(scratch, query, pool, rows, group, out)
-    assert len(query) == len(rows.tables), (query.shape, rows.tables.shape)
     flashinfer.decode(**arguments, max_seq_len=rows.max_len, backend=flashinfer.kernels)
 
 
