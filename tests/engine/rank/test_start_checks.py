@@ -17,11 +17,11 @@ from engine.geometry import Geometry, kv_groups, read_geometry
 from engine.rank import start_checks
 from engine.rank.attention import trtllm
 from engine.rank.attention.base import AttentionParts, PartSettings
-from engine.rank.attention.parts_check import ROWS, mismatches
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.builder import load_rank
 from engine.rank.models.gemma4 import GEMMA4
 from engine.rank.parallel import Parallel, Single
+from engine.rank.start_checks import ROWS, mismatches
 from kernels import selfcheck
 from tests.support.engine.threads import run_ranks
 from tests.support.flashinfer_calls import PROCESSORS, KernelStandIn, pinned
