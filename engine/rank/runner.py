@@ -26,7 +26,7 @@ from engine.geometry import vocab_share
 from engine.memory import buckets
 from engine.plan import DEPTH, PlanView, StepPlan, encode_plan, read_plan
 from engine.protocol import MAX_ALTERNATIVES, MAX_SPAN, MediaKind
-from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend
+from engine.rank.attention import FailedChecks, attention_backend
 from engine.rank.batch import ForwardBatch, SoftTokens
 from engine.rank.graphs import StageGraphs
 from engine.rank.kv import KVCache
@@ -107,9 +107,7 @@ class Runner:
         self._inboxes = inboxes
         self.pages = PageCheck(self.slots) if config.debug_pages else None
         check = partial(self.pages.compare, COPIED_ENTRY) if self.pages is not None else None
-        asked = config.attention_of("decode"), config.attention_of("extend")
-        chosen = AttentionConfig(*asked, failed_checks, config.flashinfer_download)
-        attention = attention_backend(chosen, geometry, cache, config.tp, self._buckets, device, check, widest)
+        attention = attention_backend(config, geometry, cache, config.tp, self._buckets, check, widest, failed_checks)
         sampler = Sampler(parallel, geometry.vocab, geometry.softcap, config.suppress, device)
         soft = None
         if encoders and not geometry.bidirectional:
@@ -123,7 +121,7 @@ class Runner:
         self._prompt_rows = [*(rows for rows in PROMPT_ROWS + LARGE_PROMPT_ROWS if rows < most), most]
         self.draft_stage: DraftStage | None = None
         if drafter is not None:
-            reads = attention_backend(chosen, drafter.geometry, cache, config.tp, self._buckets, device, check)
+            reads = attention_backend(config, drafter.geometry, cache, config.tp, self._buckets, check, failed_checks=failed_checks)
             self.draft_stage = DraftStage(drafter, widest - 1, reads, self._inputs, self.sample_stage)
         rows = widest * (self._buckets[-1] + prefill)
         self.report_stage = ReportStage(rows, device, self.pages, self.encode_stage, debug_hash=config.debug_hash)

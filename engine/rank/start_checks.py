@@ -19,7 +19,7 @@ from engine.attention.backend_entry import ROW_KINDS, RowKind
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import Geometry, KVGroup, Layer
-from engine.rank.attention import AttentionConfig, FailedChecks, attention_backend, paged
+from engine.rank.attention import FailedChecks, attention_backend, paged
 from engine.rank.attention.base import AttentionPart, AttentionParts, LayerRows, PartSettings
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch, frequencies_of
 from engine.rank.kv import ROW_TOKENS, GroupCache, KVCache
@@ -162,7 +162,7 @@ def residual_rms(model: Model, groups: Sequence[KVGroup]) -> float:
     for group in cache:
         group.table[0, 0] = 1
     batch = eager_batch(cache, model.frequencies, ids, torch.zeros_like(ids), positions, (Chunk(0, 0, size, 0),))
-    attention = attention_backend(AttentionConfig(), geometry, cache, model.parallel.size, (1,), device)
+    attention = attention_backend(None, geometry, cache, model.parallel.size, (1,))
     rms = model.states(batch, attention)[0].float().pow(2).mean().sqrt().item()
     if not rms >= MIN_RESIDUAL_RMS:
         raise CheckpointError(f"rms of the last residual is {rms:.2e}, below {MIN_RESIDUAL_RMS}: weights missing or zero")

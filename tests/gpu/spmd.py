@@ -19,8 +19,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.geometry import Geometry, kv_groups, read_geometry
-from engine.rank.attention import AttentionConfig, attention_backend
+from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
@@ -136,8 +137,8 @@ def check_bits(hidden: Tensor, parallel: Parallel) -> None:
 def run(job: Job, model: Gemma4, parallel: Parallel, device: torch.device) -> list[Tensor]:
     """Logits of each prompt."""
     geometry, cache = model.geometry, caches(model.geometry, job, device)
-    asked = AttentionConfig(decode=job.attention_decode)
-    attention = attention_backend(asked, geometry, cache, job.size, (job.rows,), device)
+    asked = EngineConfig(model="", device="cuda", attention_decode=job.attention_decode)
+    attention = attention_backend(asked, geometry, cache, job.size, (job.rows,))
     found, began, steps = [], time.monotonic(), 0
     for slot in range(len(job.prompts)):
         rows = []

@@ -6,27 +6,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from engine.attention import BACKENDS, REFERENCE
 from engine.attention.backend_entry import RowKind
+from engine.config import EngineConfig
 from engine.geometry import Geometry, KVGroup
 from engine.rank.attention.base import AttentionBackend, AttentionPart, AttentionParts, CopyCheck, LayerRows, PartSettings
 from engine.rank.batch import RowBlock
 from engine.rank.kv import GroupCache, KVCache
 
-FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Backends by kind of rows; None: our own ops. failed_checks: (kind, KV group) that run our own ops whatever was asked for.
-    download: FlashInfer may fetch kernels that it lacks."""
-
-    decode: str | None = None
-    extend: str | None = None
-    failed_checks: FailedChecks = ()
-    download: bool = False
+FailedChecks = Collection[tuple[RowKind, int]]  # kinds of rows of KV groups that run our own ops whatever was asked for
 
 
 @dataclass(frozen=True)
@@ -48,27 +36,30 @@ class SpanExtend:
 
 
 def attention_backend(
-    config: AttentionConfig,
+    config: EngineConfig | None,
     geometry: Geometry,
     cache: KVCache,
     tp: int,
     buckets: Sequence[int],
-    device: torch.device,
     check: CopyCheck | None = None,
     width: int = 1,
+    failed_checks: FailedChecks = (),
 ) -> AttentionBackend:
-    """Build the attention of a rank, of the backends asked for. Tokens that see each other both ways are left to our own.
+    """Build the attention of a rank, of the backends that `config` asks for; None: of our own ops, which have tokens that see each
+    other both ways in any case.
 
     buckets: the numbers of rows that decode steps are padded to, ascending;  check: of the page ids that parts copy
     width: decode rows of a sequence at most
     """
+    device = cache.groups[0].table.device
     settings = PartSettings(geometry.heads // tp, geometry.eps, tuple(buckets), device, check, width)
-    made = functools.cache(lambda module: import_module(module).parts(settings, download=config.download))
-    own, asked = made(REFERENCE.parts), {"decode": config.decode, "extend": config.extend}
+    download = config is not None and config.flashinfer_download
+    made = functools.cache(lambda module: import_module(module).parts(settings, download=download))
+    own = made(REFERENCE.parts)
 
     def parts(kind: RowKind, group: KVGroup) -> AttentionParts:
-        name = asked[kind]
-        return own if name is None or (kind, group.index) in config.failed_checks else made(BACKENDS[name].parts)
+        name = None if config is None else config.attention_of(kind)
+        return own if name is None or (kind, group.index) in failed_checks else made(BACKENDS[name].parts)
 
     def extend(pages: GroupCache) -> AttentionPart:
         usual = parts("extend", pages.group)

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cluster.attention_choice import choose_attention
 from engine.attention import BACKENDS
@@ -20,7 +20,7 @@ from engine.attention.flashinfer_files import FlashInferFiles
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.geometry import read_geometry
-from engine.rank.attention import AttentionConfig, attention_backend
+from engine.rank.attention import attention_backend
 from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings
 from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
 from engine.rank.batch import RowBlock
@@ -130,13 +130,10 @@ def test_the_router_gives_it_its_rows() -> None:
     shape: Any = SimpleNamespace(heads=4, eps=1e-6)
     want = ours(it)
 
-    def run(asked: AttentionConfig) -> Tensor:
-        router = attention_backend(asked, shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
-        return attended(it, router)
-
-    assert run(AttentionConfig(CONFIG.attention_of("decode"))).equal(want)
+    make = partial(attention_backend, CONFIG, shape, KVCache([it.cache]), 1, it.settings.buckets)
+    assert attended(it, make()).equal(want)
     assert FakeDecode.rows == 2
-    assert run(AttentionConfig(CONFIG.attention_of("decode"), failed_checks={("decode", 0)})).equal(want)
+    assert attended(it, make(failed_checks={("decode", 0)})).equal(want)
     assert FakeDecode.rows == 2
 
 
@@ -154,7 +151,8 @@ def test_images_are_left_to_our_own(monkeypatch: pytest.MonkeyPatch, bidirection
     first, second = it.batch.chunks
     image = replace(it, batch=replace(it.batch, chunks=(replace(first, spans=((3, 60),)), second)))
     shape: Any = SimpleNamespace(heads=4, eps=1e-6)
-    router = attention_backend(AttentionConfig(None, "fake"), shape, KVCache([it.cache]), 1, it.settings.buckets, CPU)
+    chunks = EngineConfig(model="", device="cpu", attention_extend="fake")
+    router = attention_backend(chunks, shape, KVCache([it.cache]), 1, it.settings.buckets)
     monkeypatch.setattr(CausalExtend, "rows", 0)
     causal, seen = ours(it), ours(image)
     assert attended(image, router).equal(seen)

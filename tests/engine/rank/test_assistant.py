@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.geometry import Layer, kv_groups, read_geometry
 from engine.protocol import GenerateRequest, JsonObject
-from engine.rank.attention import AttentionConfig, attention_backend
+from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.builder import build
 from engine.rank.kv import GroupCache, KVCache
@@ -73,7 +73,7 @@ def pair(folder: Path, member: str, out: Path, length: int) -> Pair:
     slots, positions = torch.zeros(length, dtype=torch.int32), torch.arange(length)
     batch = eager_batch(cache, target.frequencies, ids, slots, positions, (Chunk(0, 0, length, 0),))
     batch = replace(batch, logit_rows=torch.tensor([length - 1]))
-    attention = attention_backend(AttentionConfig(), geometry, cache, 1, (1,), CPU)
+    attention = attention_backend(None, geometry, cache, 1, (1,))
     with torch.inference_mode():
         _, hidden = target.states(batch, attention)
         first = target.head.logits(hidden).argmax(-1).int()
@@ -103,7 +103,7 @@ def step_of(it: Pair, length: int, rotary: int) -> LayerStep:
     rope = {key: torch.empty_like(table) for key, table in batch.rope.items()}
     for key, table in rope.items():
         rotary_table(torch.tensor([rotary], dtype=torch.int32), it.target.frequencies[key], table)
-    attention = attention_backend(AttentionConfig(), it.drafter.geometry, it.cache, 1, (1,), CPU)
+    attention = attention_backend(None, it.drafter.geometry, it.cache, 1, (1,))
     batch = replace(batch, rope=rope)
     return LayerStep(batch, attention, attention.prepare(batch), norm(it), None)
 

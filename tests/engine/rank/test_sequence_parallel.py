@@ -23,7 +23,7 @@ import kernels.sequence_parallel
 from engine.config import EngineConfig, Mtp
 from engine.geometry import kv_groups, read_geometry
 from engine.memory import INBOX_BYTES, exchange_bytes, inbox_rows, sequence_rows
-from engine.rank.attention import AttentionConfig, attention_backend
+from engine.rank.attention import attention_backend
 from engine.rank.batch import Chunk, eager_batch
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.loader import load
@@ -155,7 +155,7 @@ def layers(parallel: Parallel, folder: Path) -> Forward:
     cache = KVCache([GroupCache(group, 2, 1, max(ROWS), CPU) for group in kv_groups(geometry, parallel.size, dtype="float32")])
     for group in cache:
         group.table[0, 0] = 1
-    attention = attention_backend(AttentionConfig(), geometry, cache, parallel.size, (2,), CPU)
+    attention = attention_backend(None, geometry, cache, parallel.size, (2,))
 
     def forward(rows: int, peers: Peers) -> Tensor:
         ids = (torch.arange(rows) * 7 + 2) % geometry.vocab

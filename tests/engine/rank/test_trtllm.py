@@ -262,7 +262,7 @@ def test_whole_models(member: str, nano: Callable[[str], Path]) -> None:
         cache = caches(geometry, 1, len(lengths), max(map(sum, lengths)), PAGES, poison=20.0)
         return torch.stack(list(run_steps(model, cache, steps, ids, plant_fault, 20.0, backend).values()))
 
-    def made(_: object, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...], __: object) -> AttentionBackend:
+    def made(_: object, geometry: Geometry, cache: KVCache, tp: int, buckets: tuple[int, ...]) -> AttentionBackend:
         settings = PartSettings(geometry.heads // tp, geometry.eps, buckets, CPU)
         scratch = TrtllmScratch(pinned(NEWEST, kernel), settings, WORKSPACE)
         decodes = [TrtllmDecode(group, settings, scratch) for group in cache]

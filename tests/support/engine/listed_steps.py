@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.geometry import Geometry, kv_groups, read_geometry
-from engine.rank.attention import AttentionConfig, attention_backend
+from engine.rank.attention import attention_backend
 from engine.rank.batch import ForwardBatch, frequencies_of
 from engine.rank.kv import GroupCache, KVCache
 from engine.rank.load.slices import allocate
@@ -61,7 +61,7 @@ def step(member: str, rows: int, buckets: tuple[int, ...] = ()) -> tuple[Node, .
     parameters = SlotParameters(
         torch.empty((SLOTS, 3), dtype=torch.int64, device=META), torch.empty((SLOTS, 3), device=META), int32(SLOTS, 1024)
     )
-    attention = attention_backend(AttentionConfig(), shape, cache, TP, buckets or (rows,), META)
+    attention = attention_backend(None, shape, cache, TP, buckets or (rows,))
     sampler = Sampler(model.parallel, shape.vocab, shape.softcap, (), META)
     with record(target=(9, 0)) as nodes:
         plan, lengths, tokens = int32(4096), int32(SLOTS), int32(SLOTS, MAX_LEN + 1)
@@ -87,7 +87,7 @@ def drafts(member: str, rows: int, count: int) -> tuple[Node, ...]:
     drafter, stage = Assistant(assistant, FirstOfGroup(TP), torch.bfloat16, META), sampling(shape, count)
     allocate(drafter, ASSISTANT_TENSORS)
     inputs = StepBuffers(stage.slots, frequencies_of(shape.layers, META), 512, (rows,), 1 + count)
-    attention = attention_backend(AttentionConfig(), assistant, stage.slots.cache, TP, (rows,), META)
+    attention = attention_backend(None, assistant, stage.slots.cache, TP, (rows,))
     drafting, (batch, hidden) = DraftStage(drafter, count, attention, inputs, stage), final(shape, rows, 1 + count)
     with record(target=(9, 0)) as nodes:
         drafting.accept(batch, int32(len(hidden), 2), hidden, adjusted=True)
@@ -126,7 +126,7 @@ def mixed(chunk: int, decodes: int, member: str = "31b", buckets: tuple[int, ...
     """The launches of a step with a prefill chunk, and decode rows behind it: inputs and forward."""
     shape, rows = geometry(member), chunk + decodes
     model, cache = rank(shape)
-    attention = attention_backend(AttentionConfig(), shape, cache, TP, buckets, META)
+    attention = attention_backend(None, shape, cache, TP, buckets)
     with record(target=(9, 0)) as nodes:
         ids, positions, slots = int32(rows), int32(rows), int32(rows)
         plan, tokens, lengths = int32(4096), int32(SLOTS, MAX_LEN + 1), int32(SLOTS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.geometry import DType, Geometry, KVGroup, kv_groups
-from engine.rank.attention import AttentionConfig, attention_backend
+from engine.rank.attention import attention_backend
 from engine.rank.attention.base import AttentionBackend
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
@@ -141,7 +141,7 @@ def run_steps(
     """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step; `poison` fills released pages."""
     found: Logits = {}
     most = max(len(step.wanted) + len(step.decodes) for step in steps)
-    attention = backend(AttentionConfig(), model.geometry, cache, model.parallel.size, (max(1, most),), model.device)
+    attention = backend(None, model.geometry, cache, model.parallel.size, (max(1, most),))
     for number, step in enumerate(steps):
         for group, slot, entry, page in step.released:
             cache.groups[group].table[slot, entry] = 0
