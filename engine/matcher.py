@@ -42,31 +42,24 @@ _MASK_THREADS = threads(8)
 
 
 class Vocabulary:
-    """Token ids as llguidance wants them.
+    """Token ids as llguidance wants them: a tokenizer's pieces, for a model of `size` ids, `ends` among them.
 
-    `pieces` are each id's bytes, `special` ids stand for themselves, `ends` end a reply.
+    CheckpointError: nothing ends a reply. It takes a second or two at 262 144 pieces.
     """
 
-    def __init__(self, pieces: Sequence[bytes], special: frozenset[int], ends: Sequence[int]) -> None:
-        self.size = len(pieces)
+    def __init__(self, pieces: Pieces, ends: Sequence[int], size: int) -> None:
+        if not ends:
+            raise CheckpointError("no file names the ids that end a reply")
+        self.size = size
         self._threads = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="masks")  # llguidance leaves the interpreter to others
-        wrapped = _Pieces(list(pieces), sorted(special), ends[0])
-        self._tokenizer = LLTokenizer(wrapped, n_vocab=len(pieces), eos_token=list(ends))  # type: ignore[arg-type]
+        table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
+        wrapped = _Pieces(table, sorted(token for token in pieces.special if token < size), ends[0])
+        self._tokenizer = LLTokenizer(wrapped, n_vocab=size, eos_token=list(ends))  # type: ignore[arg-type]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """A checkpoint's. CheckpointError: it has no tokenizer, or nothing in it ends a reply."""
-        return cls.of(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_geometry(folder).vocab)
-
-    @classmethod
-    def of(cls, pieces: Pieces, ends: Sequence[int], size: int) -> Self:
-        """A tokenizer's pieces, for a model of `size` ids, `ends` among them. CheckpointError: nothing ends a reply. Takes a second
-        or two at 262 144 pieces."""
-        table = [pieces.bytes_of(token) if token < len(pieces.table) else b"" for token in range(size)]
-        if not ends:
-            raise CheckpointError("no file names the ids that end a reply")
-        special = frozenset(token for token in pieces.special if token < size)
-        return cls(table, special, ends)
+        return cls(Pieces.of(read_tokenizer(folder)), read_eos(folder), read_geometry(folder).vocab)
 
     def complaint(self, grammar: str) -> str | None:
         """What of the grammar cannot be kept, in a sentence; None: a reply can begin. It costs what `matcher` and a mask do."""

@@ -390,7 +390,7 @@ def test_a_token_costs_neither_logs_nor_spans_a_call(nano: Nano) -> None:
     """Three hundred tokens more call nothing more in access log, record, scope and spans; in the stream's own file they do."""
     text = TextProcessor.load(nano("31b"))
     traced = Tracer(settings("http://a/"), {}, InMemorySpanExporter())
-    grammars = GrammarCheck(Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size).complaint)
+    grammars = GrammarCheck(Vocabulary(text.pieces, text.eos_ids, text.vocab_size).complaint)
     service = Service(service_settings("nano", 1024, 1024), text, ReadyEngine(), grammars, None, no_sink, traced, {})
     app = create_app(service)
     calls(app, 1)  # what is done once a process

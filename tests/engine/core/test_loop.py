@@ -16,6 +16,7 @@ from engine.core.links import FrontLink
 from engine.core.loop import Core, StepLog
 from engine.core.scheduler import Scheduler
 from engine.matcher import Matcher, Vocabulary
+from engine.pieces import Pieces
 from engine.plan import StepPlan, StepResult
 from engine.protocol import (
     AbortReason,
@@ -289,7 +290,7 @@ def test_an_idle_core_sleeps(core, monkeypatch: pytest.MonkeyPatch) -> None:  # 
     scheduler.requests.abort(1, AbortReason.client_gone)
 
 
-LETTERS = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2])
+LETTERS = Vocabulary(Pieces((b"a", b"b", b"<end>"), frozenset({2})), [2], 3)
 
 
 def always_b(prefix: int, position: int, seed: int) -> int:

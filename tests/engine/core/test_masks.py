@@ -40,7 +40,7 @@ TIGHT = (60, 56)
 def model(nano: Nano) -> Model:
     text = TextProcessor.load(nano("31b"))
     markers = Markers.of(text)
-    return Model(text, Vocabulary.of(text.pieces, text.eos_ids, text.vocab_size), markers)
+    return Model(text, Vocabulary(text.pieces, text.eos_ids, text.vocab_size), markers)
 
 
 class AtOnce(Executor):

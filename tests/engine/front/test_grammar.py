@@ -19,6 +19,7 @@ from engine.front.grammar import Thought, calls_answer, choice_answer, grammar, 
 from engine.front.text import TextProcessor
 from engine.front.value_schema import ValueSchema
 from engine.matcher import Matcher, Vocabulary
+from engine.pieces import Pieces
 from engine.step_masks import mask_words
 from tests.conftest import Nano
 from tests.support.engine.schemas import members, tools_of
@@ -353,7 +354,7 @@ def test_what_would_cost_a_core_too_much_is_refused_unbuilt(walker: Walker, monk
 
 def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
     """A state without an allowed token is an error of that reply, not a loop."""
-    poor = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2])
+    poor = Vocabulary(Pieces((b"a", b"b", b"<end>"), frozenset({2})), [2], 3)
     matcher = poor.matcher("%llguidance {}\nstart: /[xy]+/\n")
     with pytest.raises(GenerationFailed):
         matcher.mask()
@@ -361,7 +362,7 @@ def test_a_vocabulary_that_cannot_write_it_ends_the_request() -> None:
 
 def test_no_mask_is_made_behind_an_end() -> None:
     """Where only an end may come, its mask is the last one: a row with drafts gives no token behind it, as one without."""
-    known = Vocabulary([b"a", b"b", b"<end>"], frozenset({2}), [2])
+    known = Vocabulary(Pieces((b"a", b"b", b"<end>"), frozenset({2})), [2], 3)
     matcher = known.matcher('%llguidance {"no_forcing": true}\nstart: "ab"\n')
     assert [[mask.tobytes()[0] for mask in masks] for masks in known.masks([matcher], [[0, 1, 2, 2]])] == [[0b001, 0b010, 0b100]]
 
@@ -376,7 +377,7 @@ def test_nothing_is_tokenized_for_a_mask(monkeypatch: pytest.MonkeyPatch) -> Non
         return [1] * (len(plain) // 2)
 
     monkeypatch.setattr("engine.matcher._Pieces.__call__", encode)
-    known = Vocabulary([b"a", b"aa", b"<end>"], frozenset({2}), [2])
+    known = Vocabulary(Pieces((b"a", b"aa", b"<end>"), frozenset({2})), [2], 3)
     rules = grammar(None, choice_answer(["a" * 5000]), Thought.none)
     matcher = known.matcher(rules)
     for _ in range(20):

@@ -166,7 +166,7 @@ class Edge:
         self.client = EngineClient(self.core.front, sink=self.events.append)
         await self.client.start()
         self._settings = service_settings(self.name, defaults=self._defaults, limits=self._limits, **self._served)
-        self.vocabulary = Vocabulary.of(self.text.pieces, self.text.eos_ids, self.text.vocab_size)
+        self.vocabulary = Vocabulary(self.text.pieces, self.text.eos_ids, self.text.vocab_size)
         grammars = GrammarCheck(self.vocabulary.complaint)
         self.service = Service(self._settings, self.text, self.client, grammars, self._keys, self.events.append, None, {})
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named: else asyncio leaves Nagle's algorithm on, and chunks 40 ms late

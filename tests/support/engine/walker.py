@@ -38,8 +38,7 @@ class Walker:
     def __init__(self, text: TextProcessor) -> None:
         markers = Markers.of(text)
         self.text, self.markers = text, markers
-        pieces = [text.pieces.bytes_of(token) for token in range(text.vocab_size)]
-        self.vocabulary = Vocabulary(pieces, text.pieces.special, text.eos_ids)
+        self.vocabulary = Vocabulary(text.pieces, text.eos_ids, text.vocab_size)
 
     def walk(self, rules: str, rng: random.Random) -> list[int]:
         """Tokens up to an end that the grammar allows."""
