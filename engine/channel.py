@@ -17,8 +17,6 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
 
 _RECORD = struct.Struct("<IIQ")
 _LINE = 64
@@ -28,7 +26,6 @@ _PAGE = 4096
 RING_BYTES = 16 << 20
 MAX_RECORD = RING_BYTES // 2 - _RECORD.size  # of a ring of that size: the payload of one record
 _SHORT, _LONG = 5_000, 50_000  # sleeps before they get longer
-T = TypeVar("T", bytes, memoryview)
 
 
 def checksum(data: bytes | memoryview, start: int = 0) -> int:
@@ -147,21 +144,11 @@ class RingReader(_Ring):
         self._step = 0
 
     def poll(self) -> tuple[int, bytes] | None:
-        """Returns the next (step, payload), or None when nothing new is published."""
-        return self._poll(bytes)
+        """Returns the next (step, payload), or None when nothing new is published.
 
-    def poll_into(self, buffer: memoryview) -> bool:
-        """Copy the next payload to `buffer`; False when nothing new is published. A payload of another size breaks the channel."""
-
-        def copied(payload: memoryview) -> memoryview:
-            buffer[: len(payload)] = payload[: len(buffer)]
-            return buffer
-
-        return self._poll(copied) is not None
-
-    def _poll(self, copied: Callable[[memoryview], T]) -> tuple[int, T] | None:
-        """Returns the next step, and its payload as `copied` returns it. All of a record is read again and again, the mark at the
-        ring's end too: on processors that reorder loads (Arm) any word may still be an older one."""
+        All of a record is read again and again, the mark at the ring's end too: on processors that reorder loads (Arm) any word may
+        still be an older one.
+        """
         if self._counters[0] == self._read:
             return None
         deadline = time.monotonic() + _REREAD_S
@@ -171,7 +158,7 @@ class RingReader(_Ring):
                 read, at = read + self._capacity - at, 0
             start = self._data + at
             size, expected, step = _RECORD.unpack_from(self._memory, start)
-            payload = copied(self._memory[start + _RECORD.size : start + _RECORD.size + size])
+            payload = bytes(self._memory[start + _RECORD.size : start + _RECORD.size + size])
             whole = len(payload) == size and checksum(payload, step & 0xFFFFFFFF) == expected
             if whole and step == self._step + 1:
                 self._step, self._read = step, read + _RECORD.size + (size + 7) // 8 * 8

@@ -2,8 +2,7 @@
 
     message = msgpack of the items without their data, then records of up to RECORD_BYTES with the data of each in order
 
-A plan's message may be longer than the ring: ranks read on while the core writes. Data are copied twice: into the ring, and from
-there to where a rank uploads them from.
+A plan's message may be longer than the ring: ranks read on while the core writes.
 """
 
 from collections import deque
@@ -49,9 +48,9 @@ class MediaReader:
 
     def advance(self) -> bool:
         """Read a record of data; False: none has come, or all are read."""
-        if not self.left or not self._ring.poll_into(self.left[0]):
+        if not self.left or (record := self._ring.poll()) is None:
             return False
-        self.left.popleft()
+        self.left.popleft()[:] = record[1]
         return True
 
     def finish(self) -> None:

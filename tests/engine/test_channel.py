@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import zlib
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -149,44 +148,19 @@ def test_a_counter_is_never_seen_half_written() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 300_000])
-@pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("at", ["payload", "end", "step", "checksum", "size"])
-def test_a_flipped_bit_breaks_the_channel(at: str, filled: bool, size: int) -> None:
+def test_a_flipped_bit_breaks_the_channel(at: str, size: int) -> None:
     """One bit wrong anywhere in a record is found by its checksum, at the first look; the same record untouched is read."""
     memory, writer, (reader,) = ring(1, 1 << 20)
     payload = random.Random(size).randbytes(size)
     writer.write(1, payload)
     place = 128 + {"size": 0, "checksum": 4, "step": 8, "payload": 16, "end": 15 + size}[at]
     memory[place] ^= 1
-    into = memoryview(bytearray(size))
-    for read in (reader.poll, partial(reader.poll_into, into)):
-        with pytest.raises(ChannelBroken, match="bad size or checksum"):
-            read()
+    with pytest.raises(ChannelBroken, match="bad size or checksum"):
+        reader.poll()
     memory[place] ^= 1
-    if filled:
-        assert reader.poll_into(into)
-        assert bytes(into) == payload
-    else:
-        assert reader.poll() == (1, payload)
+    assert reader.poll() == (1, payload)
     assert reader.poll() is None
-    assert not reader.poll_into(into)
-
-
-@pytest.mark.parametrize("byte", [b"\x00", b"\x01"])
-def test_a_buffer_of_another_size_breaks_the_channel(byte: bytes) -> None:
-    """A record of equal pages, whose first half may have the checksum of the whole, is read into memory of its size only; nothing
-    is written beyond it."""
-    _, writer, (reader,) = ring(1, 1 << 20)
-    payload = byte * 300_000
-    writer.write(1, payload)
-    for size in (0, 150_000, 299_999, 300_001, 600_000):
-        around = memoryview(bytearray(b"\x07" * (size + 8)))
-        with pytest.raises(ChannelBroken, match="bad size or checksum"):
-            reader.poll_into(around[:size])
-        assert bytes(around[size:]) == b"\x07" * 8
-    into = memoryview(bytearray(len(payload)))
-    assert reader.poll_into(into)
-    assert bytes(into) == payload
 
 
 @pytest.mark.parametrize("row", [b"\x00", b"\x01", b"\xff", b"a mask's row "])
