@@ -163,7 +163,7 @@ class Requests:
         """The one place where a request ends."""
         assert not sequence.ended, sequence
         sequence.ended = True
-        if sequence.running:
+        if sequence.slot >= 0:
             self._vacate(sequence)
         else:
             self.waiting.remove(sequence)

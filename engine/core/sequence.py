@@ -98,10 +98,6 @@ class Sequence(msgspec.Struct, eq=False):
         self.spans = [span for item in self.media for span in item.spans]
 
     @property
-    def running(self) -> bool:
-        return self.slot >= 0
-
-    @property
     def decodable(self) -> bool:
         """A decode row can be planned now; the last one is that of position limit - 2."""
         return self.target <= self.high < self.limit - 1 and not self.waits

@@ -38,7 +38,9 @@ class Constraints(NamedTuple):
 
     def grammar(self, markers: Markers, prompt: Sequence[int], *, thinking: bool) -> Grammar | None:
         """The grammar of the reply to `prompt`; None: anything may come. InvalidRequest: it cannot be kept."""
-        thought = _thought(markers, prompt, thinking=thinking)
+        thought = Thought.forced if thinking else Thought.none
+        if markers.open_thought(prompt) is not None:
+            thought = Thought.begun
         free = self.choice.mode == "none" or (self.ours and self.arguments == "off")  # nothing is to be said about calls
         if free or not self.tools:
             return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
@@ -76,9 +78,3 @@ class Constraints(NamedTuple):
         if self.arguments == "strict":
             return self._replace(arguments="names")
         return self._replace(arguments="off") if self.ours and self.arguments == "names" else None
-
-
-def _thought(markers: Markers, prompt: Sequence[int], *, thinking: bool) -> Thought:
-    if markers.open_thought(prompt) is not None:
-        return Thought.begun
-    return Thought.forced if thinking else Thought.none

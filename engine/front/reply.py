@@ -28,7 +28,7 @@ from engine.front.arguments import ArgumentsParser
 from engine.front.notation import MARK, QUOTE
 from engine.front.parts import Arguments, Content, Part, Reasoning, ToolCallStart, joined
 from engine.front.text import Detokenizer, TextProcessor
-from engine.front.tools import NO_TOOLS, Tools
+from engine.front.tools import Tools
 from engine.pieces import Pieces
 
 LABEL = "thought\n"
@@ -91,14 +91,14 @@ class ReplyParser:
         self,
         pieces: Pieces,
         markers: Markers,
-        tools: Tools | None,
+        tools: Tools,
         *,
         prompt: Sequence[int] = (),
         show_special: bool = False,
     ) -> None:
         self._pieces = pieces
         self._markers = markers
-        self._tools = tools or NO_TOOLS
+        self._tools = tools
         self._detokenizer = Detokenizer(pieces, skip_special_tokens=False)
         self._show_special = show_special
         self._parts: list[Part] = []

@@ -131,7 +131,7 @@ def call_decode(scratch: TrtllmScratch, group: KVGroup, query: Tensor, pool: Ten
 
 
 class TrtllmDecode:
-    """Decode rows, by tables at fixed addresses.
+    """Decode rows of one token, by tables at fixed addresses.
 
     A row's table begins with the first page that its window reads, so that the bound of lengths, the same at every step, is the
     window's and not the context's.
@@ -140,7 +140,6 @@ class TrtllmDecode:
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
         most, unit = settings.buckets[-1], ROW_TOKENS // cache.group.page
         check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
-        assert settings.width == 1, "an obstacle of its entry: decode rows are of one token"
         self._cache, self._settings, self._scratch = cache, settings, scratch
         width = -(-cache.read_width // unit) * unit
         self._tables = torch.zeros((most, width), dtype=torch.int32, device=settings.device)
@@ -173,11 +172,9 @@ class ChunkRows:
 
 
 class TrtllmExtend:
-    """Prefill chunks; trtllm-gen alone has kernels for them."""
+    """Prefill chunks; trtllm-gen alone has kernels for them, as an obstacle of its entry says."""
 
     def __init__(self, cache: GroupCache, settings: PartSettings, scratch: TrtllmScratch) -> None:
-        if scratch.flashinfer.kernels != "trtllm-gen":
-            raise ConfigError(f"attention_extend: {TRTLLM_MHA.name} has kernels for prefill on GPUs of the SM100 family alone")
         check_group(cache.group, settings.heads, scratch.flashinfer.kernels)
         self._cache, self._settings, self._scratch = cache, settings, scratch
 

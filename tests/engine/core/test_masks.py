@@ -20,7 +20,7 @@ from engine.front.generation import Choice
 from engine.front.grammar import Thought, begun_call, choice_answer, grammar, json_answer, regex_answer
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
-from engine.front.tools import Tools
+from engine.front.tools import NO_TOOLS, Tools
 from engine.matcher import Matcher, Vocabulary
 from engine.plan import ROW_MASKED
 from engine.protocol import AbortReason, FinishReason, GenerateRequest, Grammar, ThoughtBudget
@@ -70,7 +70,7 @@ class Later(Executor):
         return sum(future.set_running_or_notify_cancel() for future in self._futures)
 
 
-def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools | None = None) -> Choice:
+def said(model: Model, tokens: list[int], *, cut: bool, tools: Tools = NO_TOOLS) -> Choice:
     """The reply, taken apart."""
     tokens = tokens[:-1] if tokens and tokens[-1] in model.text.eos_ids else tokens
     return choice_of(ReplyParser(model.text.pieces, model.markers, tools), tokens, cut=cut)

@@ -79,7 +79,7 @@ def mask_lost_with_its_row(patch: Patch) -> None:
     honest = MaskState.update_wait
 
     def forgetful(self: MaskState) -> None:
-        if self.sequence.running or not self.sequence.waits:
+        if self.sequence.slot >= 0 or not self.sequence.waits:
             honest(self)
 
     patch.setattr(MaskState, "update_wait", forgetful)

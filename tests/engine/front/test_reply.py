@@ -10,7 +10,7 @@ from engine.errors import CheckpointError
 from engine.front.arguments import ArgumentsParser
 from engine.front.parts import Arguments, Content, ToolCallStart
 from engine.front.reply import Markers, ReplyParser
-from engine.front.tools import Tools
+from engine.front.tools import NO_TOOLS, Tools
 from tests.support.engine.replies import (
     BEGIN_THOUGHT,
     END_THOUGHT,
@@ -162,8 +162,8 @@ class ExactTools(Tools):
 EXACT = ExactTools([{"type": "function", "function": {"name": name}} for name in ("f", "g")])
 
 
-@pytest.mark.parametrize("tools", [EXACT, None])
-def test_garbage_loses_nothing(tools: Tools | None) -> None:
+@pytest.mark.parametrize("tools", [EXACT, NO_TOOLS])
+def test_garbage_loses_nothing(tools: Tools) -> None:
     """No sequence of markers and text raises; each x, y and z of it is in what comes out, whole or in a stream, once."""
     for seed in range(CASES):
         rng = random.Random(seed)

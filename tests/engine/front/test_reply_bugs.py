@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from engine.front.tools import NO_TOOLS
 from tests.support.engine.replies import IDS, Said, parsed, segments, tokens
 from tests.support.engine.schemas import tools_of
 
@@ -190,7 +191,7 @@ def test_cut_replies(case: str) -> None:
 def test_without_tools_calls_are_text() -> None:
     """A request without tools has no calls: what the model wrote is readable, markers included."""
     text = '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
-    assert parsed(tokens(segments(text)), tools=None)[0] == Said(text)
+    assert parsed(tokens(segments(text)), tools=NO_TOOLS)[0] == Said(text)
 
 
 def test_ids_are_unique() -> None:

@@ -335,15 +335,6 @@ def test_what_has_no_kernel_is_refused() -> None:
             check_group(bad, heads, kernels)  # type: ignore[arg-type]
 
 
-def test_xqa_has_no_prefill() -> None:
-    """Chunks on a GPU that is none of the SM100 family are refused when the part is made, not when a prompt comes."""
-    it = scene(FULL, [5], dtype=torch.bfloat16)
-    scratch = TrtllmScratch(pinned(NEWEST, KernelStandIn(), "xqa"), it.settings, WORKSPACE)
-    TrtllmDecode(it.cache, it.settings, scratch)
-    with pytest.raises(ConfigError, match="attention_extend"):
-        TrtllmExtend(it.cache, it.settings, scratch)
-
-
 def test_the_launchers_arguments_are_pinned() -> None:
     """The compiled launcher takes 36 arguments for decode rows and 35 for chunks; one more or less does not bind."""
     assert (len(DECODE_FFI), len(CONTEXT_FFI)) == (36, 35)

@@ -105,7 +105,7 @@ class Said:
 
 
 def parsed(
-    given: Tokens, *, tools: Tools | None = TOOLS, cut: bool = False, rng: random.Random | None = None, **options: Any
+    given: Tokens, *, tools: Tools = TOOLS, cut: bool = False, rng: random.Random | None = None, **options: Any
 ) -> tuple[Said, ReplyParser]:
     """What the parser makes of these tokens: all at once, or with `rng` in batches of any size."""
     parser = ReplyParser(given.pieces, MARKERS, tools, **options)

@@ -8,7 +8,7 @@ from engine.front.generation import Choice, Delta
 from engine.front.grammar import Thought, grammar
 from engine.front.reply import Markers, ReplyParser
 from engine.front.text import TextProcessor
-from engine.front.tools import Tools
+from engine.front.tools import NO_TOOLS, Tools
 from engine.matcher import Matcher, Vocabulary
 
 LONG = 150  # tokens after which a walk takes the shortest way out
@@ -57,11 +57,11 @@ class Walker:
         marks, others = candidates(self.text, matcher.mask(), hurry=hurry)
         return rng.choice(marks if marks and (hurry or rng.random() < 0.3) else others)
 
-    def answer(self, form: str, seed: int, tools: Tools | None = None) -> Choice:
+    def answer(self, form: str, seed: int, tools: Tools = NO_TOOLS) -> Choice:
         """What a reply of this form says that has no thought."""
         return self.said(grammar(self.markers, form, Thought.none), random.Random(seed), tools)
 
-    def said(self, rules: str, rng: random.Random, tools: Tools | None = None) -> Choice:
+    def said(self, rules: str, rng: random.Random, tools: Tools = NO_TOOLS) -> Choice:
         """What such a reply says."""
         tokens = self.walk(rules, rng)
         return choice_of(ReplyParser(self.text.pieces, self.markers, tools), tokens)
