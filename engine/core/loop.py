@@ -90,8 +90,8 @@ class Core:
             try:
                 self._handle(decode_front_message(raw))
             except msgspec.DecodeError as error:  # fails its own request only
-                request = msgspec.msgpack.decode(raw)["id"]
-                self._requests.refuse(request, f"the request could not be read: {error}")
+                request = msgspec.msgpack.decode(raw, type=_Identified)
+                self._requests.refuse(request.id, f"the request could not be read: {error}")
         return size > 0
 
     def _handle(self, message: FrontMessage) -> None:
@@ -174,6 +174,12 @@ class StepLog:
             pools = ", ".join(f"{pool.group} {pool.used}+{pool.cached} of {pool.total}" for pool in load.pools)
             logger.info("%.1f s: %s, %s, pages %s", now - self._at, steps, queue, pools)
         self._last, self._at = load, now
+
+
+class _Identified(msgspec.Struct):
+    """A message of a request, whatever else is in it."""
+
+    id: int
 
 
 def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> Scheduler:
