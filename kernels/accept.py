@@ -69,7 +69,8 @@ def accept(rows: Verified, stop: Tensor, lengths: Tensor, padding: int, out: Dra
         sampled, flags = (x.view(sequences, width) for x in rows.chosen.unbind(1))
         matches = sampled.new_ones((sequences, width), dtype=torch.int32)
         if width > 1:
-            ids, drafted = rows.ids.view(sequences, width)[:, 1:], rows.positions.view(sequences, width)[:, 1:] >= 0
+            ids = rows.ids.view(sequences, width)[:, 1:]
+            drafted = rows.positions.view(sequences, width)[:, 1:] >= 0
             ends = (sampled[:, :-1, None] == stop[slots.long()][:, None]).any(-1)
             matches[:, 1:] = (sampled[:, :-1] == ids) & drafted & ~ends & (flags[:, 1:] == 0) & (flags[:, :1] == 0)
         accepted = torch.zeros_like(out.ids)

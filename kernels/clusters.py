@@ -25,7 +25,8 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
     (rows, n), chosen, size = x.shape, clusters.shape[1], len(table) // count
     check_contiguous(x, table, order, clusters)
     if not enabled(x):
-        blocks, ids = table.view(-1, size, n)[clusters].float(), order.view(-1, size)[clusters].float()
+        blocks = table.view(-1, size, n)[clusters].float()
+        ids = order.view(-1, size)[clusters].float()
         scores = (blocks @ x.float()[:, None, :, None]).squeeze(3)
         nan = scores.isnan().any(2).float()
         scores = scores.masked_fill(scores.isnan(), -torch.inf)

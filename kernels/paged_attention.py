@@ -23,7 +23,9 @@ def attend_rows(q: Tensor, pool: Tensor, page_ids: Tensor, positions: Tensor, wi
     q and out [rows * q_len, heads, d]; pool one layer's; page_ids int32 [rows, width]; positions int32 [rows * q_len]
     """
     rows, page = len(page_ids), pool.shape[3]
-    queries, attended, at = q.unflatten(0, (rows, -1)), out.unflatten(0, (rows, -1)), positions.view(rows, -1)
+    queries = q.unflatten(0, (rows, -1))
+    attended = out.unflatten(0, (rows, -1))
+    at = positions.view(rows, -1)
     first = first_page(at[:, 0], page, window)
     reach = None if window is None else window + at.shape[1] - 1  # keys from the first query's oldest to the last one's own
     for block, pages in _row_blocks((at.amax(1) + 1).tolist(), pool, reach):

@@ -29,7 +29,9 @@ def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float =
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in x's dtype."""
-    half, pairs, rotated = x.shape[-1] // 2, cos.shape[1], rms_norm(x, weight, eps, torch.float32)
+    half = x.shape[-1] // 2
+    pairs = cos.shape[1]
+    rotated = rms_norm(x, weight, eps, torch.float32)
     cos, sin = cos[:, None], sin[:, None]
     first, second = rotated[..., :pairs].clone(), rotated[..., half : half + pairs].clone()
     rotated[..., :pairs], rotated[..., half : half + pairs] = first * cos - second * sin, second * cos + first * sin
@@ -69,6 +71,7 @@ def qkv_post(
         raw, *kv = qkv.unflatten(1, (-1, d)).split((heads, *(kv_heads,) * kv_projections), 1)
         cos, sin = cos_sin.chunk(2, 1)
         if fold:
+            assert k_norm is not None, "a layer whose q has K's weight has K"
             q_norm = q_norm * torch.where(torch.arange(d, device=q.device) % (d // 2) < cos.shape[1], 1.0, k_norm)
         q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
         q.masked_fill_((positions < 0)[:, None, None], 0)

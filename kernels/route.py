@@ -40,7 +40,8 @@ def router_logits(h: Tensor, parts: Tensor, norm: Tensor, eps: float) -> tuple[T
     (rows, n), experts = h.shape, parts.shape[1]
     check_contiguous(h, parts)
     logits, x = h.new_empty((rows, experts), dtype=torch.float32), torch.empty_like(h)
-    args, sizes = (h, parts, norm, logits, x, rows, eps), {"N": n, "EXPERTS": experts, "BLOCK": next_power_of_2(n)}
+    args = (h, parts, norm, logits, x, rows, eps)
+    sizes = {"N": n, "EXPERTS": experts, "BLOCK": next_power_of_2(n)}
     if rows > _MANY:
         held, width, turn, warps, stages = _TILES[rows > 4096]
         groups, shares = cdiv(rows, held), cdiv(experts, width)

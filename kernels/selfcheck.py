@@ -132,17 +132,22 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
     """A plan of two decode rows, two chunks of which one gives a result, two appends, one left out and a release, applied; then the
     inputs of its chunks and, behind them, of three sequences of up to `width` tokens, all padded."""
-    layout, counts = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4), (2, 2, 3, 1)
-    decodes, chunked = [[2, 1], [0, width]], [[1, 0, 20, 20], [3, 70, 83, 82]]
+    layout = PlanLayout(header=5, counts=0, row=2, chunk=4, append=4, release=4)
+    counts = (2, 2, 3, 1)
+    decodes = [[2, 1], [0, width]]
+    chunked = [[1, 0, 20, 20], [3, 70, 83, 82]]
     changes = [[0, 2, 3, 9], [1, 0, 1, 4], [-1, 1, 1, 3], [0, 2, 0, 2]]
     plan = draw.ints(*counts, 7, *(number for row in decodes + chunked + changes for number in row))
-    tables, tokens, lengths = [draw.rising(5, 6), draw.rising(5, 5)], draw.rising(5, 90), draw.ints(40, 7, 47, 0, 0)
+    tables = [draw.rising(5, 6), draw.rising(5, 5)]
+    tokens = draw.rising(5, 90)
+    lengths = draw.ints(40, 7, 47, 0, 0)
     padding, prompts = 4, 40
     rows = StepRows(*(draw.filled(-7, prompts + 3 * width) for _ in range(3)))
     ids, positions, slots = (column[prompts:] for column in rows)
     apply_plan(plan, layout, tables, lengths)
     decode_inputs(plan, layout, tokens, lengths, padding, ids, positions, slots, width)
-    chunks, results = draw.filled(9, 5, 4), ResultInputs(draw.filled(9, 10).long(), *draw.filled(9, 2, 10))
+    chunks = draw.filled(9, 5, 4)
+    results = ResultInputs(draw.filled(9, 10).long(), *draw.filled(9, 2, 10))
     chunk_inputs(plan, layout, tokens, padding, rows, prompts, chunks, results, width)
     pages, angles = draw.filled(-7, 3, 4), draw.fp32(3 * width, 10)
     gather_pages(tables[0], slots, positions, _PAGE, 20, pages)
@@ -154,7 +159,9 @@ def _step_inputs(draw: RandomInputs, width: int) -> Outputs:
 
 def _admissions(draw: RandomInputs) -> Outputs:
     """Two sequences of five tokens and none, with two stop ids and none, into four slots."""
-    tables, tokens, lengths = [draw.rising(4, 6), draw.rising(4, 1100)], draw.rising(4, 9), draw.ints(1, 2, 3, 4)
+    tables = [draw.rising(4, 6), draw.rising(4, 1100)]
+    tokens = draw.rising(4, 9)
+    lengths = draw.ints(1, 2, 3, 4)
     records = [2, 2 * RECORD, 2, 5, 3, *range(40, 49), 0, 2 * RECORD + 7, 0, 0, 0, *range(50, 59)]
     floats = draw.fp32(4, 3)
     parameters = SlotParameters(draw.rising(4, 3).long(), floats, draw.rising(4, 1024))
@@ -180,7 +187,9 @@ def _allreduce_norm(draw: RandomInputs) -> Outputs:
 def _own_rows(draw: RandomInputs) -> Outputs:
     """Of the middle one of three ranks, behind rows of others that it does not add."""
     n, norms = 72, Norms(draw.floats(72), draw.floats(72))
-    own, others, residual = draw.floats(4, n), draw.floats(2, 5, n)[:, 1:], draw.floats(4, n)
+    own = draw.floats(4, n)
+    others = draw.floats(2, 5, n)[:, 1:]
+    residual = draw.floats(4, n)
     h, x = torch.empty_like(residual), torch.empty_like(residual)
     sum_norm(own, others, 1, residual, norms, _EPS, draw.floats(1), h, x)
     return h, x
@@ -216,9 +225,10 @@ def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projection
     ids[1, 1:] = _NO_PAGE
     scratch = DecodeScratch(rows, heads, kv_heads, d, rows * splits, draw.device)
     raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.fp32(rows, 2 * pairs)
-    norms = draw.floats(d, scale=d**-0.25), draw.floats(d, scale=d**-0.25) if kv_projections else None
+    q_norm, k_norm = draw.floats(2, d, scale=d**-0.25)
     if kv_projections == 1:
-        pool[:, 0] = torch.where(draw.rising(d) % (d // 2) < pairs, pool[:, 0], pool[:, 1] * norms[1])
+        pool[:, 0] = torch.where(draw.rising(d) % (d // 2) < pairs, pool[:, 0], pool[:, 1] * k_norm)
+    norms = q_norm, k_norm if kv_projections else None
     decode_attention(raw, pool, ids, draw.ints(114, 0, -1), cos_sin, *norms, _EPS, window, scratch, out, splits)
     return out, pool
 
@@ -227,8 +237,10 @@ def _verify(draw: RandomInputs, pairs: int) -> Outputs:
     """Rows of several queries: behind a window, at the beginning with one query less, and padding. K is V times a weight, but for
     `pairs` if there are any; kernels read it there."""
     heads, kv_heads, d, q_len, splits = 8, 1, 512, 4, 3
-    pool, q = draw.pool(9, kv_heads, d), draw.floats(3 * q_len, heads, d, scale=d**-0.25)
-    ids, out = draw.ints(*range(8, 2, -1), *[_NO_PAGE] * 9).view(3, 5), draw.floats(3 * q_len, heads, d)
+    pool = draw.pool(9, kv_heads, d)
+    q = draw.floats(3 * q_len, heads, d, scale=d**-0.25)
+    ids = draw.ints(*range(8, 2, -1), *[_NO_PAGE] * 9).view(3, 5)
+    out = draw.floats(3 * q_len, heads, d)
     positions = draw.ints(*range(200, 204), 0, 1, 2, *[-1] * 5)
     scratch = DecodeScratch(3, heads, kv_heads, d, 3 * q_len * splits, draw.device)
     if pairs:
@@ -270,7 +282,8 @@ def sampled_rows(
     integers, floats = (torch.tensor(numbers, device=draw.device) for numbers in (_FILTERED if filtered else _PLAIN))
     stop = draw.filled(-1, 4, 8)
     stop[:, 5] = _STOP
-    rows, capped = (draw.rising(4), draw.ints(9, 8, 7, 6)), draw.ints(0, 1, 0, 1) if adjusted else None
+    rows = (draw.rising(4), draw.ints(9, 8, 7, 6))
+    capped = draw.ints(0, 1, 0, 1) if adjusted else None
     parameters = SlotParameters(integers, floats, stop)
     return logits, SamplingBatch(*rows, parameters, draw.filled(0, 4, 12), draw.ints(_SUPPRESSED), 30.0, capped=capped)
 
@@ -339,8 +352,10 @@ def _small_top_k(draw: RandomInputs, adjusted: bool) -> Outputs:
 def _accept(draw: RandomInputs) -> Outputs:
     """No draft is accepted, all are, a stop id ends the row, and padding."""
     chosen = torch.stack([draw.ints(7, 8, 9).repeat(4), draw.filled(0, 12)], 1)
-    ids, slots = draw.ints(0, 6, 8, *[0, 7, 8] * 3), draw.ints(0, 1, 2, 0).repeat_interleave(3)
-    positions, lengths = draw.ints(5, 6, 7, 6, 7, 8, 7, 8, 9, -1, -1, -1), draw.ints(6, 7, 8, 0)
+    ids = draw.ints(0, 6, 8, *[0, 7, 8] * 3)
+    slots = draw.ints(0, 1, 2, 0).repeat_interleave(3)
+    positions = draw.ints(5, 6, 7, 6, 7, 8, 7, 8, 9, -1, -1, -1)
+    lengths = draw.ints(6, 7, 8, 0)
     out = DraftInputs(draw.filled(9, 5), draw.filled(9, 5), draw.filled(9, 3, 5), draw.floats(5, 40))
     rows = Verified(chosen, ids, slots, positions, draw.floats(12, 40), 3)
     return accept(rows, draw.ints(-1, -1, 7, -1).view(4, 1), lengths, 3, out), lengths, *out
@@ -357,9 +372,13 @@ def _clusters(draw: RandomInputs) -> Outputs:
 def _table_check(draw: RandomInputs) -> Outputs:
     """A table with one entry outside the pool, gathered rows that are right, and a copied row with one entry outside it."""
     expected = 1 + draw.rising(2, 9)
-    table, gathered, copies = expected.clone(), expected[:1, :3].clone(), expected[:1].clone()
+    table = expected.clone()
+    gathered = expected[:1, :3].clone()
+    copies = expected[:1].clone()
     table[1, 4], copies[0, 1], copies[0, 40 // _PAGE + 1 :] = 99, 99, 0
-    violations, row, every_slot = new_violations(draw.device), (draw.ints(0), draw.ints(40)), (draw.rising(2), draw.filled(143, 2))
+    violations = new_violations(draw.device)
+    row = (draw.ints(0), draw.ints(40))
+    every_slot = (draw.rising(2), draw.filled(143, 2))
     for kind, actual, rows in ((TABLE_ENTRY, table, every_slot), (ROW_ENTRY, gathered, row), (COPIED_ENTRY, copies, row)):
         check_rows(kind, 0, actual, expected, 20, *rows, _PAGE, None, violations)
     return table, copies, violations
@@ -377,7 +396,8 @@ def _experts(draw: RandomInputs, rows: int, top_k: int = 2) -> Outputs:
     n, m, count = 40, 24, top_k + 4
     chosen = draw.rising(rows, 1) % 4 + draw.rising(top_k)
     weights = draw.fp32(rows, top_k)
-    gate_up, down = draw.floats(count, 2 * m, n, scale=n**-0.5), draw.floats(count, n, m, scale=m**-0.5)
+    gate_up = draw.floats(count, 2 * m, n, scale=n**-0.5)
+    down = draw.floats(count, n, m, scale=m**-0.5)
     return (experts(draw.floats(rows, n), weights, chosen, gate_up, down, partial(draw.floats, rows, n)),)
 
 

@@ -77,7 +77,8 @@ class Sampler:
             reported = _index(special.reported, logits.device)
             raw = logits[reported]
         size = max(1, PIECE_LOGITS // logits.shape[1])  # rows of PIECE_LOGITS logits
-        first, parts = self._parallel.rank * logits.shape[1], parts_of(logits.shape[1], len(logits), self._processors)
+        first = self._parallel.rank * logits.shape[1]
+        parts = parts_of(logits.shape[1], len(logits), self._processors)
         if batch.adjustments is not None:
             batch = adjust(logits, batch, first, parts)
         best = local_best(logits, batch, first, parts)
@@ -108,7 +109,8 @@ class Sampler:
         best_ids = (best.indices + first).float()  # an id is exact below 2^24
         parts = torch.cat([capped.logsumexp(-1, keepdim=True), own, best.values, best_ids], 1)
         parts = self._parallel.all_gather(parts).view(rows, self._parallel.size, -1)
-        total, chosen = parts[:, :, 0].logsumexp(-1, keepdim=True), parts[:, :, 1].amax(-1, keepdim=True)
+        total = parts[:, :, 0].logsumexp(-1, keepdim=True)
+        chosen = parts[:, :, 1].amax(-1, keepdim=True)
         ahead = self._parallel.all_gather((capped >= chosen).sum(-1, keepdim=True).float()).sum(-1, keepdim=True)
         values, order = parts[:, :, 2 : 2 + alternatives].flatten(1).topk(alternatives)
         top = parts[:, :, 2 + alternatives :].flatten(1).gather(1, order)

@@ -87,7 +87,9 @@ class SlotState:
 
     def _store(self, admissions: Sequence[Admission]) -> None:
         """Pack the admissions' records, upload them, and launch `kernels.admissions`."""
-        records, rest, end = np.empty((len(admissions), RECORD), np.int32), list[np.ndarray](), RECORD * len(admissions)
+        records = np.empty((len(admissions), RECORD), np.int32)
+        rest = list[np.ndarray]()
+        end = RECORD * len(admissions)
         for record, admission in zip(records, admissions, strict=True):
             params = admission.params
             record[:5] = admission.slot, end, len(params.stop_ids), len(admission.tokens), admission.cached

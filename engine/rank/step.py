@@ -114,7 +114,8 @@ class StepBuffers:
         if not first:
             batch = ForwardBatch(*rows, self._rotary(rows.positions), pages, width=width)
             return batch, batch
-        chunks, results = self._chunks[: sizes.chunks + 1], ResultInputs(*(x[: sizes.results * width] for x in self._results))
+        chunks = self._chunks[: sizes.chunks + 1]
+        results = ResultInputs(*(x[: sizes.results * width] for x in self._results))
         chunk_inputs(self.plan, LAYOUT, self._slots.tokens, self._slots.padding, rows, first, chunks, results, width)
         batch = ForwardBatch(
             *rows, self._rotary(rows.positions), pages, results.rows, width=width, prompts=first, chunk_list=chunks

@@ -278,7 +278,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("padding-rows-write-into-pages", "kernels/test_qkv.py", "if not live.all():", "if False:"),
     ),
     "kernels/route.py": (
-        ("expert-weights-are-not-normalised", "kernels/test_experts.py engine/rank/test_layers.py",
+        ("expert-weights-are-not-normalised", "kernels/test_experts.py",
          "weights / weights.sum(-1, keepdim=True) *", "weights *"),
     ),
     "kernels/experts.py": (
