@@ -67,11 +67,11 @@ def qkv_post(
     """
     heads, (kv_heads, page, d) = q.shape[1], pool.shape[2:]
     kv_projections = (qkv.shape[1] // d - heads) // kv_heads
+    assert k_norm is not None or not fold, "q of a layer that stores no K has none of its weight"
     if not enabled(qkv):
         raw, *kv = qkv.unflatten(1, (-1, d)).split((heads, *(kv_heads,) * kv_projections), 1)
         cos, sin = cos_sin.chunk(2, 1)
-        if fold:
-            assert k_norm is not None, "a layer whose q has K's weight has K"
+        if fold and k_norm is not None:
             q_norm = q_norm * torch.where(torch.arange(d, device=q.device) % (d // 2) < cos.shape[1], 1.0, k_norm)
         q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
         q.masked_fill_((positions < 0)[:, None, None], 0)

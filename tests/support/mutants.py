@@ -24,7 +24,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "while self._unread and size < _TURN_BYTES:", "while self._unread:"),
         ("core-stops-without-masks", "engine/core/test_loop.py", "for masks in self._masks.discard():", "for masks in ():"),
         ("unreadable-request-ends-the-core", "engine/core/test_loop.py",
-         'request = msgspec.msgpack.decode(raw)["id"]', "raise"),
+         "request = msgspec.msgpack.decode(raw, type=_Identified)", "raise"),
     ),
     "engine/core/results.py": (
         ("prompt-with-nan-is-cached", "engine/core/test_prefix.py",

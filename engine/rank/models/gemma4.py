@@ -69,12 +69,12 @@ class Attention(nn.Module):
         self.k_norm = shard.parameter(layer.head_dim) if layer.owns_kv else None
 
     def forward(self, x: Rows, step: LayerStep) -> Part:
-        return self.attend(self.qkv(x), self.k_norm, step)
+        return self.attend(self.qkv(x), step)
 
-    def attend(self, qkv: Tensor, k_norm: Tensor | None, step: LayerStep) -> Part:
-        """Compute o's part of raw q, k and v; without `k_norm` qkv is q alone, whose K and V are in their pages."""
+    def attend(self, qkv: Tensor, step: LayerStep) -> Part:
+        """Compute o's part of raw q, k and v, or of q alone, whose K and V are in their pages."""
         out = qkv.new_empty(len(qkv), self.o.shape[1])
-        step.attention.attend(qkv, self.layer, (self.q_norm, k_norm), step.batch, step.plan, out)
+        step.attention.attend(qkv, self.layer, (self.q_norm, self.k_norm), step.batch, step.plan, out)
         return self.o(out, step.allreduce_norm)
 
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
@@ -118,7 +118,7 @@ class Block(nn.Module):
         queries, step = self.attention.store(x, step)[rows], step.of_rows(rows)
         if not len(rows):
             return h[rows], x[rows], step
-        return *self._behind_attention(self.attention.attend(queries, None, step), h[rows], next_norm, step), step
+        return *self._behind_attention(self.attention.attend(queries, step), h[rows], next_norm, step), step
 
     def _behind_attention(self, part: Part, h: Tensor, next_norm: Tensor | None, step: LayerStep) -> tuple[Tensor, Rows]:
         norms = self.norms

@@ -7,6 +7,8 @@ import torch
 
 from engine.rank.batch import ForwardBatch
 from engine.rank.kv import KVCache
+from kernels.launch import plain_torch
+from tests.support import interpreter
 from tests.support.engine.kv_scene import FULL, SLIDING, Kind, Scene, ours, relative, scene
 
 pytestmark = pytest.mark.cpu
@@ -58,3 +60,24 @@ def test_the_members_layers() -> None:
     for kind in (replace(SLIDING, window=64), FULL):
         it = scene(kind, [], [(start, start + WIDTH) for start in STARTS])
         assert relative(ours(drafted(it.copy())), ours(it.copy())) < 1e-5
+
+
+def test_under_the_interpreter() -> None:
+    """The interpreted cases of this file hold."""
+    interpreter.run(__file__)
+
+
+def interpreted_keys_are_read_from_values() -> None:
+    """Rows with drafts read K from V where rope does not turn it, whatever is there, and so do queries alone, whose K and V are
+    stored; without K's weight these read all of K. Planted fault: K is another there."""
+    it = drafted(scene(Kind(4, 1, 128, None, kv_projections=1), [], [(start, start + WIDTH) for start in STARTS]))
+    with plain_torch():
+        want = ours(it.copy())
+    queries = it.qkv[:, : it.settings.heads * it.layer.head_dim].contiguous()
+    for spoilt in (False, True):
+        rows = it.copy()
+        if spoilt:
+            rows.cache.pool[0, :, 0, ..., it.layer.rope.pairs : it.layer.head_dim // 2] = 5.0
+        alone = replace(rows, qkv=queries)
+        assert max(relative(ours(rows), want), relative(ours(alone), want)) < 1e-5
+        assert (relative(ours(replace(alone, norms=(it.norms[0], None))), want) < 1e-5) != spoilt
