@@ -63,8 +63,8 @@ def verify_cut(
     """Splits and tile for a bucket of `rows` rows that read at most `pages` pages, of so many queries x heads of a KV head.
 
     As measured on an H200 (tests/bench/verify_cuts.py): sums of 64 registers a thread at most, V's columns shared out where eight
-    splits or more remain, and splits for one CTA on each of the GPU's `processors`, or for two of the smallest with `pairs`. Those
-    are the tile's too, but for the largest products, and for larger ones of few CTAs. itemsize: bytes of a number; fp32, for tests,
+    splits or more remain, and splits for one CTA on each of the GPU's `processors`, or for two of 16 rows with `pairs`. A tile has
+    `pairs` too, but neither the largest, nor those of 64 rows where CTAs are few. itemsize: bytes of a number; fp32, for tests,
     takes the least. shared: bytes of shared memory that a CTA may have.
     """
     lanes = max(16, next_power_of_2(queries))
