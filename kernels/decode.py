@@ -8,6 +8,7 @@ included: their scores and their values are replaced, not multiplied by zero.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processor
     return min(options, key=lambda splits: max(turns(splits, held) / fewest[held] for held in lengths))
 
 
+@cache
 def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared: int, pairs: int = 0) -> DecodeTile:
     """The cut for a head dim, a page size, rows x KV heads x splits, and the most pages that a split reads.
 

@@ -48,9 +48,7 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: T
     (rows, n), (count, _, m), top_k = x.shape, down.shape, chosen.shape[1]
     up_tile, down_tile = choose(rows * top_k, count, shared_memory(x) * 2 // x.element_size())
     tiles, order, position = (chosen[0], None, None) if rows == 1 else _sorted(chosen, count, up_tile.rows)
-    inner = x.new_empty(rows * top_k, m)
-    parts = x.new_empty(rows * top_k, n)
-    out = x.new_empty(rows, 2 * n)
+    inner, parts, out = x.new_empty(rows * top_k, m), x.new_empty(rows * top_k, n), x.new_empty(rows, 2 * n)
     _launch_grouped(up_tile, x, gate_up, order, tiles, inner, top_k)
     _launch_grouped(down_tile, inner, down, None, tiles, parts, 1)
     block, other = min(1024, next_power_of_2(n)), dense()

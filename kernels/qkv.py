@@ -29,13 +29,17 @@ def inverse_frequencies(theta: float, pairs: int, head_dim: int, factor: float =
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """x [T, heads, d], weight [d], cos and sin fp32 [T, pairs] with pairs <= d/2 -> [T, heads, d] in x's dtype."""
-    half = x.shape[-1] // 2
-    pairs = cos.shape[1]
-    rotated = rms_norm(x, weight, eps, torch.float32)
+    half, pairs, rotated = x.shape[-1] // 2, cos.shape[1], rms_norm(x, weight, eps, torch.float32)
     cos, sin = cos[:, None], sin[:, None]
     first, second = rotated[..., :pairs].clone(), rotated[..., half : half + pairs].clone()
     rotated[..., :pairs], rotated[..., half : half + pairs] = first * cos - second * sin, second * cos + first * sin
     return rotated.to(x.dtype)
+
+
+def replace_unturned(x: Tensor, other: Tensor, pairs: int) -> Tensor:
+    """Returns x [..., d] with `other` in the dims that rope does not turn."""
+    d = x.shape[-1]
+    return torch.where(torch.arange(d, device=x.device) % (d // 2) < pairs, x, other)
 
 
 def store_kv(pool: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
@@ -72,7 +76,7 @@ def qkv_post(
         raw, *kv = qkv.unflatten(1, (-1, d)).split((heads, *(kv_heads,) * kv_projections), 1)
         cos, sin = cos_sin.chunk(2, 1)
         if fold and k_norm is not None:
-            q_norm = q_norm * torch.where(torch.arange(d, device=q.device) % (d // 2) < cos.shape[1], 1.0, k_norm)
+            q_norm = replace_unturned(q_norm, q_norm * k_norm, cos.shape[1])
         q.copy_(norm_rope(raw, q_norm, cos, sin, eps))
         q.masked_fill_((positions < 0)[:, None, None], 0)
         if not kv:

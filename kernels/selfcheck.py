@@ -36,7 +36,7 @@ from kernels.launch import enabled, plain_torch
 from kernels.linear import linear, linear_geglu, linear_gelu_mul
 from kernels.ple import per_layer_inputs
 from kernels.prefill import extend_attention, tile_tokens
-from kernels.qkv import qkv_post
+from kernels.qkv import qkv_post, replace_unturned
 from kernels.ragged_attention import ragged_attention
 from kernels.route import route, router_logits, router_parts
 from kernels.sampling_batch import BAD_WORDS, BIASED, LIMITED, PENALIZED, SamplingBatch, SlotAdjustments, SlotParameters
@@ -227,7 +227,7 @@ def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projection
     raw, cos_sin = draw.floats(rows, (heads + kv_projections * kv_heads) * d), draw.fp32(rows, 2 * pairs)
     q_norm, k_norm = draw.floats(2, d, scale=d**-0.25)
     if kv_projections == 1:
-        pool[:, 0] = torch.where(draw.rising(d) % (d // 2) < pairs, pool[:, 0], pool[:, 1] * k_norm)
+        pool[:, 0] = replace_unturned(pool[:, 0], pool[:, 1] * k_norm, pairs)
     norms = q_norm, k_norm if kv_projections else None
     decode_attention(raw, pool, ids, draw.ints(114, 0, -1), cos_sin, *norms, _EPS, window, scratch, out, splits)
     return out, pool
@@ -244,9 +244,9 @@ def _verify(draw: RandomInputs, pairs: int) -> Outputs:
     positions = draw.ints(*range(200, 204), 0, 1, 2, *[-1] * 5)
     scratch = DecodeScratch(3, heads, kv_heads, d, 3 * q_len * splits, draw.device)
     if pairs:
-        weight, turned = draw.floats(d), draw.rising(d) % (d // 2) < pairs
-        pool[:, 0] = torch.where(turned, pool[:, 0], pool[:, 1] * weight)
-        q = torch.where(turned, q, q * weight) if enabled(q) else q
+        weight = draw.floats(d)
+        pool[:, 0] = replace_unturned(pool[:, 0], pool[:, 1] * weight, pairs)
+        q = replace_unturned(q, q * weight, pairs) if enabled(q) else q
     _, tile = verify_cut_of(pool, 3, heads // kv_heads * q_len, 5, pairs)
     verify_attention(q, pool, ids, positions, 70, scratch, out, splits, tile)
     return (out,)

@@ -66,7 +66,7 @@ def decode_kernel(
     cos_q, sin_q = rope_angles(cos_sin + row * 2 * PAIRS, read, is_q, PAIRS)
     if V_AS_K:  # q's other dims, times K's weight: there K is V times it
         dims = tl.arange(0, D)[None, :]
-        whole_q = load_halves(q_at + half, is_q, 0.0, HALF)
+        whole_q = load_halves(q_at + half, is_q, 0.0, HALF)  # for the norm alone: a sum over `other_q` would spill registers
         other_q = tl.load(q_at + dims, is_q, 0.0).to(tl.float32)
         other_weight = tl.load(q_norm + dims).to(tl.float32) * tl.load(k_norm + dims, dims % HALF >= PAIRS, 0.0).to(tl.float32)
     if KV_PROJECTIONS > 0 and not V_AS_K:
@@ -194,6 +194,7 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
     """One turn of the online softmax, in base 2, as `softmax_step`, with a sum of weights for each column of the keys.
 
     Two products of half the head dim, each scaled by itself: neither waits for the other's sum. A GPU's take 16 dims at least.
+    `q_other` is multiplied with V, where K's other dims are read there; else None.
     """
     scores = dot(q_low, tl.trans(k_low)) * LOG2E + dot(q_high, tl.trans(k_high)) * LOG2E
     if q_other is not None:

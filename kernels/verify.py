@@ -74,7 +74,8 @@ def verify_cut(
         tile = VerifyTile(lanes, 16, 1, 4, 2, pairs)
     elif pairs and d > 256 and (lanes <= 32 or (lanes == 64 and 16 * ctas > processors)):
         on_each = 2 if lanes == 16 else 1
-        tile = VerifyTile(lanes, min(page, 32), 1, *((8, 2) if lanes == 64 else (4, 3)), pairs)
+        warps, stages = (8, 2) if lanes == 64 else (4, 3)
+        tile = VerifyTile(lanes, min(page, 32), 1, warps, stages, pairs)
     else:
         # Eight warps for half as many parts of V: of the largest products, and of 32 rows of 512 or 64 of 256 in large batches.
         wide = lanes == _MOST_ROWS or (lanes * d == 16384 and 16 * ctas > processors)
@@ -100,8 +101,8 @@ def verify_attention(
     window: int | None,
     scratch: DecodeScratch,
     out: Tensor,
-    splits: int | None = None,
-    tile: VerifyTile | None = None,
+    splits: int,
+    tile: VerifyTile,
 ) -> None:
     """Attention of one layer for `rows` rows of `q_len` queries each, written to `out`.
 
@@ -111,8 +112,7 @@ def verify_attention(
               oldest key that the row's first query sees
     positions int32 [rows * q_len]: rising within a row; -1 behind a row's last query: padding, whose output is zero
     out       [rows * q_len, heads, d] in q's dtype
-    splits    CTAs along the keys of a (row, KV head);  tile: as `verify_cut` gives them, for more rows if one variant is to do;
-              None: for these rows, and all of K
+    splits    CTAs along the keys of a (row, KV head);  tile: as `verify_cut` gives them, for more rows if one variant is to do
     """
     rows, (count, heads, d), (kv_heads, page) = len(page_ids), q.shape, pool.shape[2:4]
     q_len = count // rows
@@ -121,8 +121,6 @@ def verify_attention(
     if not enabled(q):
         attend_rows(q, pool, page_ids, positions, window, out)
         return
-    cut = verify_cut_of(pool, rows, heads // kv_heads * q_len, page_ids.shape[1])
-    splits, tile = splits or cut[0], tile or cut[1]
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
     check_contiguous(q, pool, page_ids, positions, out)

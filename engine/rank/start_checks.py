@@ -27,6 +27,7 @@ from engine.rank.models.architecture import Model
 from engine.rank.parallel import Inboxes, Parallel
 from kernels import selfcheck
 from kernels.inbox_check import inbox_checks
+from kernels.qkv import replace_unturned
 
 MIN_RESIDUAL_RMS = 1e-3  # of a forward over random ids: below it weights are missing or zero
 ROWS = 5  # of a check, at most
@@ -127,8 +128,7 @@ def _poisoned_sequences(
     pool = torch.randn(cache.pool.shape[1:], generator=generator)
     pool[:, 0] *= group.head_dim**-0.25
     if layer.k_eq_v:  # K is V times its norm's weight where rope does not turn it, and may be read there
-        turned = torch.arange(group.head_dim) % (group.head_dim // 2) < layer.rope.pairs
-        pool[:, 0] = torch.where(turned, pool[:, 0], pool[:, 1] * group.head_dim**-0.25)
+        pool[:, 0] = replace_unturned(pool[:, 0], pool[:, 1] * group.head_dim**-0.25, layer.rope.pairs)
     pool[0], pool[poisoned] = 0, _POISON
     free = (torch.randperm(poisoned - 1, generator=generator) + 1).int().split([len(entries) for entries in needed])
     for slot, ((_, end), entries, pages) in enumerate(zip(spans, needed, free, strict=True)):

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention, decode_splits, decode_tile
 from kernels.launch import plain_torch
+from kernels.qkv import replace_unturned
 from kernels.tiles import LARGE_SHARED
 from tests.bench.timing import FAILURES, READ_RATE, launch_us, precompile_all
-from tests.support.attention import EPS, OUTSIDE, Shape, unrotated
+from tests.support.attention import EPS, OUTSIDE, Shape
 from tests.support.launches import Node, record
 
 PAGE = 32
@@ -58,7 +59,7 @@ class Layer:
         shape = self.shape
         splits = decode_splits(rows, shape.kv_heads, shape.d, pages, PROCESSORS)
         form = shape.d, PAGE, rows * shape.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED
-        return splits, decode_tile(*form, shape.pairs if shape.kv_projections == 1 else 0)
+        return splits, decode_tile(*form, shape.read_pairs)
 
     def others(self, rows: int, pages: int) -> Iterator[Cut]:
         """Cuts worth trying, the likeliest first: splits that leave no CTA a page more than needed."""
@@ -89,8 +90,7 @@ def _tiles(shape: Shape) -> list[DecodeTile]:
         tiles = [(PAGE, 1, 4, 3), (16, 1, 4, 3), (PAGE, 1, 4, 2), (2 * PAGE, 1, 4, 2), (PAGE, 2, 4, 2)]
     else:
         tiles = [(PAGE, 1, 4, 3), (PAGE, 2, 4, 2), (PAGE, 1, 4, 2), (PAGE, 4, 4, 2), (2 * PAGE, 1, 8, 2), (PAGE, 4, 8, 3)]
-    pairs = shape.pairs if shape.kv_projections == 1 else 0
-    return [DecodeTile(*tile, early=False, pairs=pairs if tile[1] == 1 else 0) for tile in tiles]
+    return [DecodeTile(*tile, early=False, pairs=shape.read_pairs * (tile[1] == 1)) for tile in tiles]
 
 
 LAYERS = (
@@ -122,9 +122,9 @@ class Inputs:
         positions = [start + query for start in layer.starts(rows) for query in range(layer.queries)]
         self.positions = torch.tensor(positions, dtype=torch.int32, device=device)
         self.given, self.out = layer.given(len(positions), draw), draw((len(positions), shape.heads, shape.d))
-        if shape.kv_projections == 1:
+        if shape.read_pairs:
             k, v = self.pools.unbind(2)
-            torch.where(unrotated(shape, device), v * self.given[-1], k, out=k)
+            k.copy_(replace_unturned(k, v * self.given[-1], shape.pairs))
         parts = len(positions) * max(splits for splits, _ in self.cuts)
         self.scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, parts, device)
 
@@ -170,8 +170,7 @@ def measure(layer: Layer, rows: int, device: torch.device, seconds: float) -> st
         if time.monotonic() < deadline:
             with suppress(*FAILURES):  # one that does not fit ends no sweep; a wrong result does
                 times[cut] = inputs.us(cut)
-    shape = layer.shape
-    of_keys = shape.pairs / shape.d if shape.kv_projections == 1 else 0.5  # what is not read of V as well
+    of_keys = layer.shape.read_pairs / layer.shape.d or 0.5  # what is not read of V as well
     floor = 1e6 * inputs.pools[0].nbytes * (0.5 + of_keys) / READ_RATE
     best = min(times, key=lambda cut: times[cut])
     return f"{layer.name} b{rows}: {times[used]:.2f} us by {used}; pages alone {floor:.2f}; best {times[best]:.2f} by {best}"

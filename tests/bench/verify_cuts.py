@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from kernels.qkv import replace_unturned
 from kernels.tiles import LARGE_SHARED
 from kernels.verify import VerifyTile, verify_attention, verify_cut
 from tests.bench.attention import PAGE, PROCESSORS, Cut, Draw, Inputs, Layer, main
-from tests.support.attention import Shape, unrotated
+from tests.support.attention import Shape
 
 SPLITS = (1, 2, 3, 4, 6, 8, 11, 17, 33)
 
@@ -23,26 +23,26 @@ class VerifyLayer(Layer):
     def cut(self, rows: int, pages: int) -> Cut:
         shape = self.shape
         group = shape.heads // shape.kv_heads * self.queries
-        pairs = shape.pairs if shape.kv_projections == 1 else 0
-        return verify_cut(rows, shape.kv_heads, group, shape.d, PAGE, pages, PROCESSORS, 2, LARGE_SHARED, pairs)
+        return verify_cut(rows, shape.kv_heads, group, shape.d, PAGE, pages, PROCESSORS, 2, LARGE_SHARED, shape.read_pairs)
 
     def others(self, rows: int, pages: int) -> Iterator[Cut]:
         """Tiles of 16 to 80 sums a thread, and shared memory that there is."""
-        lanes, d, some = self.cut(1, 1)[1].rows, self.shape.d, {0, self.shape.pairs * (self.shape.kv_projections == 1)}
-        for splits, keys, warps, stages, values, pairs in product(SPLITS, (32, 64), (4, 8), (2, 3, 4), (1, 2, 4), some):
+        lanes, shape = self.cut(1, 1)[1].rows, self.shape
+        some = product(SPLITS, (32, 64), (4, 8), (2, 3, 4), (1, 2, 4), {0, shape.read_pairs})
+        for splits, keys, warps, stages, values, pairs in some:
             tile = VerifyTile(lanes, keys, values, warps, stages, pairs)
-            fits = 16 <= lanes * d / values / (32 * warps) <= (128 if pairs else 80) and tile.shared_bytes(d) <= LARGE_SHARED
-            if fits and splits <= pages and rows * self.shape.kv_heads * splits * values <= 12 * PROCESSORS:
+            fits = 16 <= lanes * shape.d / values / (32 * warps) <= (128 if pairs else 80) and splits <= pages
+            if fits and tile.shared_bytes(shape.d) <= LARGE_SHARED and rows * shape.kv_heads * splits * values <= 12 * PROCESSORS:
                 yield splits, tile
 
     def given(self, rows: int, draw: Draw) -> tuple[Tensor, ...]:
         """The queries, the same with K's norm where rope does not turn it, and that."""
         shape = self.shape
         q, k_norm = draw((rows, shape.heads, shape.d)).mul_(shape.d**-0.25), (1 + 0.1 * draw(shape.d)) * shape.d**-0.25
-        return q, torch.where(unrotated(shape, q.device), q * k_norm, q), k_norm
+        return q, replace_unturned(q, q * k_norm, shape.pairs), k_norm
 
     def attend(self, it: Inputs, pool: Tensor, splits: int, tile: Any) -> None:
-        q = it.given[tile is not None and tile.pairs > 0]
+        q = it.given[bool(tile and tile.pairs)]
         verify_attention(q, pool, it.page_ids, it.positions, self.shape.window, it.scratch, it.out, splits, tile)
 
 

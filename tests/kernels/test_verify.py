@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.config import VERIFY_ROWS
 from kernels.decode import DecodeScratch
 from kernels.slots import gather_pages
-from kernels.verify import MOST_QUERIES, VerifyTile, verify_attention, verify_cut
+from kernels.verify import MOST_QUERIES, VerifyTile, verify_attention, verify_cut, verify_cut_of
 from tests.support import interpreter
 from tests.support.attention import Shape, attended, in_pages, unrotated, verify_nodes
 from tests.support.compiled import compile_node
@@ -71,7 +71,8 @@ def attend(case: VerifyCase, splits: int = 1, tile: VerifyTile | None = None, po
     scratch = DecodeScratch(rows, shape.heads, shape.kv_heads, shape.d, len(case.q) * splits, torch.device("cpu"))
     scratch.parts.fill_(torch.nan)
     positions = case.positions if positions is None else positions
-    verify_attention(case.q, case.pool, case.page_ids, positions, shape.window, scratch, out, splits, tile)
+    _, usual = verify_cut_of(case.pool, rows, len(case.q) // rows * shape.heads // shape.kv_heads, case.page_ids.shape[1])
+    verify_attention(case.q, case.pool, case.page_ids, positions, shape.window, scratch, out, splits, tile or usual)
     assert not scratch.tickets.any()
     return out
 
@@ -116,7 +117,7 @@ def test_wrong_sizes_are_refused() -> None:
     scratch = DecodeScratch(2, 6, 1, 16, 8, torch.device("cpu"))
     for q, positions in ((case.q[:7], case.positions[:7]), (case.q, case.positions[:4]), (case.q.repeat(3, 1, 1), case.positions)):
         with pytest.raises(AssertionError):
-            verify_attention(q, pool, pages, positions, None, scratch, out, 1)
+            verify_attention(q, pool, pages, positions, None, scratch, out, 1, VerifyTile(32, 16, 1, 4, 2))
     with pytest.raises(AssertionError, match="do not fit"):
         verify_cut(1, 1, VERIFY_ROWS, 512, 32, 9, 132, 2, 101376)
     with pytest.raises(AssertionError, match=str(VERIFY_ROWS + 1)):

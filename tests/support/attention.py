@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.decode import DecodeScratch, DecodeTile, decode_attention
-from kernels.verify import VerifyTile, verify_attention
+from kernels.qkv import replace_unturned
+from kernels.verify import VerifyTile, verify_attention, verify_cut_of
 from tests.support.launches import Node, record
 
 EPS = 1e-6
@@ -31,10 +32,15 @@ class Shape:
     window: int | None = None
     page: int = 32
 
+    @property
+    def read_pairs(self) -> int:
+        """Pairs that are read of K where V is its raw product; 0: all of K is."""
+        return self.pairs * (self.kv_projections == 1)
 
-def unrotated(shape: Shape, device: torch.device | None = None) -> Tensor:
+
+def unrotated(shape: Shape) -> Tensor:
     """bool [d]: the dims that rope does not turn. Where v is k's raw product, K's are V's times K's weight."""
-    return torch.arange(shape.d, device=device) % (shape.d // 2) >= shape.pairs
+    return torch.arange(shape.d) % (shape.d // 2) >= shape.pairs
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ def decode_case(shape: Shape, lengths: Sequence[int], dtype: torch.dtype = torch
     for row, length in enumerate(lengths):
         k, v = (draw(length, shape.kv_heads, shape.d).to(dtype) / scale for scale in (shape.d**0.25, 1))
         if shape.kv_projections == 1:
-            k = torch.where(unrotated(shape), v * k_norm, k)
+            k = replace_unturned(k, v * k_norm, shape.pairs)
         dense.append((k, v))
         if length and shape.kv_projections:
             k[-1] = turned(normed(heads[1][row : row + 1], k_norm), cos_sin[row : row + 1])[0]
@@ -195,10 +201,10 @@ def decode_node(
 
 def verify_nodes(shape: Shape, q_len: int, target: tuple[int, int], rows: int = 3, tile: VerifyTile | None = None) -> list[Node]:
     """The launches of `verify_attention` in four splits: attention, and the sum of its parts."""
-    q, scratch = meta(rows * q_len, shape.heads, shape.d), (rows, shape.heads, shape.kv_heads, shape.d, 4 * rows * q_len)
+    heads, kv_heads, d = shape.heads, shape.kv_heads, shape.d
+    q, pool = meta(rows * q_len, heads, d), meta(9, 2, kv_heads, shape.page, d)
+    scratch = DecodeScratch(rows, heads, kv_heads, d, 4 * rows * q_len, torch.device("meta"))
     with record(target) as nodes:
-        verify_attention(
-            q, meta(9, 2, shape.kv_heads, shape.page, shape.d), ints(rows, 40), ints(rows * q_len), shape.window,
-            DecodeScratch(*scratch, torch.device("meta")), torch.empty_like(q), 4, tile,
-        )  # fmt: skip
+        tile = tile or verify_cut_of(pool, rows, q_len * heads // kv_heads, 40)[1]
+        verify_attention(q, pool, ints(rows, 40), ints(rows * q_len), shape.window, scratch, torch.empty_like(q), 4, tile)
     return nodes

@@ -13,7 +13,7 @@ from engine.rank.attention.paged import PagedDecode, PagedExtend
 from engine.rank.attention.trtllm import TrtllmDecode, TrtllmExtend, TrtllmScratch
 from engine.rank.batch import Chunk, ForwardBatch, eager_batch
 from engine.rank.kv import GroupCache, KVCache
-from kernels.qkv import inverse_frequencies
+from kernels.qkv import inverse_frequencies, replace_unturned
 
 CPU = torch.device("cpu")
 
@@ -98,8 +98,7 @@ def scene(kind: Kind, decodes: list[int], chunks: Sequence[tuple[int, int]] = ()
     q_norm, k_norm = (((1 + 0.1 * draw(kind.head_dim)) / kind.head_dim**0.25).to(dtype) for _ in "qk")
     if kind.kv_projections == 1:
         k, v = cache.pool[0].unbind(1)
-        turned = torch.arange(kind.head_dim) % (kind.head_dim // 2) < rope.pairs
-        torch.where(turned, k, v * k_norm, out=k)
+        k.copy_(replace_unturned(k, v * k_norm, rope.pairs))
     settings = PartSettings(kind.heads, 1e-6, (max(1, len(decodes), len(spans)),), CPU)
     return Scene(layer, cache, batch, qkv, (q_norm, k_norm if kind.kv_projections else None), settings)
 
