@@ -60,18 +60,25 @@ _MOST_VALUES = 8
 _MOST_SPLITS = 33
 
 
-def decode_splits(rows: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
+def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
     """Splits along the keys for a bucket of `rows` rows whose longest reads `pages` pages, on so many streaming multiprocessors.
 
-    As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them, at
-    most 33 and none without a page; where one split would all but fill them, three, so that the last wave is short. At 512 it holds
-    one, which takes 1.2 turns a page and six to begin and end, or two, which take two and four. Half a turn comes with each split
-    that one CTA adds up, where V's columns are not shared out. The splits that are never far from the fewest turns are taken,
-    whether rows are as long as they may be or as short as a thousand tokens.
+    As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them,
+    at most 33 and none without a page; for two of them where rows are many, or where the CTA that adds the parts of a large
+    `group` of heads would have many to add, and then of two pages at least; where one split would all but fill them, three, so
+    that the last wave is short. At 512 it holds one, which takes 1.2 turns a page and six to begin and end, or two, which take
+    two and four. Half a turn comes with each split that one CTA adds up, where V's columns are not shared out. The splits that
+    are never far from the fewest turns are taken, whether rows are as long as they may be or as short as a thousand tokens.
     """
     most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
     if head_dim <= 256:
-        splits = min(3 if 4 * heads > 9 * processors else max(1, 3 * processors // heads), most)
+        if 4 * heads > 9 * processors:
+            splits = 3
+        elif 4 * heads > processors or (group >= 4 and 2 * heads * pages > processors):
+            splits = min(2 * processors // heads, cdiv(pages, 2))
+        else:
+            splits = 3 * processors // heads
+        splits = min(max(1, splits), most)
         return cdiv(pages, cdiv(pages, splits))
 
     def turns(splits: int, held: int) -> float:
@@ -99,14 +106,13 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared:
     if d <= 256 and ctas > 8 * 132:
         tile = DecodeTile(2 * keys, 1, 4, 2, early=False)  # waves of CTAs follow one another: fewer, longer turns
     elif d <= 256:
-        deep = 200 <= ctas <= 264  # two on each of Hopper's 132 multiprocessors: room for one stage more
-        tile = DecodeTile(keys, 1, 4, 4 if deep else 3, early=False) if turns > 1 else DecodeTile(keys, 1, 4, 2, early=True)
+        tile = DecodeTile(keys, 2 if ctas <= 132 else 1, 4, 3, early=False) if turns > 1 else DecodeTile(keys, 1, 4, 2, early=True)
     elif ctas <= 66 and turns <= 2:
         tile = DecodeTile(keys, 4, 4, 2, early=True) if ctas <= 33 else DecodeTile(keys, 2, 8, 2, early=True)
     elif ctas <= 33:
         tile = DecodeTile(keys, 4, 4, 3, early=False)
     else:
-        tile = DecodeTile(keys, 1, 4, 3, early=False, pairs=pairs)
+        tile = DecodeTile(keys, 2 if not pairs and ctas <= 66 else 1, 4, 3, early=False, pairs=pairs)
         if ctas > 132 and 2 * tile.shared_bytes(d) > shared:
             tile = replace(tile, stages=2)
     while tile.shared_bytes(d) > shared and tile.keys > 16:

@@ -5,7 +5,8 @@ that takes part declares `PDL: constexpr` and calls
 
     wait(PDL)      blocks until all kernels before it in the stream have ended and their writes are visible. Whatever is not
                    constant (activations, tables, lengths) is read after it, and every CTA executes it before its end: then
-                   completion is transitive, and a kernel may rely on any earlier one
+                   completion is transitive, and a kernel may rely on any earlier one. Behind one that triggers after its own
+                   wait, a kernel may read before it what was written before that one (`kernels.verify`)
     trigger(PDL)   the next kernel may start once every CTA of this one has called it or ended
 
 A kernel that does not declare `PDL` is launched without the attribute, so that it cannot end before its predecessors. Under

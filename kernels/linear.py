@@ -21,7 +21,7 @@ from triton.language import constexpr
 from kernels.activation import geglu, gelu
 from kernels.fused_allreduce_norm import AllReduceInbox, InboxPart, inboxes_of, send
 from kernels.launch import INTERPRET, cdiv, check_contiguous, enabled, launch, shared_memory, trigger, wait
-from kernels.numerics import add_product, cast
+from kernels.numerics import add_product, cast, prefetch
 from kernels.tiles import GemmShape, Tile, choose
 
 
@@ -194,8 +194,7 @@ def _gemv(
 @triton.jit
 def _prefetch(base, K: constexpr, BK: constexpr):
     """Asks for the first BK columns of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
-    k = tl.minimum(64 * tl.arange(0, BK // 64), K - 1)[None, :]
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + k], dtype=tl.int32, is_pure=False, pack=1)
+    prefetch(base + tl.minimum(64 * tl.arange(0, (BK + 63) // 64), K - 1)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "rank", "buffer"])
@@ -214,10 +213,9 @@ def _gemm(
     PART: constexpr = K // SPLITS
     first = tl.program_id(1) * PART if SPLITS > 1 else 0
     base += first
-    if not INTERPRET:
-        _prefetch(base, PART, BK)
-        if GATED:
-            _prefetch(base + M * K, PART, BK)
+    _prefetch(base, PART, BK)
+    if GATED:
+        _prefetch(base + M * K, PART, BK)
     wait(PDL)
     row = tl.arange(0, ROWS)
     if BLOCKS:

@@ -58,3 +58,10 @@ def first_use(x):
     if x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch(at):
+    """Asks for the lines of 128 bytes at these addresses to be brought to L2."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)

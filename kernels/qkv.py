@@ -103,8 +103,8 @@ def _post(
     HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, KV_PROJECTIONS: constexpr, PAGE: constexpr,
     FOLD: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """A CTA: one token's query heads of one KV head, and that head's K and V."""
-    trigger(PDL)
+    """A CTA: one token's query heads of one KV head, and that head's K and V. It triggers behind its wait: the next kernel may read
+    at once what was written before this one (`kernels.verify`)."""
     GROUP: constexpr = HEADS // KV_HEADS
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: constexpr = D // 2
@@ -116,42 +116,42 @@ def _post(
         low, high = load_halves(k_norm + half, live & (half >= PAIRS), 1.0, HALF)
         weight = weight[0] * low, weight[1] * high
     wait(PDL)
+    trigger(PDL)
     position = tl.load(positions + token)
-    offset = q + (token * HEADS + head * GROUP + rows) * D + half
-    if position < 0:
-        tl.store(offset, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
-        tl.store(offset + HALF, tl.zeros([rows.shape[0], HALF], q.dtype.element_ty), live)
-        return
-    cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
+    used = position >= 0
     raw = qkv + token * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
-    low, high = norm_and_rope(*x, *weight, cos, sin, norm_scale(*x, eps, D))
-    tl.store(offset, cast(low, q.dtype.element_ty), live)
-    tl.store(offset + HALF, cast(high, q.dtype.element_ty), live)
-    if KV_PROJECTIONS > 0:
+    cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
+    if KV_PROJECTIONS > 0:  # first, so that q's loads are in flight beside its own
         slot = tl.load(slots + token).to(tl.int64)
-        page = tl.load(table + slot * width + position // PAGE).to(tl.int64)
+        page = tl.load(table + slot * width + position // PAGE, used, 0).to(tl.int64)
         line = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D
         append_kv(
-            raw + (HEADS + head) * D, (KV_PROJECTIONS - 1) * KV_HEADS * D, cos_sin + token * 2 * PAIRS, k_norm, line,
+            raw + (HEADS + head) * D, (KV_PROJECTIONS - 1) * KV_HEADS * D, cos_sin + token * 2 * PAIRS, k_norm, line, used,
             KV_HEADS * PAGE * D, eps, D, PAIRS,
         )  # fmt: skip
+    low, high = norm_and_rope(*x, *weight, cos, sin, norm_scale(*x, eps, D))
+    offset = q + (token * HEADS + head * GROUP + rows) * D + half
+    tl.store(offset, cast(tl.where(used, low, 0.0), q.dtype.element_ty), live)
+    tl.store(offset + HALF, cast(tl.where(used, high, 0.0), q.dtype.element_ty), live)
 
 
 @triton.jit
-def append_kv(raw, behind, cos_sin, k_norm, line, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
-    """A token's K and V of one head, from the raw product at `raw`, and `behind` it, to `line` of a page, and KEPT behind that."""
+def append_kv(raw, behind, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D: constexpr, PAIRS: constexpr):
+    """A token's K and V of one head, from the raw product at `raw`, and `behind` it, to `line` of a page, and KEPT behind that, if
+    it is `used`."""
     HALF: constexpr = D // 2
     own = tl.arange(0, HALF)[None, :]
-    cos, sin = rope_angles(cos_sin, own, own < HALF, PAIRS)
-    k, k_weight = load_halves(raw + own, own < HALF, 0.0, HALF), load_halves(k_norm + own, own < HALF, 1.0, HALF)
+    every, used = own < HALF, (own < HALF) & used
+    cos, sin = rope_angles(cos_sin, own, every, PAIRS)
+    k, k_weight = load_halves(raw + own, every, 0.0, HALF), load_halves(k_norm + own, every, 1.0, HALF)
+    v = load_halves(raw + behind + own, every, 0.0, HALF)
     low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D))
-    tl.store(line + own, cast(low, line.dtype.element_ty))
-    tl.store(line + HALF + own, cast(high, line.dtype.element_ty))
-    low, high = load_halves(raw + behind + own, own < HALF, 0.0, HALF)
-    scale = norm_scale(low, high, eps, D)
-    tl.store(line + KEPT + own, cast(low * scale, line.dtype.element_ty))
-    tl.store(line + KEPT + HALF + own, cast(high * scale, line.dtype.element_ty))
+    tl.store(line + own, cast(low, line.dtype.element_ty), used)
+    tl.store(line + HALF + own, cast(high, line.dtype.element_ty), used)
+    scale = norm_scale(*v, eps, D)
+    tl.store(line + KEPT + own, cast(v[0] * scale, line.dtype.element_ty), used)
+    tl.store(line + KEPT + HALF + own, cast(v[1] * scale, line.dtype.element_ty), used)
 
 
 @triton.jit

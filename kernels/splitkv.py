@@ -110,7 +110,7 @@ def decode_kernel(
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
             at = tl.load(ids + (position - first) // PAGE).to(tl.int64) * (2 * KEPT) + position % PAGE * D
             if V_AS_K:
-                append_kv(token + (HEADS + head) * D, 0, cos_sin + row * 2 * PAIRS, k_norm, heads_k + at, KEPT, eps, D, PAIRS)
+                append_kv(token + (HEADS + head) * D, 0, cos_sin + row * 2 * PAIRS, k_norm, heads_k + at, True, KEPT, eps, D, PAIRS)
                 tl.debug_barrier()  # every thread's part is written before it is read below
             else:
                 scale = norm_scale(*kv_raw, eps, D)
@@ -158,8 +158,9 @@ def decode_kernel(
         ticket = tickets + (row * KV_HEADS + head) * VALUES + part
         if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
             tl.store(ticket, 0)
-            whole = combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, GROUP, SPLITS, DV)
-            few = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
+            FEW: constexpr = triton.next_power_of_2(GROUP)
+            whole = combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, FEW, GROUP, SPLITS, DV)
+            few = tl.arange(0, FEW)[:, None]
             tl.store(out_at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)
 
 
@@ -181,12 +182,17 @@ def _seen(run, first, oldest, end, KEYS: constexpr):
 @triton.jit
 def load_run(side, page, run, first, oldest, end, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
     """[KEYS, columns] of one side's pages; keys that are not seen are zeros, and are not read."""
+    at = addresses(side, page, run, columns, D, STRIDE, KEYS, PAGE)
+    return tl.load(at, _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
+
+
+@triton.jit
+def addresses(side, page, run, columns, D: constexpr, STRIDE: constexpr, KEYS: constexpr, PAGE: constexpr):
+    """[KEYS, columns]: where a run lies in one side's pages."""
     if KEYS <= PAGE:
         start = side + page.to(tl.int64) * STRIDE + run * KEYS % PAGE * D  # one address a run, and offsets that stay the same
-        at = start + (tl.arange(0, KEYS)[:, None] * D + columns[None, :])
-    else:
-        at = side + (page.to(tl.int64) * STRIDE + tl.arange(0, KEYS) % PAGE * D)[:, None] + columns[None, :]
-    return tl.load(at, _seen(run, first, oldest, end, KEYS)[:, None], other=0.0)
+        return start + (tl.arange(0, KEYS)[:, None] * D + columns[None, :])
+    return side + (page.to(tl.int64) * STRIDE + tl.arange(0, KEYS) % PAGE * D)[:, None] + columns[None, :]
 
 
 @triton.jit
@@ -209,16 +215,16 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
 @triton.jit
 def combine(
     lse, parts, columns, done,
-    LSE_STRIDE: constexpr, STRIDE: constexpr, D: constexpr, GROUP: constexpr, SPLITS: constexpr, DV: constexpr,
+    LSE_STRIDE: constexpr, STRIDE: constexpr, D: constexpr, ROWS: constexpr, LIVE: constexpr, SPLITS: constexpr, DV: constexpr,
 ):  # fmt: skip
-    """[heads of the group, DV]: the splits' parts, each by its share of the weights. Unrolled: all loads are in flight together."""
-    group = tl.arange(0, triton.next_power_of_2(GROUP))
-    live = group < GROUP
-    top = tl.full([triton.next_power_of_2(GROUP)], -1e30, tl.float32)
+    """[ROWS, DV], LIVE of them: the splits' parts, each by its share of the weights. Unrolled: all loads are in flight together."""
+    group = tl.arange(0, ROWS)
+    live = group < LIVE
+    top = tl.full([ROWS], -1e30, tl.float32)
     for split in tl.static_range(SPLITS):
         top = tl.maximum(top, tl.load(lse + split * LSE_STRIDE + group, live & (split < done), other=-1e30, cache_modifier=".cg"))
-    total = tl.zeros([triton.next_power_of_2(GROUP)], tl.float32)
-    sums = tl.zeros([triton.next_power_of_2(GROUP), DV], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DV], tl.float32)
     for split in tl.static_range(SPLITS):
         here = live & (split < done)
         share = tl.exp2(tl.load(lse + split * LSE_STRIDE + group, here, other=-1e30, cache_modifier=".cg") - top)

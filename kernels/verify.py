@@ -7,9 +7,11 @@ query has its own mask. Its K and V are in the pages already (`kernels.qkv.qkv_p
 
     grid   (rows, KV heads x parts of V's columns, splits)          a CTA's keys: runs split, split + splits, ... of `KEYS` keys
     CTA    q [queries x heads of the KV head, d] -> online softmax over its runs -> its part and log-sum-exp to scratch
+    last   of a few splits of few rows the CTA that ends last adds the parts, as in `kernels.splitkv`
 
-Where there are splits, a second launch adds their parts, a CTA a query and head: one CTA that added all of them would take longer
-than attention itself. With `PAIRS` K is read from V's rows where rope does not turn it, as in `kernels.splitkv`.
+Where there is more to add a second launch does so, a CTA a query and head: one CTA would take longer than attention itself. With
+`PAIRS` K is read from V's rows where rope does not turn it, as in `kernels.splitkv`. Positions and page ids are read before the
+wait for `qkv_post`, which triggers behind its own, and the lines of the first run are asked for then.
 """
 
 from dataclasses import dataclass, replace
@@ -22,12 +24,13 @@ from triton.language import constexpr
 
 from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
-from kernels.numerics import LOG2E, cast, dot, softmax_step
+from kernels.numerics import LOG2E, cast, dot, prefetch, softmax_step
 from kernels.paged_attention import attend_rows
-from kernels.splitkv import load_run, page_of
+from kernels.splitkv import addresses, combine, load_run, page_of
 
 MOST_QUERIES = 9
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
+_MOST_ADDED = constexpr(8)  # splits whose parts of 16 rows the last CTA adds
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,22 @@ def verify_cut(
         warps, stages = (8, 2) if lanes == 64 else (4, 3)
         tile = VerifyTile(lanes, min(page, 32), 1, warps, stages, pairs)
     else:
-        # Eight warps for half as many parts of V: of the largest products, and of 32 rows of 512 or 64 of 256 in large batches.
+        # Half as many parts of V in large batches of 32 rows of 512 or 64 of 256, and of the largest products, by eight warps.
         wide = lanes == _MOST_ROWS or (lanes * d == 16384 and 16 * ctas > processors)
         values = columns // 2 if wide else columns
-        while not wide and 16 * ctas * values <= processors and values < 4:
+        if lanes == 32 and d <= 256 and 2 * ctas <= processors:
+            values = 2
+        while not wide and lanes * d > 4096 and 16 * ctas * values <= processors and values < 4:
             values *= 2
         deep = not wide and processors < ctas * values <= 2 * processors  # two on each: room for one stage more
-        tile = VerifyTile(lanes, min(page, 32), max(1, values), 8 if wide else 4, 4 if deep else 3)
-        if d <= 256 and processors < 2 * ctas <= 2 * processors:
-            tile = replace(tile, keys=2 * tile.keys, warps=8)
+        tile = VerifyTile(lanes, min(page, 32), max(1, values), 8 if wide and lanes > 32 else 4, 4 if deep else 3)
+        runs = pages * page // tile.keys // max(1, processors // (ctas * tile.values))
+        if d <= 256 and lanes <= 32 and ctas * tile.values <= processors and runs >= 4:  # one on each: fewer, longer turns
+            tile = replace(tile, keys=2 * tile.keys, warps=8 if lanes == 16 else 4)
     while tile.shared_bytes(d) > shared and (tile.stages > 2 or tile.keys > 16):
         tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
     assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes"
-    splits = min(pages, max(1, on_each * processors // (ctas * tile.values)))
+    splits = min(pages if tile.rows * d > 4096 else cdiv(pages, 3), max(1, on_each * processors // (ctas * tile.values)))
     return cdiv(pages, cdiv(pages, splits)), tile
 
 
@@ -124,24 +130,23 @@ def verify_attention(
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
     check_contiguous(q, pool, page_ids, positions, out)
+    last_adds = tile.rows == 16 and d <= 256 and 1 < splits <= _MOST_ADDED.value
+    form = {"HEADS": heads, "D": d, "Q_LEN": q_len, "WINDOW": window or 0, "PAGE": page, "KEYS": tile.keys, "VALUES": tile.values}
     launch(
         verify_kernel, (rows, kv_heads * tile.values, splits),
-        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, page_ids.shape[1], splits,
-        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=tile.pairs, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, ROWS=tile.rows,
-        KEYS=tile.keys, VALUES=tile.values, warps=tile.warps, stages=tile.stages,
+        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], splits, **form,
+        KV_HEADS=kv_heads, PAIRS=tile.pairs, ROWS=tile.rows, LAST_ADDS=last_adds, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        launch(
-            combine_kernel, (count, heads), positions, out, scratch.parts, scratch.lse, splits,
-            D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, KEYS=tile.keys,
-        )  # fmt: skip
+    if splits > 1 and not last_adds:
+        grid = rows, q_len * heads
+        launch(combine_kernel, grid, positions, out, scratch.parts, scratch.lse, splits, **form, GROUP=heads // kv_heads)
 
 
 @triton.jit(do_not_specialize=["width", "positions", "splits"])  # a mixed step's rows begin anywhere
 def verify_kernel(
-    q, pool, page_ids, positions, out, parts, lse, width, splits,
-    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
-    ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, PDL: constexpr,
+    q, pool, page_ids, positions, out, parts, lse, tickets, width, splits,
+    HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, VALUES: constexpr,
+    KV_HEADS: constexpr, PAIRS: constexpr, ROWS: constexpr, LAST_ADDS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys."""
     GROUP: constexpr = HEADS // KV_HEADS
@@ -154,17 +159,22 @@ def verify_kernel(
     columns = part * DV + tl.arange(0, DV)
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
     ids = page_ids + row * width
-    wait(PDL)
-    trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
     position = tl.load(positions + row * Q_LEN + query, live, -1)
     first, oldest, last = _keys_of(positions + row * Q_LEN, Q_LEN, WINDOW, PAGE)
+    page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     runs = (last - first) // KEYS + 1  # 1 for a row of padding, which sees no key of it
+    if split < runs and PAIRS == 0:  # with PAIRS registers would spill
+        lines = 64 * tl.arange(0, (D + 63) // 64)
+        prefetch(addresses(heads_k, page, split, lines, D, 2 * KEPT, KEYS, PAGE))
+        lines = part * DV + 64 * tl.arange(0, (DV + 63) // 64)
+        prefetch(addresses(heads_v, page, split, lines, D, 2 * KEPT, KEYS, PAGE))
+    wait(PDL)
+    trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     if split >= runs:
         return
-    line = (query * HEADS + head * GROUP + lane % GROUP) * D
-    q_at = q + row * Q_LEN * HEADS * D + line[:, None]
-    read = tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
+    heads_at = (row * Q_LEN + query) * HEADS * D + (head * GROUP + lane % GROUP) * D
+    q_at, read = q + heads_at[:, None], tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
     if PAIRS > 0:  # the dims that rope turns; K's others are V's
         read += tl.where(read < PAIRS, 0, D // 2 - PAIRS)
         dims = tl.arange(0, D)
@@ -173,7 +183,6 @@ def verify_kernel(
     row_max = tl.full([ROWS], -1e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV], tl.float32)
-    page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     for run in tl.range(split, runs, splits):
         k = load_run(heads_k, page, run, first, oldest, last + 1, read, D, 2 * KEPT, KEYS, PAGE)
         v = load_run(heads_v, page, run, first, oldest, last + 1, columns, D, 2 * KEPT, KEYS, PAGE)
@@ -191,14 +200,22 @@ def verify_kernel(
 
     norm = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / norm[:, None]
-    if splits == 1:
-        at = out + row * Q_LEN * HEADS * D + line[:, None] + columns[None, :]
-        tl.store(at, cast(acc, out.dtype.element_ty), live[:, None])
+    out_at, done = out + heads_at[:, None] + columns[None, :], tl.minimum(runs, splits)
+    if splits == 1 or (LAST_ADDS and done == 1):
+        tl.store(out_at, cast(acc, out.dtype.element_ty), live[:, None])
     else:
-        own = (row * splits + split) * Q_LEN * HEADS
-        tl.store(parts + own * D + line[:, None] + columns[None, :], acc, live[:, None])
-        if part == 0:
-            tl.store(lse + own + line // D, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), live)
+        LANES: constexpr = HEADS * Q_LEN  # of all KV heads
+        lse_at = lse + (row * splits * VALUES + part) * LANES + head * GROUP * Q_LEN
+        parts_at = parts + (row * splits * LANES + head * GROUP * Q_LEN) * D
+        tl.store(lse_at + split * VALUES * LANES + lane, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), live)
+        tl.store(parts_at + (split * LANES + lane[:, None]) * D + columns[None, :], acc, live[:, None])
+        if LAST_ADDS:
+            tl.debug_barrier()  # every thread's part is written before the ticket is taken
+            ticket = tickets + (row * KV_HEADS + head) * VALUES + part
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
+                tl.store(ticket, 0)
+                whole = combine(lse_at, parts_at, columns, done, VALUES * LANES, LANES * D, D, ROWS, GROUP * Q_LEN, _MOST_ADDED, DV)
+                tl.store(out_at, cast(whole, out.dtype.element_ty), live[:, None])
 
 
 @triton.jit
@@ -216,28 +233,31 @@ def _keys_of(positions, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr):
 @triton.jit(do_not_specialize=["positions", "splits"])
 def combine_kernel(
     positions, out, parts, lse, splits,
-    D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, PDL: constexpr,
+    HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, VALUES: constexpr,
+    GROUP: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One query's head: the splits' parts, each by its share of the weights, `TURN` at a time."""
     TURN: constexpr = 8
-    row, query = tl.program_id(0) // Q_LEN, tl.program_id(0) % Q_LEN
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    row, lane = tl.program_id(0), tl.program_id(1)
+    head = lane // (GROUP * Q_LEN) * GROUP + lane % GROUP
+    query = lane % (GROUP * Q_LEN) // GROUP
+    LANES: constexpr = HEADS * Q_LEN
     wait(PDL)
     trigger(PDL)
     first, _, last = _keys_of(positions + row * Q_LEN, Q_LEN, WINDOW, PAGE)
     done = tl.minimum((last - first) // KEYS + 1, splits)
-    own = (row * splits * Q_LEN + query) * heads + head
     top, total = -1e30, 0.0
     sums = tl.zeros([D], tl.float32)
     for begin in range(0, done, TURN):
         split = begin + tl.arange(0, TURN)
-        at = own + split * Q_LEN * heads
-        weights = tl.load(lse + at, split < done, -float("inf"))
-        values = tl.load(parts + at[:, None] * D + tl.arange(0, D)[None, :], split[:, None] < done, 0.0)
+        at = row * splits + split
+        weights = tl.load(lse + at * VALUES * LANES + lane, split < done, -float("inf"))
+        at = (at * LANES + lane)[:, None] * D + tl.arange(0, D)[None, :]
+        values = tl.load(parts + at, split[:, None] < done, 0.0)
         higher = tl.maximum(top, tl.max(weights, 0))
         weights, keep = tl.exp2(weights - higher), tl.exp2(top - higher)
         total = total * keep + tl.sum(weights, 0)
         sums = sums * keep + tl.sum(weights[:, None] * values, 0)
         top = higher
-    at = (tl.program_id(0) * heads + head) * D + tl.arange(0, D)
+    at = ((row * Q_LEN + query) * HEADS + head) * D + tl.arange(0, D)
     tl.store(out + at, cast(sums / total, out.dtype.element_ty))

@@ -57,7 +57,7 @@ class Layer:
     def cut(self, rows: int, pages: int) -> Cut:
         """The one in force."""
         shape = self.shape
-        splits = decode_splits(rows, shape.kv_heads, shape.d, pages, PROCESSORS)
+        splits = decode_splits(rows, shape.heads // shape.kv_heads, shape.kv_heads, shape.d, pages, PROCESSORS)
         form = shape.d, PAGE, rows * shape.kv_heads * splits, -(-pages // splits), 2, LARGE_SHARED
         return splits, decode_tile(*form, shape.read_pairs)
 

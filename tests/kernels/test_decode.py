@@ -104,13 +104,14 @@ def test_a_window_off_by_one_is_seen(by: int) -> None:
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
     """One row of a window of 1024 takes a page or two a split; many rows take one."""
-    assert decode_splits(1, 4, 256, 33, 132) == 33
-    assert decode_splits(8, 1, 512, 33, 132) == 8
-    assert decode_splits(32, 4, 256, 33, 132) == 3
-    assert decode_splits(64, 4, 256, 33, 132) == 1
-    assert decode_splits(100, 4, 256, 33, 132) == 3
-    assert {rows: decode_splits(rows, 2, 512, 258, 132) for rows in (16, 24, 32, 40, 100)} == {16: 8, 24: 5, 32: 4, 40: 3, 100: 5}
-    assert decode_splits(1, 1, 512, 1, 132) == 1
+    assert decode_splits(1, 2, 4, 256, 33, 132) == 33
+    assert decode_splits(8, 8, 1, 512, 33, 132) == 8
+    assert decode_splits(32, 2, 4, 256, 33, 132) == 2
+    assert decode_splits(64, 2, 4, 256, 33, 132) == 1
+    assert decode_splits(100, 2, 4, 256, 33, 132) == 3
+    assert [decode_splits(rows, 8, 1, 256, 17, 132) for rows in (2, 4, 16, 32, 64, 100)] == [17, 9, 9, 6, 4, 2]
+    assert [decode_splits(rows, 8, 2, 512, 258, 132) for rows in (16, 24, 32, 40, 100)] == [8, 5, 4, 3, 5]
+    assert decode_splits(1, 8, 1, 512, 1, 132) == 1
 
 
 def test_fewer_rows_take_their_buckets_cut() -> None:

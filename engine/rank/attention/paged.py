@@ -32,8 +32,9 @@ class PagedDecode:
     def __init__(self, cache: GroupCache, settings: PartSettings) -> None:
         group, buckets = cache.group, settings.buckets
         self._cache, self._settings = cache, settings
-        cores, form = processors(settings.device), (group.kv_heads, group.head_dim, cache.read_width)
-        self._splits = [decode_splits(rows, *form, cores) for rows in buckets]
+        cores, heads = processors(settings.device), settings.heads // group.kv_heads
+        form = heads, group.kv_heads, group.head_dim, cache.read_width, cores
+        self._splits = [decode_splits(rows, *form) for rows in buckets]
         parts = max(map(mul, buckets, self._splits))
         most = settings.width * max(parts, 2 * cores // group.kv_heads)  # also of rows that verify drafts
         self._scratch = DecodeScratch(buckets[-1], settings.heads, group.kv_heads, group.head_dim, most, settings.device)
