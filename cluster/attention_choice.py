@@ -55,7 +55,7 @@ def attention_here(config: EngineConfig) -> AttentionChoice:
 
 def choose_attention(config: EngineConfig, architecture: ComputeCapability | None, flashinfer: FlashInferFiles) -> AttentionChoice:
     """Chooses the backends of a group on GPUs of compute capability `architecture`; None: on the CPU."""
-    platform = Platform(architecture, flashinfer, config.page, config.dtype, config.flashinfer_download, config.widest > 1)
+    platform = Platform(architecture, flashinfer, config.dtype, config.flashinfer_download, config.widest > 1)
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
     reason = f"{platform.gpu}; as the settings ask" if architecture else platform.gpu

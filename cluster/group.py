@@ -99,7 +99,7 @@ class Group:
         handshake = Handshake(self.children, self.config.boot_timeout_s)
         handshake.send(Configure(self.config))
         self.pages = pages_of(self.config, min(loaded.kv_bytes for loaded in handshake.gather(ranks, Loaded)))
-        longest = longest_sequence(self.config.kv_groups(self.config.geometry), self.pages)
+        longest = longest_sequence(self.config.kv_groups, self.pages)
         if longest < self.config.max_len:
             logger.warning("the KV pools hold %d tokens of one request, not max_len's %d", longest, self.config.max_len)
         handshake.send(Allocate(self.pages))

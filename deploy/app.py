@@ -145,22 +145,14 @@ class Quartet:
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))
         self._exporter.read_gauges = partial(read_gauges, group, self._client)
         await self._client.start()
+        alike = {name: getattr(settings, name) for name in ServiceSettings.__struct_fields__ if hasattr(settings, name)}
         served = ServiceSettings(
-            name=settings.name,
             vocab=config.geometry.vocab,
-            max_len=settings.max_len,
             defaults=Defaults.read(folder),
-            limits=settings.limits,
-            media=settings.media,
             media_kinds=media_kinds(encoders, text),
             row_samples=audio_row_samples(encoders),
-            logs=settings.logs,
-            max_tokens=settings.max_tokens,
-            tool_grammar=settings.tool_grammar,
-            thinking=settings.thinking,
-            capacity=settings.capacity,
-            queue_tokens=settings.queue_tokens,
             fingerprint=fingerprint(folder, settings.build, str(settings.tp), config.dtype, chosen, text.template or ""),
+            **alike,
         )
         self._service = Service(
             served,

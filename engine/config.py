@@ -142,9 +142,10 @@ class EngineConfig(EngineSettings, kw_only=True, forbid_unknown_fields=True, dic
         """Tokens that a decode row computes at most: its own and its drafts."""
         return self.widths[-1]
 
-    def kv_groups(self, geometry: Geometry) -> tuple[KVGroup, ...]:
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
         """The KV groups of a rank."""
-        return kv_groups(geometry, self.tp, self.page, self.dtype)
+        return kv_groups(self.geometry, self.tp, self.page, self.dtype)
 
 
 def engine_config(**settings: object) -> EngineConfig:
@@ -166,7 +167,7 @@ def _check_model(config: EngineConfig) -> None:
         raise ConfigError(f"max_len {config.max_len} exceeds the model's {geometry.max_position} positions")
     if config.kv_dtype not in ("auto", config.dtype):
         raise ConfigError(f"kv_dtype {config.kv_dtype} with dtype {config.dtype} is not implemented; the two must be equal")
-    groups = config.kv_groups(geometry)
+    groups = config.kv_groups
     _check_drafts(config, max(geometry.heads // config.tp // group.kv_heads for group in groups))
     from engine.plan import largest_plan, largest_result  # numpy comes with it, which `quartet --help` does without
 

@@ -33,11 +33,6 @@ class LogitAdjustments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         """The penalties of repetition, presence and frequency."""
         return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
-    @property
-    def penalizes(self) -> bool:
-        """Whether any penalty changes logits."""
-        return self.penalties != (1.0, 0.0, 0.0)
-
     def excess(self) -> str | None:
         """What is more than the ranks' tables hold, in a sentence; None: it fits."""
         counts = {

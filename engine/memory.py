@@ -112,7 +112,7 @@ def pages_of(config: EngineConfig, kv_bytes: int) -> tuple[int, ...]:
             f"weights do not fit: they, and what is reserved for sampling and encoders, take {-kv_bytes / 2**30:.2f} GiB more of a "
             f"GPU than memory_fraction {config.memory_fraction:g} allows at tp {config.tp}; raise either, or lower max_seqs"
         )
-    groups = config.kv_groups(config.geometry)
+    groups = config.kv_groups
     pages = config.pages or pool_pages(config, groups, kv_bytes)
     taken = sum(count * group.page_bytes for group, count in zip(groups, pages, strict=True))
     if taken > kv_bytes:

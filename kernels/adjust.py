@@ -186,8 +186,10 @@ def _adjust(
     wait(PDL)
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
     flag = tl.load(flags + slot)
-    masked = tl.load(mask_rows + slot * 2) == tl.load(plan + STEP)
-    mask = masks + tl.load(mask_rows + slot * 2 + 1).to(tl.int64) * MASK_WORDS
+    mask_rows += slot * 2
+    starts += slot * 2
+    masked = tl.load(mask_rows) == tl.load(plan + STEP)
+    mask = masks + tl.load(mask_rows + 1).to(tl.int64) * MASK_WORDS
     index = 0
     if WIDE:  # the row's, of its slot's
         index = (row % width).to(tl.int32)
@@ -214,11 +216,11 @@ def _adjust(
             tl.debug_barrier()
         repetition, presence, frequency = 1.0, 0.0, 0.0
         if penalized:
-            repetition, presence = tl.load(penalties + slot * 3), tl.load(penalties + slot * 3 + 1)
-            frequency = tl.load(penalties + slot * 3 + 2)
+            penalties += slot * 3
+            repetition, presence, frequency = tl.load(penalties), tl.load(penalties + 1), tl.load(penalties + 2)
             if not WIDE:
                 entry = tl.load(history + position) - first
-                here = (position >= tl.load(starts + slot * 2 + 1)) & (entry >= start) & (entry < end)
+                here = (position >= tl.load(starts + 1)) & (entry >= start) & (entry < end)
                 bits = tl.load(own_counts + entry, here, 0).to(tl.int32)
                 tl.debug_barrier()
                 tl.store(own_counts + entry, (tl.minimum((bits & _MOST) + 1, _MOST) | (bits & _PROMPT)).to(tl.int16), here)
@@ -233,7 +235,7 @@ def _adjust(
             if penalized:
                 bits = tl.load(own_counts + entry, live, 0).to(tl.int32)
                 if WIDE:
-                    counted = tl.load(starts + slot * 2 + 1)
+                    counted = tl.load(starts + 1)
                     bits = _with_inputs(bits, first + entry, history, position, index, counted)
                 generated = (bits & _MOST).to(tl.float32)
                 x = tl.where(bits != 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
@@ -245,17 +247,18 @@ def _adjust(
             tl.store(line + entry, x, live)
         tl.debug_barrier()
         if (flag & _BAD_WORDS) != 0:
-            generated = position + 1 - tl.load(starts + slot * 2)
+            generated = position + 1 - tl.load(starts)
             word = tl.arange(0, WORDS)
-            word_end = tl.load(word_ends + slot * WORDS + word)
-            word_start = tl.load(word_ends + slot * WORDS + word - 1, word > 0, 0)
+            at = word_ends + slot * WORDS + word
+            word_end, word_start = tl.load(at), tl.load(at - 1, word > 0, 0)
             others = word_end - word_start - 1  # -1: no word
             complete = (others >= 0) & (others <= generated)
+            last_ids = bad_words + slot * WORD_IDS + word_end - 1
             for back in range(1, tl.max(others, 0) + 1):
-                expected = tl.load(bad_words + slot * WORD_IDS + word_end - 1 - back, complete & (back <= others), -1)
+                expected = tl.load(last_ids - back, complete & (back <= others), -1)
                 came = tl.load(history + position + 1 - back, back <= generated, -1)
                 complete = complete & ((back > others) | (expected == came))
-            entry = tl.load(bad_words + slot * WORD_IDS + word_end - 1, complete, -1) - first
+            entry = tl.load(last_ids, complete, -1) - first
             _ban(line, entry, complete & (entry >= start) & (entry < end))
 
 
@@ -276,6 +279,7 @@ def _count_accepted(
         live = live & (entry >= 0) & (entry < N)
         entry = tl.where(live, entry, -1)
         times = tl.sum((entry[:, None] == entry[None, :]).to(tl.int32), 1)
-        bits = tl.load(counts + slot * N + entry, live, 0).to(tl.int32)
+        counts += slot * N
+        bits = tl.load(counts + entry, live, 0).to(tl.int32)
         tl.debug_barrier()
-        tl.store(counts + slot * N + entry, (tl.minimum((bits & _MOST) + times, _MOST) | (bits & _PROMPT)).to(tl.int16), live)
+        tl.store(counts + entry, (tl.minimum((bits & _MOST) + times, _MOST) | (bits & _PROMPT)).to(tl.int16), live)

@@ -187,16 +187,17 @@ def _choose_candidates(
     if _has_small_top_k(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (position >= 0):
         lane = tl.arange(0, WIDTH)
         live = lane < COUNT
-        x = tl.load(best + (row * COUNT + lane) * 2, live, float("-inf"))
-        ids = tl.load(best + (row * COUNT + lane) * 2 + 1, live, 0.0).to(tl.int32)
-        top_k = tl.load(integers + slot * 3 + 1).to(tl.int32)
-        top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
+        entry = best + (row * COUNT + lane) * 2
+        x, ids = tl.load(entry, live, float("-inf")), tl.load(entry + 1, live, 0.0).to(tl.int32)
+        integers += slot * 3
+        floats += slot * 3
+        top_k, top_p, min_p = tl.load(integers + 1).to(tl.int32), tl.load(floats + 1), tl.load(floats + 2)
         peak = tl.max(x, 0)
         left = _in_top_k(tl.where(live, float_order(x), -2147483648), top_k) & (x > float("-inf"))
         mass = tl.where(left, tl.exp(x - peak), 0.0)
         total = tl.sum(mass, 0)
         left = left & (x >= tl.where(min_p > 0.0, peak + tl.log(tl.maximum(min_p, 1e-38)), float("-inf")))
-        noisy = x + gumbel_noise(noise_key(tl.load(integers + slot * 3), position + 1), ids)
+        noisy = x + gumbel_noise(noise_key(tl.load(integers), position + 1), ids)
         token, searching = 0, 1
         while searching > 0:
             high = tl.max(tl.where(left, noisy, float("-inf")), 0)

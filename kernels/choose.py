@@ -177,8 +177,9 @@ def _local_best(
     wait(PDL)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64) + 1
-    seed, may_stop = tl.load(integers + slot * 3), tl.load(integers + slot * 3 + 2)
-    temperature, top_k = tl.load(floats + slot * 3), tl.load(integers + slot * 3 + 1)
+    integers += slot * 3
+    seed, top_k, may_stop = tl.load(integers), tl.load(integers + 1), tl.load(integers + 2)
+    temperature = tl.load(floats + slot * 3)
     drawn = (temperature >= GREEDY) & ((top_k <= 0) | (top_k > SMALL))
     line = logits + row * N
     lane = tl.arange(0, SUPPRESS)
@@ -270,8 +271,9 @@ def _choose(
             failed = tl.load(errors, volatile=True)
         none = (bad <= 0) & (top == float("-inf"))
         chosen = tl.where((bad > 0) | none, 0.0, token).to(tl.int32)
-        tl.store(results + row * 2, chosen)
-        tl.store(results + row * 2 + 1, (bad > 0).to(tl.int32) + 2 * failed + 4 * none.to(tl.int32))
+        results += row * 2
+        tl.store(results, chosen)
+        tl.store(results + 1, (bad > 0).to(tl.int32) + 2 * failed + 4 * none.to(tl.int32))
         position = tl.load(positions + row)
         slot = tl.load(slots + row).to(tl.int64)
         tl.store(tokens + slot * tokens_width + position + 1, chosen, position >= 0)

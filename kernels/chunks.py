@@ -156,10 +156,11 @@ def _chunk_inputs(
         for offset in range(sampled * WIDTH, result_count, BLOCK):
             index = offset + lane
             source = prompts + index - sampled * WIDTH
-            live = index < (sampled + decodes) * WIDTH
-            tl.store(result_rows + index, tl.where(live, source, 0).to(tl.int64), index < result_count)
-            tl.store(result_slots + index, tl.load(slots + source, live & (index < result_count), padding), index < result_count)
-            tl.store(result_positions + index, tl.load(positions + source, live & (index < result_count), -1), index < result_count)
+            written = index < result_count
+            live = written & (index < (sampled + decodes) * WIDTH)
+            tl.store(result_rows + index, tl.where(live, source, 0).to(tl.int64), written)
+            tl.store(result_slots + index, tl.load(slots + source, live, padding), written)
+            tl.store(result_positions + index, tl.load(positions + source, live, -1), written)
 
 
 @triton.jit(do_not_specialize=["count", "tiles_count", "tokens"])

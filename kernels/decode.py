@@ -57,7 +57,6 @@ class DecodeScratch:
 
 
 _MOST_VALUES = 8
-_MOST_SPLITS = 33
 
 
 def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: int, processors: int) -> int:
@@ -70,16 +69,11 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
     two and four. Half a turn comes with each split that one CTA adds up, where V's columns are not shared out. The splits that
     are never far from the fewest turns are taken, whether rows are as long as they may be or as short as a thousand tokens.
     """
-    most, heads = min(pages, _MOST_SPLITS), rows * kv_heads
+    most, heads = min(pages, 33), rows * kv_heads
     if head_dim <= 256:
-        if 4 * heads > 9 * processors:
-            splits = 3
-        elif 4 * heads > processors or (group >= 4 and 2 * heads * pages > processors):
-            splits = min(2 * processors // heads, cdiv(pages, 2))
-        else:
-            splits = 3 * processors // heads
-        splits = min(max(1, splits), most)
-        return cdiv(pages, cdiv(pages, splits))
+        fewer = 4 * heads > processors or (group >= 4 and 2 * heads * pages > processors)
+        splits = 3 if 4 * heads > 9 * processors else (3 - fewer) * processors // heads
+        return cdiv(pages, cdiv(pages, min(max(1, splits), cdiv(pages, 2) if fewer else most)))
 
     def turns(splits: int, held: int) -> float:
         adding = splits / 2 if 2 * heads * splits > processors else 0.0
@@ -109,10 +103,9 @@ def decode_tile(d: int, page: int, ctas: int, turns: int, itemsize: int, shared:
         tile = DecodeTile(keys, 2 if ctas <= 132 else 1, 4, 3, early=False) if turns > 1 else DecodeTile(keys, 1, 4, 2, early=True)
     elif ctas <= 66 and turns <= 2:
         tile = DecodeTile(keys, 4, 4, 2, early=True) if ctas <= 33 else DecodeTile(keys, 2, 8, 2, early=True)
-    elif ctas <= 33:
-        tile = DecodeTile(keys, 4, 4, 3, early=False)
     else:
-        tile = DecodeTile(keys, 2 if not pairs and ctas <= 66 else 1, 4, 3, early=False, pairs=pairs)
+        values = 4 if ctas <= 33 else 2 if ctas <= 66 and not pairs else 1
+        tile = DecodeTile(keys, values, 4, 3, early=False, pairs=pairs if values == 1 else 0)
         if ctas > 132 and 2 * tile.shared_bytes(d) > shared:
             tile = replace(tile, stages=2)
     while tile.shared_bytes(d) > shared and tile.keys > 16:

@@ -123,8 +123,9 @@ def _filtering(batch: SamplingBatch, share: ScaledRows) -> tuple[Tensor, Tensor]
 @triton.jit
 def _is_filtered(integers, floats, slot):
     """Whether a slot's rows are drawn from less than everything."""
-    cuts = (tl.load(integers + slot * 3 + 1) > 0) | (tl.load(floats + slot * 3 + 1) < 1.0) | (tl.load(floats + slot * 3 + 2) > 0.0)
-    return cuts & (tl.load(floats + slot * 3) >= GREEDY)
+    floats += slot * 3
+    cuts = (tl.load(integers + slot * 3 + 1) > 0) | (tl.load(floats + 1) < 1.0) | (tl.load(floats + 2) > 0.0)
+    return cuts & (tl.load(floats) >= GREEDY)
 
 
 @triton.jit(do_not_specialize=["T", "rank", "share"])
@@ -158,12 +159,6 @@ def _load_blocks(line, listed, start, count, V: constexpr):
     block = tl.load(listed + entry, entry < count, 0)
     ids = block[:, None] * BLOCK_IDS + tl.arange(0, BLOCK_IDS)[None, :]
     return ids, tl.load(line + ids, (entry < count)[:, None] & (ids < V), float("-inf"))
-
-
-@triton.jit
-def _float_of(order):
-    """The fp32 of a `float_order`."""
-    return float_order(order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -201,15 +196,17 @@ def _filter(
     trigger(PDL)
     own = tl.program_id(0).to(tl.int64)
     row = own * RANKS + rank
+    chosen += row * 2
     wait(PDL)
     token = 0
     if row < T:
-        token = tl.load(chosen + row * 2)
+        token = tl.load(chosen)
         slot = tl.load(slots + row).to(tl.int64)
-        if _is_filtered(integers, floats, slot) & (tl.load(chosen + row * 2 + 1) == 0) & (tl.load(positions + row) >= 0):
+        if _is_filtered(integers, floats, slot) & (tl.load(chosen + 1) == 0) & (tl.load(positions + row) >= 0):
             line, list_ = values + own * V, listed + own * NB
-            top_k = tl.minimum(tl.load(integers + slot * 3 + 1), V)
-            top_p, min_p = tl.load(floats + slot * 3 + 1), tl.load(floats + slot * 3 + 2)
+            integers += slot * 3
+            floats += slot * 3
+            top_k, top_p, min_p = tl.minimum(tl.load(integers + 1), V), tl.load(floats + 1), tl.load(floats + 2)
             block = tl.arange(0, WIDTH)
             highest = tl.load(peaks + own * NB + block, block < NB, float("-inf"))
             peak = tl.max(highest, 0)
@@ -234,8 +231,9 @@ def _filter(
             if (top_k > 0) & (top_p < 1.0):
                 lowest = _kth_key(line, list_, count, top_k, V)
                 kept_mass, members = _mass_from(line, list_, count, lowest, peak, V)
-                kept_mass -= (members - top_k) * tl.exp(_float_of(lowest) - peak)  # of its equals only the first are kept
-            noise = noise_key(tl.load(integers + slot * 3), tl.load(positions + row).to(tl.int64) + 1)
+                least = float_order(lowest).to(tl.float32, bitcast=True)
+                kept_mass -= (members - top_k) * tl.exp(least - peak)  # of its equals only the first are kept
+            noise = noise_key(tl.load(integers), tl.load(positions + row).to(tl.int64) + 1)
             searching = 1
             while searching > 0:
                 value = tl.load(line + token)

@@ -191,12 +191,6 @@ def _gemv(
         _store(total, out, at, column, live, x.dtype.element_ty, inboxes, rank, buffer, SIZE, INBOX_ROWS, WIDTH, EMPTY)
 
 
-@triton.jit
-def _prefetch(base, K: constexpr, BK: constexpr):
-    """Asks for the first BK columns of the rows at `base` [rows, 1] to be brought to L2: one request a line of 128 bytes."""
-    prefetch(base + tl.minimum(64 * tl.arange(0, (BK + 63) // 64), K - 1)[None, :])
-
-
 @triton.jit(do_not_specialize=["T", "rank", "buffer"])
 def _gemm(
     x, weight, up, out, pointers, rank, buffer, T,
@@ -213,9 +207,10 @@ def _gemm(
     PART: constexpr = K // SPLITS
     first = tl.program_id(1) * PART if SPLITS > 1 else 0
     base += first
-    _prefetch(base, PART, BK)
+    lines = tl.minimum(64 * tl.arange(0, (BK + 63) // 64), PART - 1)[None, :]  # of 128 bytes, in the first columns
+    prefetch(base + lines)
     if GATED:
-        _prefetch(base + M * K, PART, BK)
+        prefetch(base + M * K + lines)
     wait(PDL)
     row = tl.arange(0, ROWS)
     if BLOCKS:

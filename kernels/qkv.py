@@ -115,19 +115,20 @@ def _post(
     if FOLD:
         low, high = load_halves(k_norm + half, live & (half >= PAIRS), 1.0, HALF)
         weight = weight[0] * low, weight[1] * high
+    cos_sin += token * 2 * PAIRS
     wait(PDL)
     trigger(PDL)
     position = tl.load(positions + token)
     used = position >= 0
     raw = qkv + token * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     x = load_halves(raw + (head * GROUP + rows) * D + half, live, 0.0, HALF)
-    cos, sin = rope_angles(cos_sin + token * 2 * PAIRS, half, live, PAIRS)
+    cos, sin = rope_angles(cos_sin, half, live, PAIRS)
     if KV_PROJECTIONS > 0:  # first, so that q's loads are in flight beside its own
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(table + slot * width + position // PAGE, used, 0).to(tl.int64)
         line = pool + page * (2 * KV_HEADS * PAGE * D) + head * PAGE * D + position % PAGE * D
         append_kv(
-            raw + (HEADS + head) * D, (KV_PROJECTIONS - 1) * KV_HEADS * D, cos_sin + token * 2 * PAIRS, k_norm, line, used,
+            raw + (HEADS + head) * D, (KV_PROJECTIONS - 1) * KV_HEADS * D, cos_sin, k_norm, line, used,
             KV_HEADS * PAGE * D, eps, D, PAIRS,
         )  # fmt: skip
     low, high = norm_and_rope(*x, *weight, cos, sin, norm_scale(*x, eps, D))
@@ -142,10 +143,10 @@ def append_kv(raw, behind, cos_sin, k_norm, line, used, KEPT: constexpr, eps, D:
     it is `used`."""
     HALF: constexpr = D // 2
     own = tl.arange(0, HALF)[None, :]
-    every, used = own < HALF, (own < HALF) & used
-    cos, sin = rope_angles(cos_sin, own, every, PAIRS)
-    k, k_weight = load_halves(raw + own, every, 0.0, HALF), load_halves(k_norm + own, every, 1.0, HALF)
-    v = load_halves(raw + behind + own, every, 0.0, HALF)
+    used &= own < HALF
+    cos, sin = rope_angles(cos_sin, own, used, PAIRS)
+    k, k_weight = load_halves(raw + own, used, 0.0, HALF), load_halves(k_norm + own, used, 1.0, HALF)
+    v = load_halves(raw + behind + own, used, 0.0, HALF)
     low, high = norm_and_rope(*k, *k_weight, cos, sin, norm_scale(*k, eps, D))
     tl.store(line + own, cast(low, line.dtype.element_ty), used)
     tl.store(line + HALF + own, cast(high, line.dtype.element_ty), used)

@@ -163,10 +163,9 @@ def _apply(
     for start in range(0, releases, BLOCK):
         row = start + lane
         live = row < releases
-        group = tl.load(release_at + RELEASE * row, live, -1)
-        slot = tl.load(release_at + RELEASE * row + 1, live, 0).to(tl.int64)
-        first = tl.load(release_at + RELEASE * row + 2, live, 0)
-        count = tl.load(release_at + RELEASE * row + 3, live, 0)
+        at = release_at + RELEASE * row
+        group, slot = tl.load(at, live, -1), tl.load(at + 1, live, 0).to(tl.int64)
+        first, count = tl.load(at + 2, live, 0), tl.load(at + 3, live, 0)
         for step in range(tl.max(count, 0)):
             named = live & (step < count)
             tl.store(first_table + slot * first_width + first + step, 0, named & (group == 0))
@@ -175,17 +174,16 @@ def _apply(
     for start in range(0, appends, BLOCK):
         row = start + lane
         live = row < appends
-        group = tl.load(append_at + APPEND * row, live, -1)
-        slot = tl.load(append_at + APPEND * row + 1, live, 0).to(tl.int64)
-        entry = tl.load(append_at + APPEND * row + 2, live, 0)
-        page = tl.load(append_at + APPEND * row + 3, live, 0)
+        at = append_at + APPEND * row
+        group, slot = tl.load(at, live, -1), tl.load(at + 1, live, 0).to(tl.int64)
+        entry, page = tl.load(at + 2, live, 0), tl.load(at + 3, live, 0)
         tl.store(first_table + slot * first_width + entry, page, live & (group == 0))
         tl.store(last_table + slot * last_width + entry, page, live & (group == 1))
     for start in range(0, chunks, BLOCK):
         row = start + lane
         live = row < chunks
-        slot = tl.load(chunk_at + CHUNK * row, live, 0)
-        tl.store(lengths + slot, tl.load(chunk_at + CHUNK * row + 2, live, 0), live)
+        chunk = chunk_at + CHUNK * row
+        tl.store(lengths + tl.load(chunk, live, 0), tl.load(chunk + 2, live, 0), live)
 
 
 @triton.jit(do_not_specialize=["tokens_width", "padding", "count", "ids", "positions", "slots"])  # rows may begin anywhere
@@ -257,5 +255,6 @@ def _rotary(positions, frequencies, out, pairs, BLOCK: constexpr, PDL: constexpr
     frequency = tl.load(frequencies + pair, live, 0.0)
     wait(PDL)
     angle = tl.load(positions + row).to(tl.float32) * frequency
-    tl.store(out + row * 2 * pairs + pair, tl.cos(angle), live)
-    tl.store(out + row * 2 * pairs + pairs + pair, tl.sin(angle), live)
+    out += row * 2 * pairs + pair
+    tl.store(out, tl.cos(angle), live)
+    tl.store(out + pairs, tl.sin(angle), live)

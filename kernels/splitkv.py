@@ -55,6 +55,7 @@ def decode_kernel(
     k_weight = load_halves(k_norm + half, own, 1.0, HALF)
     ids = page_ids + row * width
     heads_k, heads_v = pool + head * PAGE * D, pool + KEPT + head * PAGE * D
+    cos_sin += row * 2 * PAIRS
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
 
@@ -63,14 +64,14 @@ def decode_kernel(
     token = qkv + row * (HEADS + KV_PROJECTIONS * KV_HEADS) * D
     q_at = token + (head * GROUP + rows) * D
     q_raw = load_halves(q_at + read, is_q, 0.0, HALF)
-    cos_q, sin_q = rope_angles(cos_sin + row * 2 * PAIRS, read, is_q, PAIRS)
+    cos_q, sin_q = rope_angles(cos_sin, read, is_q, PAIRS)
     if V_AS_K:  # q's other dims, times K's weight: there K is V times it
         dims = tl.arange(0, D)[None, :]
         whole_q = load_halves(q_at + half, is_q, 0.0, HALF)  # for the norm alone: a sum over `other_q` would spill registers
         other_q = tl.load(q_at + dims, is_q, 0.0).to(tl.float32)
         other_weight = tl.load(q_norm + dims).to(tl.float32) * tl.load(k_norm + dims, dims % HALF >= PAIRS, 0.0).to(tl.float32)
     if KV_PROJECTIONS > 0 and not V_AS_K:
-        cos, sin = rope_angles(cos_sin + row * 2 * PAIRS, half, own, PAIRS)
+        cos, sin = rope_angles(cos_sin, half, own, PAIRS)
         kv_raw = load_halves(token + (HEADS + head + rows * (KV_PROJECTIONS - 1) * KV_HEADS) * D + half, rows < 2, 0.0, HALF)
         v_new = tl.load(token + (HEADS + (KV_PROJECTIONS - 1) * KV_HEADS + head) * D + columns).to(tl.float32)
 
@@ -110,7 +111,7 @@ def decode_kernel(
         if split == (runs - 1) % SPLITS:  # this CTA owns the page of the new token: append it, and begin with it
             at = tl.load(ids + (position - first) // PAGE).to(tl.int64) * (2 * KEPT) + position % PAGE * D
             if V_AS_K:
-                append_kv(token + (HEADS + head) * D, 0, cos_sin + row * 2 * PAIRS, k_norm, heads_k + at, True, KEPT, eps, D, PAIRS)
+                append_kv(token + (HEADS + head) * D, 0, cos_sin, k_norm, heads_k + at, True, KEPT, eps, D, PAIRS)
                 tl.debug_barrier()  # every thread's part is written before it is read below
             else:
                 scale = norm_scale(*kv_raw, eps, D)
@@ -154,14 +155,10 @@ def decode_kernel(
         parts_at = parts + row * SPLITS * HEADS * D + head * GROUP * D
         tl.store(lse_at + split * VALUES * HEADS + group, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), group < GROUP)
         tl.store(parts_at + split * HEADS * D + rows * D + columns[None, :], acc, is_q)
-        tl.debug_barrier()  # every thread's part is written before the ticket is taken
+        few = tl.arange(0, triton.next_power_of_2(GROUP))
+        at = few[:, None] * D + columns[None, :]
         ticket = tickets + (row * KV_HEADS + head) * VALUES + part
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
-            tl.store(ticket, 0)
-            FEW: constexpr = triton.next_power_of_2(GROUP)
-            whole = combine(lse_at, parts_at, columns, done, VALUES * HEADS, HEADS * D, D, FEW, GROUP, SPLITS, DV)
-            few = tl.arange(0, FEW)[:, None]
-            tl.store(out_at + few * D + columns[None, :], cast(whole, out.dtype.element_ty), few < GROUP)
+        add_splits(ticket, done, lse_at + few, parts_at + at, out_at + at, few < GROUP, VALUES * HEADS, HEADS * D, SPLITS)
 
 
 @triton.jit
@@ -213,23 +210,24 @@ def _attend(q_low, q_high, q_other, k_low, k_high, v, seen, row_max, row_sums, a
 
 
 @triton.jit
-def combine(
-    lse, parts, columns, done,
-    LSE_STRIDE: constexpr, STRIDE: constexpr, D: constexpr, ROWS: constexpr, LIVE: constexpr, SPLITS: constexpr, DV: constexpr,
-):  # fmt: skip
-    """[ROWS, DV], LIVE of them: the splits' parts, each by its share of the weights. Unrolled: all loads are in flight together."""
-    group = tl.arange(0, ROWS)
-    live = group < LIVE
-    top = tl.full([ROWS], -1e30, tl.float32)
-    for split in tl.static_range(SPLITS):
-        top = tl.maximum(top, tl.load(lse + split * LSE_STRIDE + group, live & (split < done), other=-1e30, cache_modifier=".cg"))
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DV], tl.float32)
-    for split in tl.static_range(SPLITS):
-        here = live & (split < done)
-        share = tl.exp2(tl.load(lse + split * LSE_STRIDE + group, here, other=-1e30, cache_modifier=".cg") - top)
-        at = parts + split * STRIDE + group[:, None] * D + columns[None, :]
-        share = tl.where(here, share, 0.0)
-        total += share
-        sums += share[:, None] * tl.load(at, here[:, None], other=0.0, cache_modifier=".cg")
-    return sums / tl.where(total > 0, total, 1.0)[:, None]
+def add_splits(ticket, done, lse, parts, out, live, LSE_STRIDE: constexpr, STRIDE: constexpr, SPLITS: constexpr):
+    """The last of `done` CTAs to come here adds the splits' parts, each by its share of the weights, and resets the ticket.
+
+    `lse` [rows] and `parts` [rows, columns] point to the first split's, `out` to where the sum goes. Unrolled: all loads are in
+    flight together."""
+    tl.debug_barrier()  # every thread's part is written before the ticket is taken
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
+        tl.store(ticket, 0)
+        top = tl.full(live.shape, -1e30, tl.float32)
+        for split in tl.static_range(SPLITS):
+            top = tl.maximum(top, tl.load(lse + split * LSE_STRIDE, live & (split < done), other=-1e30, cache_modifier=".cg"))
+        total = tl.zeros(live.shape, tl.float32)
+        sums = tl.zeros(parts.shape, tl.float32)
+        for split in tl.static_range(SPLITS):
+            here = live & (split < done)
+            share = tl.exp2(tl.load(lse + split * LSE_STRIDE, here, other=-1e30, cache_modifier=".cg") - top)
+            share = tl.where(here, share, 0.0)
+            total += share
+            sums += share[:, None] * tl.load(parts + split * STRIDE, here[:, None], other=0.0, cache_modifier=".cg")
+        whole = sums / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out, cast(whole, out.dtype.element_ty), live[:, None])

@@ -26,7 +26,7 @@ from kernels.decode import DecodeScratch
 from kernels.launch import cdiv, check_contiguous, enabled, launch, next_power_of_2, processors, shared_memory, trigger, wait
 from kernels.numerics import LOG2E, cast, dot, prefetch, softmax_step
 from kernels.paged_attention import attend_rows
-from kernels.splitkv import addresses, combine, load_run, page_of
+from kernels.splitkv import add_splits, addresses, load_run, page_of
 
 MOST_QUERIES = 9
 _MOST_ROWS = 128  # of a product: queries x heads of a KV head
@@ -130,26 +130,29 @@ def verify_attention(
     assert rows <= scratch.max_rows, (rows, scratch.max_rows)
     assert count * splits <= scratch.max_parts, (count, splits, scratch.max_parts)
     check_contiguous(q, pool, page_ids, positions, out)
-    last_adds = tile.rows == 16 and d <= 256 and 1 < splits <= _MOST_ADDED.value
-    form = {"HEADS": heads, "D": d, "Q_LEN": q_len, "WINDOW": window or 0, "PAGE": page, "KEYS": tile.keys, "VALUES": tile.values}
+    last_adds = tile.rows * d <= 4096 and tile.values == 1 and 1 < splits <= _MOST_ADDED.value
     launch(
         verify_kernel, (rows, kv_heads * tile.values, splits),
-        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], splits, **form,
-        KV_HEADS=kv_heads, PAIRS=tile.pairs, ROWS=tile.rows, LAST_ADDS=last_adds, warps=tile.warps, stages=tile.stages,
+        q, pool, page_ids, positions, out, scratch.parts, scratch.lse, scratch.tickets, page_ids.shape[1], splits,
+        HEADS=heads, KV_HEADS=kv_heads, D=d, PAIRS=tile.pairs, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, ROWS=tile.rows,
+        KEYS=tile.keys, VALUES=tile.values, LAST_ADDS=last_adds, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     if splits > 1 and not last_adds:
-        grid = rows, q_len * heads
-        launch(combine_kernel, grid, positions, out, scratch.parts, scratch.lse, splits, **form, GROUP=heads // kv_heads)
+        launch(
+            combine_kernel, (count, heads), positions, out, scratch.parts, scratch.lse, splits,
+            D=d, Q_LEN=q_len, WINDOW=window or 0, PAGE=page, KEYS=tile.keys,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "positions", "splits"])  # a mixed step's rows begin anywhere
 def verify_kernel(
     q, pool, page_ids, positions, out, parts, lse, tickets, width, splits,
-    HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, VALUES: constexpr,
-    KV_HEADS: constexpr, PAIRS: constexpr, ROWS: constexpr, LAST_ADDS: constexpr, PDL: constexpr,
+    HEADS: constexpr, KV_HEADS: constexpr, D: constexpr, PAIRS: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr,
+    ROWS: constexpr, KEYS: constexpr, VALUES: constexpr, LAST_ADDS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """A CTA: one row's queries, one KV head, one part of V's columns, one split of the keys."""
     GROUP: constexpr = HEADS // KV_HEADS
+    LINES: constexpr = Q_LEN * HEADS  # of a row's output
     DV: constexpr = D // VALUES
     KEPT: constexpr = KV_HEADS * PAGE * D  # elements of a page's K, and of its V
     row, split = tl.program_id(0), tl.program_id(2)
@@ -165,16 +168,15 @@ def verify_kernel(
     page = page_of(ids, split * KEYS, width, KEYS, PAGE)
     runs = (last - first) // KEYS + 1  # 1 for a row of padding, which sees no key of it
     if split < runs and PAIRS == 0:  # with PAIRS registers would spill
-        lines = 64 * tl.arange(0, (D + 63) // 64)
-        prefetch(addresses(heads_k, page, split, lines, D, 2 * KEPT, KEYS, PAGE))
-        lines = part * DV + 64 * tl.arange(0, (DV + 63) // 64)
-        prefetch(addresses(heads_v, page, split, lines, D, 2 * KEPT, KEYS, PAGE))
+        own = part * DV + 64 * tl.arange(0, (DV + 63) // 64)
+        prefetch(addresses(heads_k, page, split, own, D, 2 * KEPT, KEYS, PAGE))
+        prefetch(addresses(heads_v, page, split, own, D, 2 * KEPT, KEYS, PAGE))
     wait(PDL)
     trigger(PDL)  # not before: products that start early would take the memory that this one waits for
     if split >= runs:
         return
-    heads_at = (row * Q_LEN + query) * HEADS * D + (head * GROUP + lane % GROUP) * D
-    q_at, read = q + heads_at[:, None], tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
+    line = row * LINES + query * HEADS + head * GROUP + lane % GROUP
+    q_at, read = q + line[:, None] * D, tl.arange(0, 2 * PAIRS if PAIRS > 0 else D)
     if PAIRS > 0:  # the dims that rope turns; K's others are V's
         read += tl.where(read < PAIRS, 0, D // 2 - PAIRS)
         dims = tl.arange(0, D)
@@ -200,22 +202,18 @@ def verify_kernel(
 
     norm = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / norm[:, None]
-    out_at, done = out + heads_at[:, None] + columns[None, :], tl.minimum(runs, splits)
-    if splits == 1 or (LAST_ADDS and done == 1):
+    out_at = out + line[:, None] * D + columns[None, :]
+    if splits == 1:
         tl.store(out_at, cast(acc, out.dtype.element_ty), live[:, None])
     else:
-        LANES: constexpr = HEADS * Q_LEN  # of all KV heads
-        lse_at = lse + (row * splits * VALUES + part) * LANES + head * GROUP * Q_LEN
-        parts_at = parts + (row * splits * LANES + head * GROUP * Q_LEN) * D
-        tl.store(lse_at + split * VALUES * LANES + lane, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), live)
-        tl.store(parts_at + (split * LANES + lane[:, None]) * D + columns[None, :], acc, live[:, None])
+        at = row * (splits - 1) * LINES + line
+        lse_at, parts_at = lse + at, parts + at[:, None] * D + columns[None, :]
+        tl.store(parts_at + split * LINES * D, acc, live[:, None])
+        if part == 0:
+            tl.store(lse_at + split * LINES, tl.where(row_sum > 0, row_max + tl.log2(norm), -1e30), live)
         if LAST_ADDS:
-            tl.debug_barrier()  # every thread's part is written before the ticket is taken
-            ticket = tickets + (row * KV_HEADS + head) * VALUES + part
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == done - 1:
-                tl.store(ticket, 0)
-                whole = combine(lse_at, parts_at, columns, done, VALUES * LANES, LANES * D, D, ROWS, GROUP * Q_LEN, _MOST_ADDED, DV)
-                tl.store(out_at, cast(whole, out.dtype.element_ty), live[:, None])
+            ticket, done = tickets + row * KV_HEADS + head, tl.minimum(runs, splits)
+            add_splits(ticket, done, lse_at, parts_at, out_at, live, LINES, LINES * D, _MOST_ADDED)
 
 
 @triton.jit
@@ -233,31 +231,28 @@ def _keys_of(positions, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr):
 @triton.jit(do_not_specialize=["positions", "splits"])
 def combine_kernel(
     positions, out, parts, lse, splits,
-    HEADS: constexpr, D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, VALUES: constexpr,
-    GROUP: constexpr, PDL: constexpr,
+    D: constexpr, Q_LEN: constexpr, WINDOW: constexpr, PAGE: constexpr, KEYS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """One query's head: the splits' parts, each by its share of the weights, `TURN` at a time."""
     TURN: constexpr = 8
-    row, lane = tl.program_id(0), tl.program_id(1)
-    head = lane // (GROUP * Q_LEN) * GROUP + lane % GROUP
-    query = lane % (GROUP * Q_LEN) // GROUP
-    LANES: constexpr = HEADS * Q_LEN
+    row, query = tl.program_id(0) // Q_LEN, tl.program_id(0) % Q_LEN
+    head, heads = tl.program_id(1), tl.num_programs(1)
     wait(PDL)
     trigger(PDL)
     first, _, last = _keys_of(positions + row * Q_LEN, Q_LEN, WINDOW, PAGE)
     done = tl.minimum((last - first) // KEYS + 1, splits)
+    own = (row * splits * Q_LEN + query) * heads + head
     top, total = -1e30, 0.0
     sums = tl.zeros([D], tl.float32)
     for begin in range(0, done, TURN):
         split = begin + tl.arange(0, TURN)
-        at = row * splits + split
-        weights = tl.load(lse + at * VALUES * LANES + lane, split < done, -float("inf"))
-        at = (at * LANES + lane)[:, None] * D + tl.arange(0, D)[None, :]
-        values = tl.load(parts + at, split[:, None] < done, 0.0)
+        at = own + split * Q_LEN * heads
+        weights = tl.load(lse + at, split < done, -float("inf"))
+        values = tl.load(parts + at[:, None] * D + tl.arange(0, D)[None, :], split[:, None] < done, 0.0)
         higher = tl.maximum(top, tl.max(weights, 0))
         weights, keep = tl.exp2(weights - higher), tl.exp2(top - higher)
         total = total * keep + tl.sum(weights, 0)
         sums = sums * keep + tl.sum(weights[:, None] * values, 0)
         top = higher
-    at = ((row * Q_LEN + query) * HEADS + head) * D + tl.arange(0, D)
+    at = (tl.program_id(0) * heads + head) * D + tl.arange(0, D)
     tl.store(out + at, cast(sums / total, out.dtype.element_ty))

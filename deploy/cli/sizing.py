@@ -124,7 +124,7 @@ def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:
 
     from engine.rank.builder import kv_cache
 
-    caches = kv_cache(engine, engine.geometry, pages, torch.device("meta"))
+    caches = kv_cache(engine, pages, torch.device("meta"))
     return tuple(
         Pool(cache.group, count, cache.pool.nbytes // count, cache.pool.nbytes, cache.table.nbytes)
         for cache, count in zip(caches, pages, strict=True)

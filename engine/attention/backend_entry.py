@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from engine.attention.flashinfer_files import FlashInferFiles
-from engine.geometry import PAGE_SIZE
 
 RowKind = Literal["decode", "extend"]
 ROW_KINDS: tuple[RowKind, ...] = ("decode", "extend")
@@ -16,7 +15,6 @@ class Platform(NamedTuple):
 
     architecture: tuple[int, int] | None
     flashinfer: FlashInferFiles
-    page: int = PAGE_SIZE
     dtype: str = "bfloat16"
     download: bool = False
     drafts: bool = False

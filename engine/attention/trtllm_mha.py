@@ -6,7 +6,6 @@ from packaging.version import Version
 
 from engine.attention.backend_entry import BackendEntry, Obstacle, PackageState, Platform, RowKind
 
-PAGES = (16, 32, 64)  # 128 and more take another set of kernels, which head dim 512 lacks
 TESTED_VERSIONS = ("0.7.0", "0.8")  # FlashInfer from, and below: its calls are pinned (tests/support/flashinfer_calls.py)
 CUBIN_DOWNLOAD_COMMAND = "FLASHINFER_CUBIN_DIR=/opt/flashinfer-cubins flashinfer download-cubin"
 _SM100 = 10
@@ -24,8 +23,6 @@ def _obstacles(kind: RowKind, platform: Platform) -> Iterator[Obstacle]:
             yield Obstacle(f"{gpu} is not of the SM100 family, which alone has the kernels for prefill")
     elif major != _SM100:
         yield Obstacle(f"{gpu} is not of the SM100 family, and FlashInfer has no such kernels for it")
-    if platform.page not in PAGES:
-        yield Obstacle(f"its kernels take pages of 16, 32 or 64 tokens, not {platform.page}")
     if platform.dtype != "bfloat16":
         yield Obstacle(f"its kernels compute in bfloat16, not {platform.dtype}")
     if platform.drafts and kind == "decode":

@@ -186,7 +186,7 @@ def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTime
     """The scheduler, once the pools are sized and the ranks are ready."""
     folder = Path(config.model)
     encoders = read_media(folder, language_model_only=config.language_model_only)
-    return Scheduler(config, config.kv_groups(config.geometry), pages, times, encoders)
+    return Scheduler(config, config.kv_groups, pages, times, encoders)
 
 
 def collect_rarely() -> None:

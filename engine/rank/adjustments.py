@@ -137,7 +137,7 @@ def _flags(adjustments: LogitAdjustments | None) -> int:
     """Returns the flags of a slot (`kernels.sampling_batch`): which adjustments its logits need."""
     if adjustments is None:
         return 0
-    flags = BIASED * bool(adjustments.bias) | PENALIZED * adjustments.penalizes
+    flags = BIASED * bool(adjustments.bias) | PENALIZED * (adjustments.penalties != (1.0, 0.0, 0.0))
     return flags | LIMITED * bool(adjustments.allowed_ids) | BAD_WORDS * bool(adjustments.bad_words)
 
 

@@ -88,7 +88,7 @@ def load_rank(
     new_gpu = checked and is_untried(device)
     if new_gpu:
         check_kernels(device)
-    failed_checks, fallbacks = check_attention(parallel, config, geometry, device) if checked else ((), ())
+    failed_checks, fallbacks = check_attention(parallel, config, device) if checked else ((), ())
     model = architecture.build(geometry, parallel, dtype, device)
     reading = partial(load, model, architecture.tensors, folder, weights=weights)
     _fill(model, architecture.tensors, source, reading, weights)
@@ -142,14 +142,14 @@ def kv_bytes(rank: Rank) -> int:
     return kv_budget(rank.config, total, total - free)
 
 
-def kv_cache(config: EngineConfig, geometry: Geometry, pages: Sequence[int], device: torch.device) -> KVCache:
+def kv_cache(config: EngineConfig, pages: Sequence[int], device: torch.device) -> KVCache:
     """Allocate pools of `pages[i]` pages for KV group i, and page tables of all slots."""
     slots = config.max_seqs + 1  # one for padding rows
-    groups = zip(config.kv_groups(geometry), pages, strict=True)
+    groups = zip(config.kv_groups, pages, strict=True)
     return KVCache([GroupCache(group, count, slots, config.max_len, device, config.widest) for group, count in groups])
 
 
 def build(rank: Rank, pages: Sequence[int]) -> Runner:
     """Build the runner of a loaded rank, over a new `kv_cache`."""
-    cache = kv_cache(rank.config, rank.geometry, pages, rank.device)
+    cache = kv_cache(rank.config, pages, rank.device)
     return Runner(rank.model, cache, rank.config, rank.inboxes, rank.failed_checks, rank.drafter, rank.encoders)

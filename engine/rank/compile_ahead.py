@@ -59,7 +59,7 @@ def launches(args: CompileArgs) -> list[ListedLaunch]:
     """Lists this share of rank 0's launches, the first one of each variant."""
     with listed(args.target, args.processors) as all_launches, torch.inference_mode():
         rank = load_rank(args.config, FirstOfGroup(args.config.tp), torch.device("meta"), checked=False)
-        build(rank, [2 for _ in args.config.kv_groups(rank.geometry)]).list_launches(args.share, args.shares)
+        build(rank, [2 for _ in args.config.kv_groups]).list_launches(args.share, args.shares)
     return list({launch.variant: launch for launch in reversed(all_launches)}.values())[::-1]
 
 

@@ -61,9 +61,7 @@ def _refuse(wrong: Sequence[str]) -> None:
 
 
 @torch.inference_mode()
-def check_attention(
-    parallel: Parallel, config: EngineConfig, geometry: Geometry, device: torch.device
-) -> tuple[FailedChecks, tuple[str, ...]]:
+def check_attention(parallel: Parallel, config: EngineConfig, device: torch.device) -> tuple[FailedChecks, tuple[str, ...]]:
     """Check parts of backends that are not of our own ops; returns those that any rank found wrong, and a sentence for each.
 
     Every rank must call it.
@@ -72,7 +70,7 @@ def check_attention(
     used = {kind: entry for kind in ROW_KINDS if (entry := BACKENDS[config.attention_of(kind) or own.name]).parts != own.parts}
     if not used:
         return (), ()
-    groups = config.kv_groups(geometry)
+    geometry, groups = config.geometry, config.kv_groups
     settings = PartSettings(geometry.heads // config.tp, geometry.eps, (ROWS,), device)
     names = [(kind, group.index) for kind in used for group in groups]
     errors: dict[tuple[RowKind, int], float] = {}

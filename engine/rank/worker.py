@@ -63,7 +63,7 @@ def _boot(lifeline: Lifeline) -> Runner:
         set_cache_keys()
     compilers = compile_ahead.start(config) if config.device == "cuda" and lifeline.args.index == 0 else []
     rank = load(config, lifeline.args)
-    rms = residual_rms(rank.model, config.kv_groups(rank.geometry))
+    rms = residual_rms(rank.model, config.kv_groups)
     seconds = time.monotonic() - started
     torch.set_num_threads(1)  # woken ones took 6 ms to copy a picture of 1.8 MB, between steps
     lifeline.send(Loaded(kv_bytes=kv_bytes(rank)))

@@ -191,7 +191,7 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_dtype"):
         engine_config(**asked, kv_dtype="fp8")
     half, whole = engine_config(**asked, kv_dtype="bfloat16"), engine_config(**asked, dtype="float32")
-    pairs = zip(half.kv_groups(half.geometry), whole.kv_groups(whole.geometry), strict=True)
+    pairs = zip(half.kv_groups, whole.kv_groups, strict=True)
     assert all(2 * two.page_bytes == four.page_bytes for two, four in pairs)
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from cluster.children import child_command
-from engine.config import EngineConfig
-from engine.geometry import Geometry, KVGroup, Layer
+from engine import config
+from engine.geometry import KVGroup, Layer
 from engine.lifeline import BootArgs
 from engine.plan import PlanView
 from engine.rank import runner, worker
@@ -107,12 +107,12 @@ def _stale_tail() -> None:
 
 def _window(by: int) -> None:
     """Of the ranks' own groups; the core releases by the right one."""
-    whole = EngineConfig.kv_groups
+    whole = config.kv_groups
 
-    def kv_groups(config: EngineConfig, geometry: Geometry) -> tuple[KVGroup, ...]:
-        return tuple(replace(group, window=group.window and group.window + by) for group in whole(config, geometry))
+    def kv_groups(*about: Any) -> tuple[KVGroup, ...]:
+        return tuple(replace(group, window=group.window and group.window + by) for group in whole(*about))
 
-    EngineConfig.kv_groups = kv_groups  # type: ignore[method-assign]
+    config.kv_groups = kv_groups  # type: ignore[attr-defined]
 
 
 def _key_as_value() -> None:

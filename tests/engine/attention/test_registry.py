@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,7 +20,6 @@ from engine.attention.backend_entry import BackendEntry, Obstacle, Platform, Row
 from engine.attention.flashinfer_files import FlashInferFiles
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.geometry import read_geometry
 from engine.rank.attention import attention_backend
 from engine.rank.attention.base import AttentionParts, LayerRows, PartSettings
 from engine.rank.attention.paged import ExtendPlan, PagedDecode, PagedExtend
@@ -110,17 +110,17 @@ def test_it_is_chosen() -> None:
 
 def test_it_is_checked_at_start(nano: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its decode rows are compared with our own in every group; off by a tenth, they are left out, in words."""
-    shape = read_geometry(nano("31b"))
-    assert check_attention(Single(), CONFIG, shape, CPU) == (frozenset(), ())
+    config = msgspec.structs.replace(CONFIG, model=str(nano("31b")))
+    assert check_attention(Single(), config, CPU) == (frozenset(), ())
     checked = FakeDecode.rows
     assert checked > 0
     monkeypatch.setattr(FakeDecode, "error", 0.1)
-    failed, sentences = check_attention(Single(), CONFIG, shape, CPU)
+    failed, sentences = check_attention(Single(), config, CPU)
     assert failed == {("decode", 0), ("decode", 1)}
     said = r"fake is wrong by \S+ for decode rows of (sliding|full) layers: reference in its place"
     assert [bool(re.fullmatch(said, sentence)) for sentence in sentences] == [True, True]
     FakeDecode.rows = 0
-    assert check_attention(Single(), EngineConfig(model="", device="cpu"), shape, CPU) == ((), ())
+    assert check_attention(Single(), EngineConfig(model="", device="cpu"), CPU) == ((), ())
     assert FakeDecode.rows == 0
 
 

@@ -53,7 +53,7 @@ def started(member: str, folder: Path) -> tuple[Runner, set[str]]:
     )  # fmt: skip
     with record(target=(9, 0)) as nodes, torch.inference_mode():
         rank = load_rank(config, FirstOfGroup(config.tp), META, checked=False)
-        runner = build(rank, [2 for _ in config.kv_groups(rank.geometry)])
+        runner = build(rank, [2 for _ in config.kv_groups])
         runner.list_launches(0, 1)
     return runner, variants(nodes)
 

@@ -152,7 +152,7 @@ def test_a_wrong_kernel_ends_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not start_checks.is_untried(CPU)
 
 
-def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_part_runs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong here (sliding decode rows) or on another rank (full ones) is left to triton, in words; nothing asked, nothing
     checked."""
 
@@ -165,13 +165,14 @@ def test_a_wrong_part_runs_triton(geometry: Geometry, monkeypatch: pytest.Monkey
     real = PartSettings
     monkeypatch.setattr(start_checks, "failed_on_any_rank", lambda _, names, mine, __: {*mine, names[1]})
     monkeypatch.setattr(start_checks, "PartSettings", lambda heads, eps, buckets, _: real(heads, eps, buckets, CPU))
-    config = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16", attention_decode="trtllm_mha")
-    failed, said = start_checks.check_attention(Single(), config, geometry, torch.device("cuda", 0))
+    model = str(resolve("dummy:31b"))
+    config = EngineConfig(model=model, tp=TP, device="cuda", dtype="bfloat16", attention_decode="trtllm_mha")
+    failed, said = start_checks.check_attention(Single(), config, torch.device("cuda", 0))
     assert failed == {("decode", 0), ("decode", 1)}
     assert len(said) == 2
     assert re.fullmatch(r"trtllm_mha is wrong by [0-9.e-]+ for decode rows of sliding layers: triton in its place", said[0])
     assert said[1] == "trtllm_mha is wrong on another rank for decode rows of full layers: triton in its place"
     kernel.calls.clear()
     plain = EngineConfig(model="", tp=TP, device="cuda", dtype="bfloat16")
-    assert start_checks.check_attention(Single(), plain, geometry, torch.device("cuda", 0)) == ((), ())
+    assert start_checks.check_attention(Single(), plain, torch.device("cuda", 0)) == ((), ())
     assert not kernel.calls

@@ -39,7 +39,7 @@ def main() -> None:
     config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
     with torch.inference_mode(), suppress(LookupError):
         rank = load_rank(config, Single(), torch.device("cpu"), checked=False)
-        build(rank, [20 for _ in config.kv_groups(rank.geometry)]).list_launches(0, 1)
+        build(rank, [20 for _ in config.kv_groups]).list_launches(0, 1)
     print(json.dumps({"hits": len(hits), "misses": misses}))
 
 
