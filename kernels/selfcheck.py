@@ -233,21 +233,21 @@ def _decode(draw: RandomInputs, heads: int, kv_heads: int, d: int, kv_projection
     return out, pool
 
 
-def _verify(draw: RandomInputs, pairs: int) -> Outputs:
+def _verify(draw: RandomInputs, d: int, pairs: int) -> Outputs:
     """Rows of several queries: behind a window, at the beginning with one query less, and padding. K is V times a weight, but for
     `pairs` if there are any; kernels read it there."""
-    heads, kv_heads, d, q_len, splits = 8, 1, 512, 4, 3
-    pool = draw.pool(9, kv_heads, d)
+    heads, q_len, splits = d // 64, 4, 3
+    pool = draw.pool(9, 1, d)
     q = draw.floats(3 * q_len, heads, d, scale=d**-0.25)
     ids = draw.ints(*range(8, 2, -1), *[_NO_PAGE] * 9).view(3, 5)
     out = draw.floats(3 * q_len, heads, d)
     positions = draw.ints(*range(200, 204), 0, 1, 2, *[-1] * 5)
-    scratch = DecodeScratch(3, heads, kv_heads, d, 3 * q_len * splits, draw.device)
+    scratch = DecodeScratch(3, heads, 1, d, 3 * q_len * splits, draw.device)
     if pairs:
         weight = draw.floats(d)
         pool[:, 0] = replace_unturned(pool[:, 0], pool[:, 1] * weight, pairs)
         q = replace_unturned(q, q * weight, pairs) if enabled(q) else q
-    _, tile = verify_cut_of(pool, 3, heads // kv_heads * q_len, 5, pairs)
+    _, tile = verify_cut_of(pool, 3, heads * q_len, 5, pairs)
     verify_attention(q, pool, ids, positions, 70, scratch, out, splits, tile)
     return (out,)
 
@@ -422,8 +422,8 @@ CHECKS = (
     Check("kernels.ragged_attention", "attention within pictures", _ragged),
     Check("kernels.decode", "decode attention at head dim 256", _decode, (4, 2, 256, 2, 50)),
     Check("kernels.decode", "decode attention at head dim 512", _decode, (16, 4, 512, 1, None)),
-    Check("kernels.verify", "attention of several queries a row", _verify, (0,)),
-    Check("kernels.verify", "attention of several queries a row, keys read from values", _verify, (64,)),
+    Check("kernels.verify", "attention of several queries a row", _verify, (256, 0)),
+    Check("kernels.verify", "attention of several queries a row, keys read from values", _verify, (512, 64)),
     Check("kernels.prefill", "prefill attention at head dim 256", _extend, (4, 2, 256, 30)),
     Check("kernels.prefill", "prefill attention at head dim 512", _extend, (8, 1, 512, None)),
     Check("kernels.prefill", "prefill attention over images", _extend, (4, 2, 256, 30, True)),
