@@ -25,9 +25,11 @@ from deploy.models.resolve import resolve
 from engine.config import engine_config
 from engine.geometry import kv_groups, read_geometry
 from engine.plan import StepPlan, decode_result, encode_plan, single_rows
+from engine.rank import compile_ahead
 from engine.rank.builder import load_rank
 from engine.rank.parallel import Parallel, Single
 from engine.rank.stages import draft_stage
+from kernels.precompile import set_cache_keys
 from tests.bench.gpu_ranks import run_on_gpus
 from tests.bench.profiling import bare_rank
 from tests.bench.profiling.bare_rank import BareRank, pages_held
@@ -42,7 +44,7 @@ def say(parallel: Parallel, text: str) -> None:
         print(text, flush=True)
 
 
-def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *, graphs: bool) -> BareRank:
+def build(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> BareRank:
     """The rank over pools that hold the largest batch."""
     folder, most = resolve(args.model), max(args.batches)
     with tempfile.TemporaryDirectory() as scratch:
@@ -50,14 +52,16 @@ def build(args: argparse.Namespace, parallel: Parallel, device: torch.device, *,
             folder = write_shard(folder, args.shard_of, Path(scratch) / "target")
         mtp = {"model": str(drafters.write(folder, Path(scratch) / "drafter")), "drafts": args.drafts} if args.drafts else {}
         config = engine_config(
-            model=str(folder), tp=parallel.size, device=device.type, dtype=args.dtype, load_format="dummy",
-            max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, graphs=graphs,
-            debug_pages=args.debug_pages, mtp=mtp,
+            model=str(folder), tp=parallel.size, device=device.type, load_format="dummy",
+            max_seqs=most, max_len=args.max_len, prefill_budget=args.prefill_budget, page=32, debug_pages=args.debug_pages, mtp=mtp,
         )  # fmt: skip
+        compilers = compile_ahead.start(config) if device.type == "cuda" and parallel.rank == 0 else []
         draft_stage.accept = drafters.accepting(drafters.rate(args.accepted, args.drafts), device)  # type: ignore[assignment]
         pages = pages_held(kv_groups(read_geometry(folder), parallel.size), most, args.context, args.steps * config.widest)
         rank = load_rank(config, parallel, device, checked=False)
-        return bare_rank.build(rank, pages, lambda text: say(parallel, text), args.batches)
+        bench = bare_rank.build(rank, pages, lambda text: say(parallel, text), args.batches)
+    compile_ahead.end(compilers)
+    return bench
 
 
 def measure(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Namespace, step: int) -> int:
@@ -136,7 +140,8 @@ def profile(bench: BareRank, parallel: Parallel, batch: int, args: argparse.Name
 @torch.inference_mode()
 def run(args: argparse.Namespace, parallel: Parallel, device: torch.device) -> None:
     """All batches on one rank."""
-    bench = build(args, parallel, device, graphs=not args.eager)
+    set_cache_keys()
+    bench = build(args, parallel, device)
     if args.check:
         check_graphs(bench, parallel, args)
     step = 1
@@ -156,14 +161,12 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--accepted", type=float, default=1.0, help="tokens of a step with drafts, in the mean")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 100])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--prefill-budget", type=int, default=512)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--debug-pages", action="store_true", help="with the check of page tables")
-    parser.add_argument("--eager", action="store_true", help="no graphs")
     parser.add_argument("--check", action="store_true", help="graph against eager, bit for bit, first")
     parser.add_argument("--profile", type=int, nargs="*", help="batches whose kernels are listed")
     parser.add_argument("--out", default=tempfile.gettempdir(), help="where traces go")

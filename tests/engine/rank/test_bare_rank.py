@@ -67,7 +67,7 @@ def test_steps_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """A line a batch, with drafts a step's tokens too; no step is shorter than its bytes take."""
     monkeypatch.setattr(draft_stage, "accept", draft_stage.accept)  # the bench has its own
     sizes = "--batches 1 3 --steps 12 --context 40 --max-len 128 --drafts 2 --accepted 2.5"
-    monkeypatch.setattr(sys, "argv", ["step", *f"--model nano:31b --tp 1 --device cpu --dtype float32 {sizes}".split()])
+    monkeypatch.setattr(sys, "argv", ["step", *f"--model nano:31b --tp 1 --device cpu {sizes}".split()])
     step.main()
     one, three = map(json.loads, capsys.readouterr().out.splitlines())
     assert [one["batch"], three["batch"]] == [1, 3]
