@@ -24,7 +24,6 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
-from struct import pack
 from typing import cast
 
 import msgspec
@@ -49,16 +48,15 @@ def extend_keys(
     data = tokens[len(keys) * page : count * page].tobytes()
     described = _media_by_page(media, page)
     for offset in range(0, len(data), size):
-        content = data[offset : offset + size] + described.get(len(keys), b"")
-        key = sha256(key + content).digest()
+        key = sha256(key + data[offset : offset + size] + described.get(len(keys), b"")).digest()
         keys.append(key)
 
 
 def _media_by_page(media: Sequence[MediaItem], page: int) -> dict[int, bytes]:
-    """Describes the media of each page in which some stand: where they do, and their digests."""
+    """Describes the media of each page in which some stand: where they do, with what spans, and their digests."""
     by_page: dict[int, bytes] = {}
     for item in media:
-        described = pack("<qq", item.first, item.length) + item.digest
+        described = repr((item.first, item.length, item.spans)).encode() + item.digest
         for index in range(item.first // page, -(-item.end // page)):
             by_page[index] = by_page.get(index, b"") + described
     return by_page
