@@ -73,7 +73,7 @@ _BY_FILE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
          "run.drop_before(first_page(pool.group, sequence.low))", "run.drop_before(first_page(pool.group, sequence.low) + 1)"),
     ),
     "engine/core/prefix.py": (
-        ("any-pages-may-be-a-prefix", "engine/core/test_media.py", "key = sha256(key + content", "key = sha256(content"),
+        ("any-pages-may-be-a-prefix", "engine/core/test_media.py", "sha256(key + data", "sha256(data"),
         ("superseded-tails-stay", "engine/core/test_prefix.py", "self._tails.move_to_end(above, last=False)", "pass"),
         ("cache-evicts-what-is-used", "engine/core/test_prefix.py", "self._order.move_to_end(ancestor)", "pass"),
     ),
