@@ -73,7 +73,7 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
     if head_dim <= 256:
         fewer = 4 * heads > processors or (group >= 4 and 2 * heads * pages > processors)
         splits = 3 if 4 * heads > 9 * processors else (3 - fewer) * processors // heads
-        return cdiv(pages, cdiv(pages, min(max(1, splits), cdiv(pages, 2) if fewer else most)))
+        return cdiv(pages, cdiv(pages, min(max(1, splits), most, cdiv(pages, 1 + fewer))))
 
     def turns(splits: int, held: int) -> float:
         adding = splits / 2 if 2 * heads * splits > processors else 0.0

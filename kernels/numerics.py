@@ -52,12 +52,10 @@ def softmax_step(scores, row_max, row_sum):
 
 @triton.jit
 def first_use(x):
-    """x, not used before this point: loads until then are in flight together, and none waits for another's way to shared memory."""
+    """x, of 16 bits, not used before: loads until here are in flight together, and none waits for another's way to shared memory."""
     if INTERPRET:
         return x
-    if x.dtype.primitive_bitwidth == 16:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit

@@ -67,15 +67,15 @@ def verify_cut(
 
     As measured on an H200 (tests/bench/verify_cuts.py): sums of 64 registers a thread at most, V's columns shared out where eight
     splits or more remain, and splits for one CTA on each of the GPU's `processors`, or for two of 16 rows with `pairs`. A tile has
-    `pairs` too, but neither the largest, nor those of 64 rows where CTAs are few. itemsize: bytes of a number; fp32, for tests,
-    takes the least. shared: bytes of shared memory that a CTA may have.
+    `pairs` too, but neither the largest, nor those of 64 rows where CTAs are few or `shared` is small. itemsize: bytes of a number;
+    fp32, for tests, takes the least. shared: bytes of shared memory that a CTA may have.
     """
     lanes = max(16, next_power_of_2(queries))
     assert lanes <= _MOST_ROWS, queries
     ctas, columns, on_each = rows * kv_heads, max(1, lanes * d // 8192), 1
     if itemsize == 4:
         tile = VerifyTile(lanes, 16, 1, 4, 2, pairs)
-    elif pairs and d > 256 and (lanes <= 32 or (lanes == 64 and 16 * ctas > processors)):
+    elif pairs and d > 256 and (lanes <= 32 or (lanes == 64 and 16 * ctas > processors and shared > 1 << 17)):
         on_each = 2 if lanes == 16 else 1
         warps, stages = (8, 2) if lanes == 64 else (4, 3)
         tile = VerifyTile(lanes, min(page, 32), 1, warps, stages, pairs)
@@ -92,9 +92,9 @@ def verify_cut(
         runs = pages * page // tile.keys // max(1, processors // (ctas * tile.values))
         if d <= 256 and lanes <= 32 and ctas * tile.values <= processors and runs >= 4:  # one on each: fewer, longer turns
             tile = replace(tile, keys=2 * tile.keys, warps=8 if lanes == 16 else 4)
-    while tile.shared_bytes(d) > shared and (tile.stages > 2 or tile.keys > 16):
-        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, keys=tile.keys // 2)
-    assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes"
+    while tile.shared_bytes(d) > shared and tile.stages > 1:
+        tile = replace(tile, keys=tile.keys // 2) if tile.stages == 2 and tile.keys > 16 else replace(tile, stages=tile.stages - 1)
+    assert tile.shared_bytes(d) <= shared, f"{queries} queries of {d} do not fit in {shared} bytes: lower mtp.drafts"
     splits = min(pages if tile.rows * d > 4096 else cdiv(pages, 3), max(1, on_each * processors // (ctas * tile.values)))
     return cdiv(pages, cdiv(pages, splits)), tile
 

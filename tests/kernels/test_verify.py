@@ -120,6 +120,7 @@ def test_wrong_sizes_are_refused() -> None:
             verify_attention(q, pool, pages, positions, None, scratch, out, 1, VerifyTile(32, 16, 1, 4, 2))
     with pytest.raises(AssertionError, match="do not fit"):
         verify_cut(1, 1, VERIFY_ROWS, 512, 32, 9, 132, 2, 101376)
+    assert verify_cut(8, 1, 64, 512, 32, 9, 132, 2, 101376, 64)[1].shared_bytes(512) <= 101376
     with pytest.raises(AssertionError, match=str(VERIFY_ROWS + 1)):
         verify_cut(1, 1, VERIFY_ROWS + 1, 512, 32, 9, 132, 2, 232448)
 

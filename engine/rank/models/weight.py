@@ -27,7 +27,8 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter
 class Weight(nn.Module):
     """W [m, n], or that of each expert [experts, m, n]: this rank's part of the matrix. Made without tensors, by its shape alone.
 
-    weight  its values in `dtype`; here a tensor of its own
+    weight  its values in `dtype`; here a tensor of its own. Products read it before they wait for the kernel before them: a format
+            that computes it overrides them
     """
 
     weight: Tensor
