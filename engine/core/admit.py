@@ -43,7 +43,7 @@ class AdmissionBudget:
             cached = hit.full if pool.group.window is None else hit.tail
             need = pool.group.worst_pages(len(sequence.tokens) + 1) - len(cached)
             left = pool.available - promised - self._running - need
-            if left < len(cached) and pool.idle_in(cached) > left:
+            if left < 0 or (left < len(cached) and pool.idle_in(cached) > left):
                 return False
         return True
 
@@ -125,8 +125,7 @@ class Admissions:
         self._requests.admit(sequence)
         self._allocator.attach(sequence, hit, self._plan)
         self._add_to_plan(sequence)
-        if not sequence.started:
-            sequence.started = True
+        if sequence.first_cached < 0:
             sequence.first_cached = sequence.low
             self._requests.started.append(sequence.id)
             if not sequence.scores:

@@ -180,7 +180,8 @@ class Drafting:
         stats = self._by_rows.get(size)
         if stats is None or not any(stats.chosen.ms):
             known = zip(self._options, self._times, strict=True)
-            options = [Option(count, [0.0, 0.0], interpolate(points, self._sizes[size])) for count, points in known]
+            rows = self._sizes[size]  # the last of the times at boot is of its whole bucket
+            options = [Option(count, [0.0, 0.0], interpolate(points, min(rows, points[-1][0]))) for count, points in known]
             tokens = self._tokens(1.0)
             chosen = max(options, key=lambda option: (EXPECTED if option.drafts else 1.0) * tokens[option.drafts] / option.expected)
             if stats is None or stats.chosen.drafts != chosen.drafts:

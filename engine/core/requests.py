@@ -128,7 +128,7 @@ class Requests:
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        sequence.cached_when_queued = self.allocator.find(sequence).count * self.allocator.page
+        self.allocator.find(sequence)
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.precedence)
 
     def _vacate(self, sequence: Sequence) -> None:

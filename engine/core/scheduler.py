@@ -137,7 +137,7 @@ class Scheduler:
         if step.expected is not None:
             self._budget.record(step.expected, took_ms)
         if rows := len(step.rows):
-            self._budget.decoded(took_ms)
+            self._budget.decoded(took_ms, result.table[-rows:, 2].mean())
             drafting = min(1.0, step.drafting / rows)
             self._drafting.record(step.size, drafting, step.plan.drafts, step.plan.prompt_tokens, took_ms)
 
@@ -164,8 +164,8 @@ class Scheduler:
     def _shares(self, draft: PlanDraft) -> dict[Sequence, int]:
         """Tokens of each running prefill in this step, and of each waiting prompt that may be admitted."""
         prompts = self._prompts()
-        for sequence in self._admissions.candidates():  # probably what was cached when it was queued still is
-            cached = sequence.cached_when_queued
+        for sequence in self._admissions.candidates():  # probably what was cached at its last look-up still is
+            cached = sequence.hit.count * self.allocator.page if sequence.hit else 0
             prompts[sequence] = Prompt(len(sequence.tokens) - cached, cached)
         if not prompts:
             self._budget.idle()

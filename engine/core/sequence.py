@@ -36,7 +36,7 @@ class Sequence(msgspec.Struct, eq=False):
     media       of its prompt, in order;   spans: all of theirs, in order, where they are seen both ways: neither a chunk nor a
                 cached prefix ends in one
     encoded     items whose encoders' outputs its slot has had, or does not need
-    first_cached  positions found in the prefix cache at its first admission;   cached_when_queued: when it was queued
+    first_cached  positions found in the prefix cache at its first admission; -1 before
     cache_points  page counts at which it leaves a prefix in the cache, ascending
     hit         while it waits: the last look-up in the prefix cache
     may_draft   drafts are made behind its tokens and verified
@@ -46,7 +46,7 @@ class Sequence(msgspec.Struct, eq=False):
     dropped     end of the positions that rows of several tokens, and those whose results are dropped, may have written
     held        positions up to whose end it has pages in every group;   runs: those that it still holds, by group
     release_at  the `low` from which on a page can be given back: the next page's edge
-    started     it was admitted once;   not_finite: its values were not finite
+    not_finite  its values were not finite
     """
 
     id: int
@@ -65,8 +65,7 @@ class Sequence(msgspec.Struct, eq=False):
     target: int = 0
     keys: list[bytes] = []
     encoded: int = 0
-    first_cached: int = 0
-    cached_when_queued: int = 0
+    first_cached: int = -1
     cache_points: list[int] = []
     hit: Hit | None = None
     low: int = 0
@@ -77,7 +76,6 @@ class Sequence(msgspec.Struct, eq=False):
     dropped: int = 0
     held: int = 0
     release_at: int = 0
-    started: bool = False
     not_finite: bool = False
     overtaken: int = 0
     ended: bool = False

@@ -164,12 +164,13 @@ class Expected(NamedTuple):
 
 
 class StepBudget:
-    """`rows`: of a step with prompt tokens, decode rows included; `target_ms`: mean time of steps with decode rows, by
+    """`rows`: of a step with prompt tokens, decode rows included; `target_ms`: mean time of a token of a decode row, by
     `times`. None: only rows bound a step."""
 
     def __init__(self, policy: Policy, rows: int, times: StepTimes | None, target_ms: float | None) -> None:
         self._policy, self._rows = policy, rows
-        self._times, self._target_ms = times, target_ms or 0.0
+        self._times, self._token_ms = times, target_ms or 0.0
+        self._tokens = 1.0  # that a decode row gives in a step, on average
         self._passed, self._passed_ms = 0, 0.0  # steps since the oldest prompt had tokens in one, and their prompts' time
         self._slowed = 1.0  # what steps take relative to the times measured at boot
         self._saved_ms = 0.0  # by steps shorter than the target; below 0: owed
@@ -180,6 +181,11 @@ class StepBudget:
     def prompt_tokens(self, decode_rows: int) -> int:
         """Prompt tokens that a step may have beside `decode_rows`."""
         return max(self._rows - decode_rows, self._rows // 4, 1)
+
+    @property
+    def _target_ms(self) -> float:
+        """Mean milliseconds of the steps with decode rows with which their tokens take the target."""
+        return self._token_ms * self._tokens
 
     @property
     def holds_encodes(self) -> bool:
@@ -194,8 +200,9 @@ class StepBudget:
         """Forgets by how much steps were late: no step with decode rows comes that could make up for it."""
         self._late_ms = 0.0
 
-    def decoded(self, milliseconds: float) -> None:
-        """Notes a step with decode rows that ended `milliseconds` after the one before it."""
+    def decoded(self, milliseconds: float, tokens: float) -> None:
+        """Notes a step whose decode rows gave so many tokens each, which ended `milliseconds` after the one before it."""
+        self._tokens += (tokens - self._tokens) / REMEMBERED
         if self._target_ms:
             self._decoded += 1
             self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)

@@ -252,3 +252,15 @@ def test_few_that_may_draft_do_not_pad_all() -> None:
 def test_a_single_number_is_always_chosen() -> None:
     """A setting that names a number is no advice."""
     assert set(serve(Drafting((3,), SIZES, ()), small, steady(100, 0.0, 200)).drafts) == {3}
+
+
+def test_times_at_boot_are_of_whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """129 rows, the most there are, run as 144: a step of these is expected to take what was measured. Planted fault: 26 ms."""
+    times = [((1, 8.0), (128, 10.0), (129, 11.0))] * len(OPTIONS)
+
+    def expected() -> float:
+        return Drafting(OPTIONS, (1, 128, 144), times)._stats(2).options[0].expected
+
+    assert expected() == 11.0
+    monkeypatch.setattr(drafting, "min", max, raising=False)
+    assert expected() == 26.0

@@ -268,24 +268,32 @@ def test_a_target_is_kept_by_what_steps_take(slowed: tuple[float, float], monkey
     assert trusting[1] > 1.05 * target or trusting[0] > 1.3 * busy[0]
 
 
+def prompt_tokens(target_ms: float, tokens: float = 1.0, pause_ms: float = 0.0) -> int:
+    """Of a long prompt in fifty steps, behind one that took `pause_ms` longer, beside rows of so many tokens a step."""
+    decodes, budget, computed = DecodeRows(32, 32_000), StepBudget(POLICIES["fair"], 2048, TIMES, target_ms), 0
+    for step in range(140):
+        budget.decoded(target_ms, tokens)
+        (share,) = budget.share([Prompt(100_000, 0)], budget.prompt_tokens(decodes.rows), decodes)
+        expected = budget.planned([Prompt(share, 0)] if share else [])
+        assert expected is not None
+        budget.record(expected, expected.step_ms + pause_ms * (step == 90))
+        computed += share if step > 90 else 0
+    return computed
+
+
+def test_a_target_is_of_tokens_not_of_steps() -> None:
+    """Rows of two tokens a step leave prompts what a target twice as long leaves them; rows of one token leave less."""
+    twice = prompt_tokens(60.0)
+    assert 0.98 * twice < prompt_tokens(30.0, 2.0) < 1.02 * twice
+    assert prompt_tokens(30.0) < 0.6 * twice
+
+
 def test_a_single_pause_is_no_trend(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step that took five seconds leaves a long prompt at least half of its share of the fifty steps behind it. Planted fault:
     counted in full, the pause leaves it less."""
-    decodes = DecodeRows(32, 32_000)
-
-    def prompt_tokens(pause_ms: float) -> int:
-        budget, computed = StepBudget(POLICIES["fair"], 2048, TIMES, 30.0), 0
-        for step in range(70):
-            (share,) = budget.share([Prompt(100_000, 0)], budget.prompt_tokens(decodes.rows), decodes)
-            expected = budget.planned([Prompt(share, 0)] if share else [])
-            assert expected is not None
-            budget.record(expected, pause_ms if step == 20 else expected.step_ms)
-            computed += share if step > 20 else 0
-        return computed
-
-    usual, paused = prompt_tokens(30.0), prompt_tokens(5000.0)
+    usual, paused = prompt_tokens(30.0), prompt_tokens(30.0, pause_ms=5000.0)
     monkeypatch.setattr("engine.core.step_budget.MOST_SLOWED", 1e9)
-    unbounded = prompt_tokens(5000.0)
+    unbounded = prompt_tokens(30.0, pause_ms=5000.0)
     print(f"{usual} prompt tokens in 50 steps, {paused} behind a pause, {unbounded} where it counts in full")
     assert paused > usual / 2 > unbounded
 

@@ -10,7 +10,7 @@ import pytest
 from engine.channel import MAX_RECORD
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from engine.plan import MAX_SCORED, ResultRow, largest_result, most_appends
+from engine.plan import MAX_SCORED, ResultRow, StepPlan, largest_result, most_appends
 from engine.protocol import (
     MAX_ALTERNATIVES,
     MAX_STOP_IDS,
@@ -24,7 +24,7 @@ from engine.protocol import (
 )
 from tests.support.engine.kvmachine import KVFault, KVMachine
 from tests.support.engine.plans import decode_rows, listed, result_of
-from tests.support.engine.scheduling import SchedulerConfig, finish, request_of, scheduler_of, step, two_groups
+from tests.support.engine.scheduling import SchedulerConfig, finish, one_token_each, request_of, scheduler_of, step, two_groups
 from tests.support.engine.worlds import STOP, bound_of, run_worlds
 
 pytestmark = pytest.mark.pure
@@ -263,3 +263,15 @@ def test_a_row_shrinks_to_its_pages() -> None:
     plans = [scheduler.schedule() for _ in range(2)]
     assert [[row.width for row in decode_rows(plan)] for plan in plans if plan is not None] == [[4, 2], [2]]
     assert scheduler.requests.counters.preemptions == 0
+
+
+def test_a_cached_prefix_is_not_counted_for_who_lacks_pages_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight prompts that share a cached prefix lack pages behind it: no step goes through the prefix's pages for each of them."""
+    scheduler = scheduler_of(SchedulerConfig(two_groups(), (200, 45), 4, 200, 64, prefix_cache=True))
+    counted: list[int] = []
+    monkeypatch.setattr("engine.core.pages.PagePool.idle_in", lambda pool, pages: counted.append(len(pages)) or 0)
+    scheduler.requests.add(request_of(0, [5] * 100, 50))
+    for number in range(1, 9):
+        scheduler.commit(one_token_each(scheduler, scheduler.schedule() or StepPlan(0)))
+        scheduler.requests.add(request_of(number, [5] * 100 + [5 + number] * 70, 2))
+    assert len(scheduler.requests.waiting) == 8 and not counted
