@@ -40,6 +40,7 @@ from deploy.edge.side_pool import SidePool
 from deploy.models.fingerprint import fingerprint
 from deploy.nodes import check_nodes, gpus_of, replica_resources
 from deploy.placement import place
+from deploy.ports import check_port
 from deploy.registry import HeartbeatSender, RayRegistryClient, target_here
 from deploy.scaling import Demand
 from deploy.settings import DEPLOYMENT, ServeConfig, Settings
@@ -108,17 +109,18 @@ class Quartet:
         logs.install(self._settings.logs)
         _warn_about_ray_settings()
         self._keys = KeyRing(self._settings.keys) if self._settings.keys.needed else None
+        metrics = self._settings.metrics
+        check_port(metrics.host, metrics.port, "metrics.port 0 is a free one for each replica", least=0)
         config = place(self._settings)
         self._spawner = ThreadPoolExecutor(1, "spawner")  # its thread lives as long as the replica: children end with theirs
         loop = asyncio.get_running_loop()
         booting = loop.run_in_executor(self._spawner, Group.boot, config)
         # meanwhile: this process only waits for the ranks
         reading = loop.run_in_executor(None, read_text, Path(config.model), self._settings.template)
+        self._group, read = await asyncio.gather(booting, reading)
         with contextlib.ExitStack() as failed:
-            failed.callback(reading.cancel)
-            self._group = await booting
             failed.callback(self._group.kill)
-            await self._open(self._group, config, *await reading)
+            await self._open(self._group, config, *read)
             failed.pop_all()
         logger.info("%s ready in %.1f s", self._settings.name, time.monotonic() - started)
 
@@ -211,7 +213,6 @@ class Quartet:
                 await asyncio.wait_for(self._service.idle.wait(), FLUSH_S)
             await asyncio.sleep(0.02)  # the last bytes are the transport's by now; let it write them
             await asyncio.gather(ending, asyncio.to_thread(self._service.end, FLUSH_S))
-            logger.error("replica exits: %s", death.sentence)
             sys.stderr.write(f"quartet: the group ended ({death.sentence}); this replica exits, Serve starts a new one\n")
             sys.stderr.flush()
         finally:

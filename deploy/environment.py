@@ -32,7 +32,6 @@ RAY: dict[str, str] = {
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # the default cuts streams that are open 120 s after HAProxy was reloaded
     "RAY_SERVE_LOG_TO_STDERR": "0",  # a line a request belongs into Serve's log files, not on the terminal
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",  # ten times a second by default, for figures scraped every few seconds
-    "GLOO_SOCKET_IFNAME": "lo",  # ranks of a group talk inside the node
 }
 CORES_PER_HAPROXY_THREAD = 8  # a thread carries some 40 000 tokens a second; fewer threads wake up less often for each
 MAX_HAPROXY_THREADS = 4  # Serve's default

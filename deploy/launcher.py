@@ -193,10 +193,16 @@ class Launch:
 
     def _wait_answering(self) -> None:
         """Wait until the ingress routes to the replicas. EngineDead: it does not in time."""
-        url = f"{self.url}/health/ready"
+        url = f"{self.url}/-/healthz"  # /health/ready would start a replica where there are none
         if not _comes(lambda: _answers(url) and _all_routed(), ROUTED_S):
             raise EngineDead(f"{url} did not answer within {ROUTED_S:g} s, though the replica runs")
         self._mark("HTTP")
+
+    def watch(self) -> NoReturn:
+        """Wait while Ray's servers live. EngineDead: one has ended, and nothing answers any more."""
+        while all(map(lives, self._servers)):
+            sleep(1.0)
+        raise EngineDead("a server of Ray has ended, and nothing is served any more")
 
     def _mark(self, phase: str) -> None:
         self.say(f"{phase} up after {monotonic() - self._started:.1f} s")
@@ -328,6 +334,6 @@ def _all_routed() -> bool:
 def _answers(url: str) -> bool:
     try:  # directly: a proxy of the environment would look elsewhere
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2).close()
-    except OSError:  # urllib's own errors, too: any status but a good one
-        return False
+    except OSError as error:  # urllib's own errors, too: any status but a good one, or 403 where `limits.hosts` lacks this name
+        return getattr(error, "code", 0) == 403
     return True

@@ -1,7 +1,7 @@
 """A config held against Ray Serve's own schema, strictly: Serve drops a key that it does not know without a word."""
 
 from pydantic import ValidationError
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.scaling import POLICY, Scaling
@@ -22,6 +22,8 @@ def check_schema(config: ServeConfig, source: str) -> None:
             scaling = options.get("autoscaling_config") or {}
             AutoscalingConfig.model_validate(scaling, extra="forbid")
             policy = scaling.get("policy") or {}
+            if unknown := policy.keys() - AutoscalingPolicy.model_fields.keys():  # whose own __init__ ignores them
+                raise ValueError(f"{min(unknown)}: unknown key, which Serve would ignore")
             if policy.get("policy_function") == POLICY:
                 Scaling(**(policy.get("policy_kwargs") or {}))
     except ValidationError as error:

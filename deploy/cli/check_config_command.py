@@ -93,7 +93,7 @@ def time_notes(app: ServeConfig, http: ServeConfig, settings: Settings) -> Itera
     bound = http.get("request_timeout_s")
     own = settings.limits.request_timeout_s
     for options in deployments:
-        if (drain := float(options.get("graceful_shutdown_timeout_s") or own)) < own:
+        if (drain := float(options.get("graceful_shutdown_timeout_s", own))) < own:
             yield f"graceful_shutdown_timeout_s {drain:g} is below limits.request_timeout_s {own:g}: downscaling may cut streams"
     if bound is None:
         if any((options.get("autoscaling_config") or {}).get("min_replicas") == 0 for options in deployments):

@@ -5,7 +5,6 @@ import io
 import os
 import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
 
@@ -69,7 +68,7 @@ def _run(launch: Launch, drain_s: float) -> int:
             check_files(launch.check(), launch.settings.template)
             launch.start()
             _say(_ready_line(launch))
-            threading.Event().wait()
+            launch.watch()
     except KeyboardInterrupt:
         _say("no new requests; open ones may finish. Once more to stop now." if launch.drains else "stopping")
     except ConfigError:

@@ -44,7 +44,7 @@ class FormReader(Generic[R]):
 
 def _fields(body: bytes) -> dict[str, bytes]:
     """Contents by name. InvalidRequest: it is no form, or cut, or has too many fields."""
-    boundary = _BOUNDARY.search(body)
+    boundary = _BOUNDARY.search(body[:_TEXT_BYTES])  # a search keeps the interpreter's lock
     if boundary is None:
         raise InvalidRequest(f"the body is no {MEDIA_TYPE}")
     *parts, end = body[boundary.end() :].split(b"\r\n" + boundary[0], _FIELDS)
@@ -53,7 +53,7 @@ def _fields(body: bytes) -> dict[str, bytes]:
     fields = {}
     for part in parts:
         head, _, content = part.partition(b"\r\n\r\n")
-        if (name := _NAME.search(head)) is None:
+        if (name := _NAME.search(head[:_TEXT_BYTES])) is None:
             raise InvalidRequest("a field of the form has no name")
         fields[(name[1] or name[2]).decode(errors="replace")] = content
     return fields

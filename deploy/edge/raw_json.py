@@ -21,7 +21,6 @@ _SLICE = 1 << 20
 _MARKS = (b'"', b",", b"[", b"{", b"\\", b" ")
 _MEDIA_MARKS = 1 << 20
 _STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
-_WHERE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
@@ -59,9 +58,9 @@ def not_null(raw: Json) -> Raw | None:
 
 
 def copied(raw: Json) -> Raw | None:
-    """Return what `not_null` does, and keep no more of the body in memory than that."""
+    """Return what `not_null` does on one line, as events need it, and keep no more of the body in memory than that."""
     given = not_null(raw)
-    return None if given is None else given.copy()
+    return None if given is None else Raw(msgspec.json.format(given, indent=-1))
 
 
 def decode(raw: Raw | bytes, key: str, decoder: msgspec.json.Decoder[V], kind: Any = None) -> V:
@@ -143,10 +142,9 @@ def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
     if not isinstance(error, msgspec.ValidationError):
         why = _MALFORMED.get(type(error), str(error)).replace("data was truncated", _TRUNCATED)
         return InvalidRequest(f"The body is not JSON: {why}", param=_first(key) or None, code="invalid_json")
-    match = _WHERE.fullmatch(str(error))
-    assert match is not None, error
-    what = match["what"]
-    path = match["path"] or ""
+    said, _, place = str(error).rpartition(" - at `")  # the last: what is said may quote the client
+    what = said or place
+    path = place.partition("$")[2].strip(".`")
     if missing := _MISSING.match(what):
         path = f"{path}.{missing[1]}".lstrip(".")
         what = "is required"

@@ -9,6 +9,7 @@
 HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the hub library's own and hold.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 def folder_here(model: str, revision: str | None = None) -> Path | None:
     """The folder of `model` if it is on this machine, for a hub id perhaps without weights. Nothing is downloaded."""
-    if model.startswith(("nano:", "dummy:")) or Path(model).expanduser().is_dir():
+    if model.startswith(("nano:", "dummy:")) or Path(os.path.expanduser(model)).is_dir():
         return local_folder(model)
     if not _HUB_ID.fullmatch(model):
         return None
@@ -61,7 +62,7 @@ def local_folder(model: str) -> Path | None:
         if name not in names:
             raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in names)}")
         return root / name / ("assistant" if name != member else "")
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         return _checked(folder)
     if not _HUB_ID.fullmatch(model):

@@ -36,7 +36,7 @@ _MOST_CHOICES = 200_000  # a tenth of a second
 _MAX_GBNF, _MAX_GBNF_RULES = 16 << 10, 512
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _SPACING = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|(?:#|//).*')
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\])+/?|(?:#|//).*')  # what has no end goes to the end: in one pass
 _NESTED_JSON = re.compile(r"%json\s*")
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))", re.MULTILINE)
 

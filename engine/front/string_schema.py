@@ -19,7 +19,7 @@ MOST = 4096  # characters or elements that a bound may name, and characters of a
 _LONGEST_RULE = 1 << 16  # of which many are kept
 _FUEL = 50_000  # for one string's expressions: two milliseconds; those that people write take a tenth of it
 _ANY = r"(.|\n)*"
-_ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!])?|.", re.DOTALL)
+_ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(\?(?:<?[=!])?|.", re.DOTALL)
 _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 _REFERS = re.compile(r"\\[1-9bBk]")
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": r"\t\n\v\f\r "}

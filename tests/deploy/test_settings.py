@@ -238,7 +238,7 @@ def test_plans_that_no_ring_record_holds_are_refused(monkeypatch: pytest.MonkeyP
     [
         ("nano:7b", "nano:7b is not one of nano:26b-a4b, nano:31b, nano:e2b"),
         ("dummy:7b", "dummy:7b is not one of dummy:e2b"),
-        ("/no/such/folder", "is no folder here"),
+        ("~no-such-user/folder", "is no folder here"),
         ("just-a-name", "is no folder here, and no hub id"),
         ("google/gemma-4-31B-it", "not in the local hub cache and HF_HUB_OFFLINE is set"),
     ],

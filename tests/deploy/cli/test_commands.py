@@ -276,6 +276,7 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"_scaling": {"min_replicas": 3}}, "autoscaling_config.all: Value error, max_replicas (1) must be"),
         ({"_scaling": {"policy": "x"}}, "autoscaling_config.policy: Input should be a valid dictionary"),
         ({"_scaling": {"policy": {"policy_function": "no.such:policy"}}}, "autoscaling_config.policy: No module named 'no'"),
+        ({"_scaling": {"policy": OURS | {"policy_kwarg": {}}}}, "autoscaling_config.policy: policy_kwarg: unknown key, which Serve"),
         ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slots": 2}}}}, "autoscaling_config.policy: policy_kwargs.slots: 2"),
         ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slot": 0.5}}}}, "autoscaling_config.policy: Scaling.__init__()"),
         ({"mtp": {"drafts": 3}}, "mtp.drafts 3: mtp.model must name the assistant"),
@@ -322,7 +323,7 @@ def test_check_config_starts_nothing_and_says_what_it_could_not_check(tmp_path: 
 
 def test_check_config_knows_whose_answers_would_be_cut(tmp_path: Path, capsys: Captured) -> None:
     """A replica that goes needs as long as an answer may take."""
-    for drain, notes in ((610, 0), (599, 1)):
+    for drain, notes in ((610, 0), (0, 1)):
         path = changed(tmp_path, _deployment={"graceful_shutdown_timeout_s": drain})
         application = checked(path, capsys)
         assert sum("graceful_shutdown_timeout_s" in note for note in application["notes"]) == notes

@@ -316,3 +316,25 @@ def test_an_ingress_that_never_answers_is_an_end(monkeypatch: pytest.MonkeyPatch
         launch = launcher.Launch(config, Settings(model="nano:31b"), lambda line: None, folder=tmp_path)
         with pytest.raises(EngineDead, match="did not answer within"):
             launch._wait_answering()
+
+
+def test_readiness_starts_no_replica_and_needs_no_host_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The ingress itself is asked: a replica would have to start for /health/ready, and could refuse 127.0.0.1 by limits.hosts."""
+    server = DiscoveryServer(ReplicaRegistry(), "127.0.0.1", 0)  # 404 to /health/ready
+    server.pages["/-/healthz"] = ("text/plain", lambda: b"success")
+    monkeypatch.setattr(launcher, "_all_routed", lambda: True)
+    monkeypatch.setattr(launcher, "ROUTED_S", 0.2)
+    config = {"http_options": {"port": server.server_port}, "applications": []}
+    try:
+        launcher.Launch(config, Settings(model="nano:31b"), lambda line: None, folder=tmp_path)._wait_answering()
+    finally:
+        stop(server)
+
+
+def test_the_end_of_rays_servers_is_an_end(tmp_path: Path) -> None:
+    """Whoever started the launcher hears of it."""
+    with subprocess.Popen(["true"]) as server:
+        pass
+    launch = launcher.Launch({"applications": []}, Settings(model="nano:31b"), print, tmp_path, _servers=[os.getpid(), server.pid])
+    with pytest.raises(EngineDead, match="a server of Ray has ended"):
+        launch.watch()

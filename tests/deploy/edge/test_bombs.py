@@ -64,6 +64,7 @@ SERVED = {
     "a key that nobody knows",
     "keys as many as are read",
     "one schema by many references",
+    "classes without an end",
 }  # all others are refused
 # path -> name -> body
 BOMBS: dict[str, dict[str, Callable[[], bytes]]] = {
@@ -83,6 +84,8 @@ BOMBS: dict[str, dict[str, Callable[[], bytes]]] = {
         "rules of a grammar": lambda: form(
             "guided_grammar", "root ::= a0\n" + "".join(f"a{at} ::= a{at + 1}\n" for at in range(3500)) + 'a3500 ::= "x"'
         ),
+        "a regex of a grammar without an end": lambda: form("guided_grammar", 'start: "a"\n/' + "a\\/" * 15_000),
+        "a text of a grammar without an end": lambda: form("guided_grammar", 'start: "a"\n"' + 'a\\"' * 12_000),
         "comments of a grammar": lambda: form("guided_grammar", "#\n" * 16_000 + 'root ::= "x"'),
         "pictures for a prompt": lambda: filled(b'{"model":"nano","prompt":"', "\U0001f9ff".encode(), b'"}'),
         "control tokens for a prompt": lambda: filled(b'{"model":"nano","prompt":"', b"<bos>", b'"}'),
@@ -100,6 +103,7 @@ BOMBS: dict[str, dict[str, Callable[[], bytes]]] = {
         "modalities": lambda: chats(b"modalities", b'"a"'),
         "functions": lambda: chats(b"functions", b"{}"),
         "bias": lambda: repeated(USER + b'"x"}],"logit_bias":{', b'"1":0', b"}}"),
+        "an effort": lambda: filled(USER + b'"x"}],"reasoning_effort":"', b"x", b'"}'),
         "template options": lambda: repeated(USER + b'"x"}],"chat_template_kwargs":{', b'"a":1', b"}}"),
         "a key that nobody knows": lambda: chats(b"unknown", b"{}"),
         "metadata": lambda: repeated(USER + b'"x"}],"max_tokens":1,"metadata":{', b'"a":"b"', b"}}"),
@@ -126,6 +130,9 @@ BOMBS: dict[str, dict[str, Callable[[], bytes]]] = {
         "one schema by many references": lambda: tool(REFERENCES | {"$defs": {"a": {"enum": ["x" * 10] * 10_000}}}),
         "references to what is no schema": lambda: tool(REFERENCES | {"$defs": {"a": {"anyOf": 5}}}),
         "references to what stands where no schema does": lambda: tool({"$ref": "#/default", "default": {"anyOf": 5}}),
+        "classes without an end": lambda: tool(
+            {"properties": {str(at): {"type": "string", "pattern": "[" * 4090} for at in range(15)}}
+        ),
         "a long name around many": lambda: tool(
             {"properties": {"k" * 400_000: {"type": "object", "properties": {str(at): {} for at in range(5000)}}}}
         ),

@@ -328,6 +328,7 @@ def canaries(logged: LoggedEdge) -> list[str]:
     post(BODY, "/v1/canaryn")
     post(BODY, **{"authorization": "Bearer canaryo", "user-agent": "canaryp", "cookie": "canaryq", "x-canaryr": "x"})
     post(BODY | {"chat_template_kwargs": {"canarys": "canaryt"}, "response_format": {"type": "canaryu"}, "n": "canaryv"})
+    post(BODY | {"reasoning_effort": "x - at `$.canary"})
     logged.edge.get("/v1/models/canaryw?canaryx=canaryy")
     logged.edge.post(CHAT, b'{"canaryz')
     text = logged.text()
@@ -339,7 +340,7 @@ def test_nothing_that_a_client_wrote_is_logged(logged: LoggedEdge, encoding: Any
     """Neither prompts nor answers, nor names, keys, headers, paths or values that are refused; not at level debug either."""
     logged.open(LogSettings(format=encoding, level="debug"))
     assert canaries(logged) == []
-    assert len(logged.text().splitlines()) == 14
+    assert len(logged.text().splitlines()) == 15
 
 
 def test_an_error_that_quotes_its_client_would_show(logged: LoggedEdge, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,14 @@ def test_metadata_comes_back(edge: Edge, metadata: dict[str, str] | None) -> Non
     assert [response["metadata"] for response in shown] == [metadata or {}] * 4
 
 
+def test_what_a_stream_repeats_of_a_body_stands_on_one_line(edge: Edge) -> None:
+    """A body with line ends: each of a stream's lines is an event's name or its data."""
+    edge.script("Yes.<turn|>")
+    body = asked(stream=True, tool_choice={"type": "function", "name": "get_weather"}, text={"format": {"type": "text"}})
+    lines = edge.post(PATH, json.dumps(body, indent=2)).text.split("\n")
+    assert {line.partition(": ")[0] for line in lines} == {"event", "data", ""}
+
+
 def test_openais_stream_helper_puts_it_together(edge: Edge) -> None:
     """What it shows on the way ends as its final response, which is that of the whole answer."""
     edge.script(f"{THOUGHT}Let me see.{PARIS}<|tool_response>")

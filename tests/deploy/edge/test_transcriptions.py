@@ -1,12 +1,15 @@
 """POST /v1/audio/transcriptions: by OpenAI's client, and forms of every kind."""
 
 import re
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from deploy.edge.media.audio_features import RATE
+from deploy.edge.openai.transcriptions import TRANSCRIPTIONS
+from engine.errors import InvalidRequest
 from tests.support.edge.api_client import client
 from tests.support.edge.http_edge import Edge, Edges
 from tests.support.wav_files import tone, wav
@@ -121,6 +124,19 @@ def test_what_is_no_form_is_refused(edge: Edge, body: bytes) -> None:
     assert edge.post(PATH, content=body, headers=headers).status_code == 400
     assert edge.core.requests == []
     assert edge.post(PATH, content=GOOD, headers=headers).json()["text"] == TEXT
+
+
+@pytest.mark.parametrize(
+    "body",
+    [(b"\n--" + b"a" * 70) * 450_000, b"--x" + (b"\r\ncontent-disposition:" + b";a" * 490) * 32_000 + b"\r\n--x--"],
+    ids=["boundaries", "names"],
+)
+def test_no_form_keeps_the_interpreter(body: bytes) -> None:
+    """32 MB of what begins like a boundary, or like a field's name."""
+    begun = time.process_time()
+    with pytest.raises(InvalidRequest):
+        TRANSCRIPTIONS.reader.read(body)
+    assert time.process_time() - begun < 0.25
 
 
 def test_a_recording_in_another_field_is_told_where_it_belongs(edge: Edge) -> None:

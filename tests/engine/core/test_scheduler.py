@@ -274,4 +274,4 @@ def test_a_cached_prefix_is_not_counted_for_who_lacks_pages_anyway(monkeypatch: 
     for number in range(1, 9):
         scheduler.commit(one_token_each(scheduler, scheduler.schedule() or StepPlan(0)))
         scheduler.requests.add(request_of(number, [5] * 100 + [5 + number] * 70, 2))
-    assert len(scheduler.requests.waiting) == 8 and not counted
+    assert (len(scheduler.requests.waiting), counted) == (8, [])
