@@ -32,7 +32,7 @@ class AttentionChoice(NamedTuple):
     decode: AttentionName
     extend: AttentionName
     reason: str
-    advice: str = ""
+    advice: str
     fallbacks: tuple[str, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ def choose_attention(config: EngineConfig, architecture: ComputeCapability | Non
     if architecture is not None and architecture < _OLDEST:
         raise ConfigError(f"{platform.gpu} is too old: Quartet's kernels compute in bf16, which needs SM80")
     reason = f"{platform.gpu}; as the settings ask" if architecture else platform.gpu
-    names: list[AttentionName] = []
+    names = []
     passed: list[Obstacle] = []
     for kind in ROW_KINDS:
         if name := config.attention_of(kind):

@@ -65,7 +65,7 @@ def visible_gpus(gpus: Gpus, named: str | None) -> Gpus:
     """Returns the devices that `named` (CUDA_VISIBLE_DEVICES) shows, in its order; as in CUDA, an unknown one ends the list."""
     if named is None:
         return gpus
-    shown: list[Gpu] = []
+    shown = []
     for entry in map(str.strip, named.split(",")):
         matches = [gpu for gpu in gpus if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))]
         if len(matches) != 1 or matches[0] in shown:

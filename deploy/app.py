@@ -127,10 +127,10 @@ class Quartet:
     async def _open(self, group: Group, config: EngineConfig, text: TextProcessor, grammars: GrammarCheck) -> None:
         settings, metrics = self._settings, self._settings.metrics
         folder = Path(config.model)
-        encoders = read_media(folder, language_model_only=config.language_model_only)
+        encoders = read_media(config)
         replica = serve.get_replica_context()
         chosen = group.attention.name
-        facts = Facts(
+        self._exporter = Exporter(Facts(
             model_name=settings.name,
             build=settings.build,
             attention=chosen,
@@ -140,8 +140,7 @@ class Quartet:
             step_bound_s=config.step_timeout_s,
             ttft_objective_s=metrics.ttft_objective_s,
             tpot_objective_s=metrics.tpot_objective_s,
-        )
-        self._exporter = Exporter(facts)
+        ))
         exporter_url = self._exporter.serve(metrics.host, metrics.port)
         self._demand = Demand(config.max_seqs, metrics.ttft_objective_s)
         self._client = EngineClient(group.front_socket, sink=to_each(self._exporter, self._demand))

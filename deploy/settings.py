@@ -20,10 +20,9 @@ from deploy.edge.edge_settings import (
     LogSettings,
     MediaSettings,
     Name,
-    Seconds,
     TracingSettings,
 )
-from engine.config import EngineSettings, LoadFormat, Thinking, ToolGrammar
+from engine.config import Duration, EngineSettings, LoadFormat, Thinking, ToolGrammar
 from engine.errors import ConfigError
 from engine.protocol import FrozenStruct
 
@@ -54,14 +53,14 @@ class MetricsSettings(FrozenStruct):
     """address of each replica's exporter"""
     port: Port = 0
     """port of the exporter; 0: a free one, written to the log and to /health/ready"""
-    ttft_objective_s: Seconds = 1.0
+    ttft_objective_s: Duration = 1.0
     """longest time to the first token that counts as good in quartet_slo_requests_total"""
-    tpot_objective_s: Seconds = 0.05
+    tpot_objective_s: Duration = 0.05
     """longest mean time to a later token that counts as good in quartet_slo_requests_total"""
     discovery: DiscoverySettings = DiscoverySettings()
 
 
-class Settings(EngineSettings, frozen=True, kw_only=True):
+class Settings(EngineSettings, kw_only=True):
     """One deployment of one model: these keys, and those of EngineSettings."""
 
     model: Annotated[str, Meta(min_length=1)]

@@ -40,7 +40,6 @@ class RequestStarted(EventRecord):
 class Scheduled(EventRecord):
     """The core has begun with a request; a preemption later does not begin it again."""
 
-    request: int
     queue_s: float
 
 
@@ -103,9 +102,7 @@ class EngineLoad(EventRecord):
 
 
 class EngineFailed(EventRecord):
-    """The group ended, for this reason; every open request then finishes as dead."""
-
-    reason: str
+    """The group ended; every open request then finishes as dead."""
 
 
 class ProcessFigures(EventRecord):

@@ -2,7 +2,6 @@
 
 import bisect
 from collections.abc import Sequence
-from pathlib import Path
 
 from engine.audio_geometry import AudioGeometry
 from engine.config import EngineConfig
@@ -37,7 +36,7 @@ def kv_budget(config: EngineConfig, total: int, used: int) -> int:
 def reserved_bytes(config: EngineConfig) -> int:
     """Returns the bytes that a rank takes on a GPU once its pools are sized: for sampling, and for encoders."""
     sampling = sampling_bytes(config.max_seqs, config.geometry.vocab, config.tp, config.widest)
-    encoders = read_media(Path(config.model), language_model_only=config.language_model_only).values()
+    encoders = read_media(config).values()
     activations = max((encoder_row_bytes(encoder, ITEMSIZE[config.dtype]) for encoder in encoders), default=0)
     rows = ENCODER_ROWS + CAPTURED_PATCHES // CELL**2
     return sampling + (rows * activations + ENCODER_CACHE_BYTES if activations else 0)

@@ -52,7 +52,7 @@ def softmax_step(scores, row_max, row_sum):
 
 @triton.jit
 def first_use(x):
-    """x, of 16 bits, not used before: loads until here are in flight together, and none waits for another's way to shared memory."""
+    """x, of 16 bits, not used before: loads until here are in flight together, none waits for another to reach shared memory."""
     if INTERPRET:
         return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

@@ -33,7 +33,7 @@ def check_files(config: EngineConfig, template: Path | None) -> None:
     folder = Path(config.model)
     geometry = config.geometry
     loaded = [(folder, gemma4_weights.TENSORS, geometry)]
-    encoders = read_media(folder, language_model_only=config.language_model_only).values()
+    encoders = read_media(config).values()
     loaded += [(folder, ENCODER_TENSORS[type(shape)], shape) for shape in dict.fromkeys(encoders)]  # videos have the pictures'
     if config.widest > 1:
         drafter = Path(str(config.mtp.model))

@@ -5,16 +5,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from engine.errors import ConfigError
 
 OK, NO, CANNOT = 0, 1, 2  # exit codes: as asked; trouble, or the answer is no; it cannot run like this
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Rows of text under `columns`; a column that begins with `>` is set flush right."""
 
     columns: tuple[str, ...]

@@ -106,17 +106,17 @@ def weight_bytes_and_count(engine: EngineConfig) -> tuple[int, int]:
     from engine.rank.load.slices import elements
     from engine.rank.models.gemma4_weights import TENSORS
 
-    return meta_rank(engine, engine.tp).weight_bytes, elements(TENSORS, engine.geometry)
+    return meta_rank(engine).weight_bytes, elements(TENSORS, engine.geometry)
 
 
-def meta_rank(engine: EngineConfig, size: int) -> "Rank":
-    """Builds rank 0 of `size` without memory: every rank's shard has the same shapes."""
+def meta_rank(engine: EngineConfig) -> "Rank":
+    """Builds rank 0 without memory: every rank's shard has the same shapes."""
     import torch
 
     from engine.rank.builder import load_rank
     from engine.rank.parallel import FirstOfGroup
 
-    return load_rank(engine, FirstOfGroup(size), torch.device("meta"), checked=False)
+    return load_rank(engine, FirstOfGroup(engine.tp), torch.device("meta"), checked=False)
 
 
 def pools(engine: EngineConfig, pages: tuple[int, ...]) -> tuple[Pool, ...]:

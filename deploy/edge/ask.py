@@ -52,7 +52,7 @@ class ChatMessage:
     """One turn. `call_id`: of the call whose result it is, which stands at the client's `call_path`."""
 
     role: str
-    content: str | Sequence[Part] | None = None
+    content: str | Sequence[Part] | None
     thought: str | None = None
     calls: tuple[PastCall, ...] = ()
     call_id: str | None = None

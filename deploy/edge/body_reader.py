@@ -27,7 +27,7 @@ class BodyReader(Generic[R]):
         self.kind = kind
         self._absent = absent
         fields = [(name, Json, UNSET) for name in absent]
-        made: type[Any] = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, frozen=True)
+        made: type[Any] = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True)
         self._decoder = msgspec.json.Decoder(made)
 
     def read(self, body: bytes | Raw) -> R:

@@ -6,9 +6,9 @@ import msgspec
 from msgspec import Meta
 
 from deploy.edge.key_types import INT32_MAX
+from engine.config import Duration
 from engine.protocol import FrozenStruct
 
-Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 AbsolutePath = Annotated[str, Meta(pattern=r"^/[^\0]*$")]
@@ -29,7 +29,7 @@ class LimitSettings(FrozenStruct):
     """bytes of a request's body; more get 413"""
     header_bytes: Annotated[int, Meta(ge=1024)] = 32 << 10
     """bytes of a request's headers; more get 431, and from HAProxy a 400 above 15 kB (RAY_SERVE_HAPROXY_TUNE_BUFSIZE less 1 kB)"""
-    body_timeout_s: Seconds = 30.0
+    body_timeout_s: Duration = 30.0
     """a body that is not complete by then gets 408"""
     n: Annotated[int, Meta(ge=1, le=64)] = 8
     """choices of a request"""
@@ -38,9 +38,9 @@ class LimitSettings(FrozenStruct):
     isolate_cache: bool | None = None
     """requests share cached prefixes only with those of the same API key's holder, or without keys of the same Authorization
     header; none: where there are API keys"""
-    request_timeout_s: Seconds = 600.0
+    request_timeout_s: Duration = 600.0
     """deadline of one request, from its head to its last byte"""
-    queue_timeout_s: Seconds = 60.0
+    queue_timeout_s: Duration = 60.0
     """a request that has not begun by then is refused with 429"""
     requests: Annotated[int, Meta(ge=16, le=INT32_MAX)] = 4096
     """requests of any kind that a replica may have at once; more get 429"""
@@ -48,7 +48,7 @@ class LimitSettings(FrozenStruct):
     """bodies that may be on their way at once; beyond, the oldest is refused with 408"""
     upload_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
     """bytes held of bodies that are on their way, or not yet read; at least body_bytes"""
-    write_timeout_s: Seconds = 30.0
+    write_timeout_s: Duration = 30.0
     """a client that takes no byte for so long is dropped"""
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class MediaSettings(FrozenStruct):
     may be inside"""
     fetch_bytes: Annotated[int, Meta(ge=1024, le=1 << 28)] = 24 << 20
     """bytes of a file that is fetched"""
-    fetch_timeout_s: Seconds = 10.0
+    fetch_timeout_s: Duration = 10.0
     """time to fetch one, redirects included"""
 
 

@@ -109,7 +109,7 @@ class JobBuilder:
         try:
             await self.grammars.check(reply_grammar.text, param)
         except Overloaded:
-            if not wants.ours:
+            if not wants.unrequested:
                 raise
             return None
         except InvalidRequest:

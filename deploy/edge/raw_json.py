@@ -158,7 +158,7 @@ def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
 
 def _allowed_values(kind: Type, path: list[str]) -> Sequence[Any]:
     """The only values that JSON of this kind may have at a path of keys; none: it is not bound to some."""
-    inside: list[Type] = []
+    inside = []
     match kind:
         case LiteralType():
             return kind.values

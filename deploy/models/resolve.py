@@ -27,9 +27,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return local_folder(model) or _download(model, revision)
 
 
-def folder_here(model: str, revision: str | None = None) -> Path | None:
+def folder_here(model: str, revision: str | None) -> Path | None:
     """The folder of `model` if it is on this machine, for a hub id perhaps without weights. Nothing is downloaded."""
-    if model.startswith(("nano:", "dummy:")) or Path(os.path.expanduser(model)).is_dir():
+    if model.startswith(("nano:", "dummy:")) or Path(os.path.expanduser(model)).is_dir():  # noqa: PTH111 - see below
         return local_folder(model)
     if not _HUB_ID.fullmatch(model):
         return None
@@ -62,7 +62,7 @@ def local_folder(model: str) -> Path | None:
         if name not in names:
             raise ConfigError(f"model: {model} is not one of {', '.join(f'{kind}:{name}' for name in names)}")
         return root / name / ("assistant" if name != member else "")
-    folder = Path(os.path.expanduser(model))
+    folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises where there is no such user
     if folder.is_dir():
         return _checked(folder)
     if not _HUB_ID.fullmatch(model):

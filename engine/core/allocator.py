@@ -82,7 +82,7 @@ class Allocator:
         for run in sequence.runs:
             pool = run.pool
             certain = 0 if sequence.not_finite else sequence.low // self.page if written > sequence.low else run.end
-            pool.note_not_finite(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
+            pool.not_finite.update(page for page in run.pages[max(0, certain - run.first) :] if pool.holders[page] == 1)
             pool.give(run.pages)
 
     # -- prefixes

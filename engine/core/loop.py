@@ -184,9 +184,7 @@ class _Identified(msgspec.Struct):
 
 def make_scheduler(config: EngineConfig, pages: tuple[int, ...], times: StepTimes | None = None) -> Scheduler:
     """The scheduler, once the pools are sized and the ranks are ready."""
-    folder = Path(config.model)
-    encoders = read_media(folder, language_model_only=config.language_model_only)
-    return Scheduler(config, config.kv_groups, pages, times, encoders)
+    return Scheduler(config, config.kv_groups, pages, times, read_media(config))
 
 
 def collect_rarely() -> None:

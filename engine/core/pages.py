@@ -23,8 +23,8 @@ class PagePool:
         self.idle = 0
         self._free = list(range(pages - 1, 0, -1))
         self.holders = [0] * pages  # sequences that hold each page
-        self._kept = [0] * pages  # how often the prefix cache keeps it
-        self._not_finite: set[int] = set()
+        self._cached = [0] * pages  # how often the prefix cache keeps each page
+        self.not_finite: set[int] = set()  # that may hold NaN, which masking does not contain: 0 x NaN is NaN
 
     @property
     def free(self) -> int:
@@ -54,7 +54,7 @@ class PagePool:
         """Each of these pages, held or kept, has one more holder."""
         for page in pages:
             if not self.holders[page]:
-                assert self._kept[page], page
+                assert self._cached[page], page
                 self.idle -= 1
             self.holders[page] += 1
 
@@ -64,7 +64,7 @@ class PagePool:
             assert self.holders[page] > 0, page
             self.holders[page] -= 1
             if not self.holders[page]:
-                if self._kept[page]:
+                if self._cached[page]:
                     self.idle += 1
                 else:
                     self._free.append(page)
@@ -74,16 +74,16 @@ class PagePool:
     def keep(self, pages: Iterable[int]) -> None:
         """The cache keeps these pages, which are held, or kept already."""
         for page in pages:
-            assert self.holders[page] or self._kept[page], page
-            self._kept[page] += 1
+            assert self.holders[page] or self._cached[page], page
+            self._cached[page] += 1
 
     def drop(self, pages: Iterable[int]) -> int:
         """The cache keeps each page once less; returns how many became free."""
         before = len(self._free)
         for page in pages:
-            assert self._kept[page] > 0, page
-            self._kept[page] -= 1
-            if not self._kept[page] and not self.holders[page]:
+            assert self._cached[page] > 0, page
+            self._cached[page] -= 1
+            if not self._cached[page] and not self.holders[page]:
                 self.idle -= 1
                 self._free.append(page)
         return len(self._free) - before
@@ -94,14 +94,10 @@ class PagePool:
 
     # -- pages that may hold NaN
 
-    def note_not_finite(self, pages: Iterable[int]) -> None:
-        """These pages may hold NaN. Masking does not contain it: 0 x NaN is NaN."""
-        self._not_finite.update(pages)
-
     def take_not_finite(self, pages: Iterable[int]) -> list[int]:
         """The pages among these that must be zeroed before use; from now on they count as clean."""
-        dirty = [page for page in pages if page in self._not_finite]
-        self._not_finite.difference_update(dirty)
+        dirty = [page for page in pages if page in self.not_finite]
+        self.not_finite.difference_update(dirty)
         return dirty
 
 

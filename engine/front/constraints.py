@@ -41,7 +41,7 @@ class Constraints(NamedTuple):
         thought = Thought.forced if thinking else Thought.none
         if markers.open_thought(prompt) is not None:
             thought = Thought.begun
-        free = self.choice.mode == "none" or (self.ours and self.arguments == "off")  # nothing is to be said about calls
+        free = self.choice.mode == "none" or (self.unrequested and self.arguments == "off")  # nothing is to be said about calls
         if free or not self.tools:
             return None if self.answer is None else Grammar(grammar(markers, self.answer, thought))
         names = self.tools.names if self.choice.names is None else self.choice.names
@@ -69,7 +69,7 @@ class Constraints(NamedTuple):
         return ThoughtBudget(self.budget, markers.begin_thought, markers.end_thought, label, begin_call, open_label)
 
     @property
-    def ours(self) -> bool:
+    def unrequested(self) -> bool:
         """Nothing of the grammar was asked for: it only helps the model to write calls well."""
         return self.choice.mode == "auto" and self.choice.names is None and self.answer is None and not self.tools.strict
 
@@ -77,4 +77,4 @@ class Constraints(NamedTuple):
         """The same with less of calls' arguments kept; None: what is left was asked for."""
         if self.arguments == "strict":
             return self._replace(arguments="names")
-        return self._replace(arguments="off") if self.ours and self.arguments == "names" else None
+        return self._replace(arguments="off") if self.unrequested and self.arguments == "names" else None

@@ -85,7 +85,7 @@ def _changed(schema: Any, change: Callable[[JsonObject], JsonObject]) -> Any:
     for key in schema.keys() - _VALUES:
         inner = schema[key]
         named = key in SCHEMAS_BY_NAME and isinstance(inner, Mapping)
-        kept[key] = {name: _changed(each, change) for name, each in inner.items()} if named else _changed(inner, change)
+        kept[key] = {name: _changed(subschema, change) for name, subschema in inner.items()} if named else _changed(inner, change)
     return change(kept)
 
 

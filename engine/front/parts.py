@@ -40,7 +40,7 @@ Part = Content | Reasoning | ToolCallStart | Arguments
 
 def joined(parts: Iterable[Part]) -> list[Part]:
     """The same parts; neighbours of one kind are one part. Between the arguments of two calls a ToolCallStart stands."""
-    made: list[Part] = []
+    made = []
     for _, group in groupby(parts, type):
         run = list(group)
         first = run[0]

@@ -43,10 +43,10 @@ class ChatTemplate:
         """Whether the model thinks where a request does not say."""
         hello = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
         try:
-            unsaid, on, off = (self._template.render(self._tokens, **hello, **switches) for switches in _THINKING)
+            default, on, off = (self._template.render(self._tokens, **hello, **switches) for switches in _THINKING)
         except _FAULTS:
             return False  # it says so again, and to whom it concerns, when there is a conversation
-        return unsaid == on != off
+        return default == on != off
 
     def render(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **switches: bool

@@ -45,7 +45,7 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add; may be empty. An id that the vocabulary lacks shows as U+FFFD."""
-        out: list[str] = []
+        out = []
         for token_id in token_ids:
             if token_id in self._skipped:
                 continue
@@ -179,7 +179,7 @@ class TextProcessor:
 
     def _tokenize(self, text: str, param: str, most: int, sentinel: str = "") -> list[int]:
         """Cuts `text` at its control tokens, takes the sentinel out of the rest and tokenizes that as plain text."""
-        ids: list[int] = []
+        ids = []
         for plain, control in self._pieces_of(text):
             if plain:
                 ids += self._plain(plain.replace(sentinel, ""), param, most)
@@ -256,7 +256,7 @@ def template_source(folder: Path, instead: Path | None) -> str | None:
 
 def _named_tokens(settings: JsonObject) -> dict[str, str]:
     """The `*_token` entries of tokenizer_config.json, strings or serialized AddedTokens. CheckpointError: another object."""
-    named: dict[str, str] = {}
+    named = {}
     for name, value in settings.items():
         if not name.endswith("_token"):
             continue

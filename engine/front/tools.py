@@ -93,7 +93,7 @@ def _check_parameters(parameters: Any, where: str) -> None:
     if str(parameters.get("type") or "object").lower() != "object":
         raise _wrong(f"{where}.type", f"must be 'object', not {_shown(parameters['type'])}")
     left: list[tuple[str, Any]] = [(where, parameters)]
-    seen: set[int] = set()
+    seen = set()
     while left:
         where, schema = left.pop()
         if id(schema) not in seen:

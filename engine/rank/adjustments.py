@@ -84,8 +84,8 @@ class Adjustments:
 
     def _counts(self, admission: Admission) -> np.ndarray:
         """Count the admission's tokens: int16 [n] as in the table, IN_PROMPT set for those of the prompt."""
-        mine = np.asarray(admission.tokens, np.int64) - self.ids.start
-        parts = np.split(mine, [admission.prompt])
+        local = np.asarray(admission.tokens, np.int64) - self.ids.start
+        parts = np.split(local, [admission.prompt])
         prompt, generated = (part[(part >= 0) & (part < len(self.ids))] for part in parts)
         counts = np.minimum(np.bincount(generated, minlength=len(self.ids)), MOST_COUNTED)
         counts[prompt] |= IN_PROMPT
@@ -94,8 +94,8 @@ class Adjustments:
     def _bits(self, ids: Sequence[int]) -> np.ndarray:
         """Returns this rank's words of a mask that allows `ids`, int32 [words]."""
         bits = np.zeros(32 * len(self._words), np.bool_)
-        mine = np.asarray(ids, np.int64) - 32 * self._words.start
-        bits[mine[(mine >= 0) & (mine < len(bits))]] = True
+        local = np.asarray(ids, np.int64) - 32 * self._words.start
+        bits[local[(local >= 0) & (local < len(bits))]] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def set_masks(self, step: int, slots: np.ndarray, bits: np.ndarray, after: DeviceEvent | None = None) -> None:
@@ -109,8 +109,8 @@ class Adjustments:
         if not len(slots):
             return
         rows, mask_rows = next(self._staging)
-        rows, mine = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
-        rows.numpy()[:, : mine.shape[1]] = mine  # behind the vocabulary's end there is nothing to allow
+        rows, local = rows[: len(slots)], bits[:, self._words.start : self._words.stop]
+        rows.numpy()[:, : local.shape[1]] = local  # behind the vocabulary's end there is nothing to allow
         table = mask_rows.numpy()
         table[:, 0] = _NO_STEP
         table[owners, 0], table[owners, 1] = np.int64(step).astype(np.int32), first  # the low word, as in a plan's header

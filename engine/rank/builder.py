@@ -115,8 +115,8 @@ def _drafter(config: EngineConfig, model: Model, source: str) -> Assistant | Non
 def _encoders(config: EngineConfig, model: Model, source: str) -> dict[MediaKind, MediaEncoder]:
     """Load what the model's checkpoint has for media, whole on every rank; source: what fills it."""
     folder = Path(config.model)
-    made: dict[MediaGeometry, MediaEncoder] = {}
-    shapes = read_media(folder, language_model_only=config.language_model_only)
+    made = {}
+    shapes = read_media(config)
     for shape in dict.fromkeys(shapes.values()):
         tensors = ENCODER_TENSORS[type(shape)]
         encoder = made[shape] = _ENCODERS[type(shape), shape.unified](shape, model.dtype, model.device)

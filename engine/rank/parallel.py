@@ -8,9 +8,8 @@ A group of one needs none of them. An all-reduce is also the barrier at boot: no
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -33,25 +32,20 @@ class Parallel(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, added in rank order: the same bits on every rank. May reuse `x`."""
-        ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`[..., n]` of every rank -> `[..., n * size]`, concatenated in rank order."""
-        ...
 
     def exchange_rows(self, x: Tensor) -> Tensor:
         """`[rows, n]` of every rank, rows a multiple of size -> `[size, rows / size, n]`: of every rank, the rows r with
         r mod size = this rank."""
-        ...
 
     def peer_memory(self, size: int) -> Sequence[Tensor] | None:
         """uint8 [size] of each rank, which all can write; None where there is none (one rank, or ranks on a CPU). Every rank calls
         it, at boot."""
-        ...
 
 
-@dataclass(frozen=True)
-class Inboxes:
+class Inboxes(NamedTuple):
     """One rank's end of the memory that ranks write into each other's."""
 
     allreduce: AllReduceInbox

@@ -178,7 +178,7 @@ class Runner:
             self.repeat(sizes, name, width)
 
     @torch.inference_mode()
-    def repeat(self, sizes: StepSizes, sampler: str = "argmax", width: int = 1) -> None:
+    def repeat(self, sizes: StepSizes, sampler: str, width: int) -> None:
         """Run the plan uploaded last eagerly, padded to `sizes` with decode rows of `width` tokens, and behind decode rows alone
         the drafts of the next step; on a GPU."""
         batch, hidden = self.forward_stage.padded(sizes, width)

@@ -101,10 +101,10 @@ class Sampler:
         2 + 2 alternatives], as `engine.protocol.PromptLogprobs` has them, of `ids`. The host waits for nothing."""
         rows, share = logits.shape
         first = self._parallel.rank * share
-        mine = ids - first
-        here = (mine >= 0) & (mine < share)
+        local = ids - first
+        here = (local >= 0) & (local < share)
         capped = cap(logits, self._softcap).masked_fill_(logits.isneginf(), -torch.inf)
-        own = capped.gather(1, mine.clamp(0, share - 1)[:, None]).masked_fill(~here[:, None], -torch.inf)
+        own = capped.gather(1, local.clamp(0, share - 1)[:, None]).masked_fill(~here[:, None], -torch.inf)
         best = capped.topk(alternatives)
         best_ids = (best.indices + first).float()  # an id is exact below 2^24
         parts = torch.cat([capped.logsumexp(-1, keepdim=True), own, best.values, best_ids], 1)
@@ -121,8 +121,8 @@ class Sampler:
         """Sample `rows` int64 [n] from their whole logits, into `chosen` and the token table."""
         capped = None if batch.capped is None else batch.capped[rows]
         batch = replace(batch, slots=batch.slots[rows], positions=batch.positions[rows], capped=capped)
-        mine, spare = logits[rows], -len(rows) % self._parallel.size
-        slices = self._parallel.exchange_rows(functional.pad(mine, (0, 0, 0, spare)) if spare else mine)
+        local, spare = logits[rows], -len(rows) % self._parallel.size
+        slices = self._parallel.exchange_rows(functional.pad(local, (0, 0, 0, spare)) if spare else local)
         taken = chosen[rows]
         tokens = filtered_tokens(scaled_rows(slices, batch, self._parallel.rank, self._vocabulary), batch, taken)
         drawn = self._parallel.all_gather(tokens[:, None].float())  # an id is exact below 2^24

@@ -82,7 +82,7 @@ def tool_runner(server: Server) -> None:
         asked_for.append(city)
         return RESULT
 
-    asked_for: list[str] = []
+    asked_for = []
     *_, last = api(server).beta.messages.tool_runner(**arguments(server, [QUESTION], tools=[get_weather]))
     expect((asked_for, said(last)), (["Paris"], ANSWER))
 

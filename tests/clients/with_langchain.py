@@ -45,7 +45,7 @@ def stream(server: Server) -> None:
 @case("bind_tools: call and result")
 def tools(server: Server) -> None:
     bound = model(server).bind_tools([get_weather])
-    asked: list[Any] = [HumanMessage(WEATHER)]
+    asked = [HumanMessage(WEATHER)]
     first = bound.invoke(asked)
     (call,) = first.tool_calls
     expect((call["name"], call["args"]), CALLED)

@@ -114,14 +114,14 @@ def required(server: Server) -> None:
 
 @case("tools: named")
 def named(server: Server) -> None:
-    choice: Any = {"type": "function", "function": {"name": "get_weather"}}
+    choice = {"type": "function", "function": {"name": "get_weather"}}
     message = chat(server, [{"role": "user", "content": "Hello"}], tools=[TOOL], tool_choice=choice).choices[0].message
     expect([call.function.name for call in message.tool_calls], ["get_weather"])
 
 
 @case("parse()")
 def parse(server: Server) -> None:
-    messages: Any = [{"role": "user", "content": ABOUT_ANNA}]
+    messages = [{"role": "user", "content": ABOUT_ANNA}]
     answer = api(server).chat.completions.parse(model=server.model, messages=messages, response_format=Person, temperature=0)
     expect(answer.choices[0].message.parsed, Person(name="Anna", city="Paris"))
 
@@ -141,7 +141,7 @@ def penalties(server: Server) -> None:
 
 @case("completions: prompts, echo, logprobs")
 def completions(server: Server) -> None:
-    asked: dict[str, Any] = {"model": server.model, "temperature": 0}
+    asked = {"model": server.model, "temperature": 0}
     answer = api(server).completions.create(prompt=["One two", "The old"], max_tokens=3, **asked)
     expect([choice.index for choice in answer.choices], [0, 1])
     echoed = api(server).completions.create(prompt="One two", max_tokens=1, echo=True, logprobs=1, **asked)
@@ -165,7 +165,7 @@ def responses_stream(server: Server) -> None:
 @case("responses: call and result")
 def responses_tools(server: Server) -> None:
     client = api(server)
-    asked: list[Any] = [{"role": "user", "content": WEATHER}]
+    asked = [{"role": "user", "content": WEATHER}]
     first = client.responses.create(model=server.model, input=asked, tools=[RESPONSES_TOOL], temperature=0)
     (call,) = (item for item in first.output if item.type == "function_call")
     expect(read(call), CALLED)

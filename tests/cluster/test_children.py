@@ -70,7 +70,7 @@ def test_a_lifeline_ends_whatever_was_left_unread(unread: bool) -> None:
 def test_children_that_no_signal_ends_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held by a driver that hangs, all of them share the bound, and are named."""
 
-    waits: list[float] = []
+    waits = []
 
     class Held(Child):
         def __init__(self, name: str) -> None:

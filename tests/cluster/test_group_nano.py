@@ -13,7 +13,7 @@ from cluster import group as group_module
 from cluster.group import Group
 from engine.config import EngineConfig, engine_config
 from engine.errors import EngineDead
-from engine.lifeline import RanksReady, StepTimes
+from engine.lifeline import RanksReady
 from engine.protocol import AbortReason, SamplingParams
 from tests.support.engine.drive import hashes, still
 from tests.support.engine.faulty_rank import faulty
@@ -98,7 +98,7 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig, monkeypa
             return at_first
 
     config = msgspec.structs.replace(config, tpot_target_ms=0.001, prefill_budget=256, max_seqs=4, max_len=1024)
-    told: list[StepTimes | None] = []
+    told = []
     monkeypatch.setattr(group_module, "RanksReady", lambda times: told.append(times) or RanksReady(times))
     group = Group.boot(config)
     (times,) = told

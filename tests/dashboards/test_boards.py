@@ -99,7 +99,7 @@ def test_structure(board: dict[str, Any]) -> None:
 )
 def test_a_planted_fault_of_structure_is_caught(path: tuple[str | int, ...], value: object, why: str) -> None:
     """A duplicate id, an overlap, a panel without words and a fixed datasource are each reported."""
-    board: Any = committed()[0]
+    board = committed()[0]
     node = board
     for step in path[:-1]:
         node = node[step]

@@ -216,7 +216,7 @@ def listing(nodes: list[list[dict[str, object]]]) -> list[dict[str, object]]:
 def test_the_endpoint_over_loopback(host: str) -> None:
     """/targets is JSON, an empty list when there is nobody; /ray lists nodes, or 503; /metrics is an exposition; all else 404."""
     registry = ReplicaRegistry()
-    nodes: list[list[dict[str, object]]] = []
+    nodes = []
     server = DiscoveryServer(registry, host, 0, lambda: listing(nodes))
     base = server.url.removesuffix("/targets")
     assert fetch(server.url) == (200, "application/json", "[]")

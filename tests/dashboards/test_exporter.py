@@ -303,7 +303,7 @@ def test_buckets_resolve_what_gemma_does() -> None:
 @pytest.mark.parametrize("host", LOOPBACKS)
 def test_a_scrape_over_loopback_and_the_engines_end(host: str) -> None:
     """The port is ours alone, shows engine_up 0 after the end, and is free again after close."""
-    exporter = exporter_after(EngineFailed("rank 1 was killed"))
+    exporter = exporter_after(EngineFailed())
     url = exporter.serve(host, 0)
     assert urlsplit(url).hostname == host
     with urllib.request.urlopen(url, timeout=5) as reply:

@@ -202,7 +202,7 @@ def test_an_address_may_hold_so_many_connections(tmp_path: Path, monkeypatch: py
 
     for limit in ("3", ""):
         monkeypatch.setenv("QUARTET_CONNECTIONS_PER_ADDRESS", limit)
-        held: list[socket.socket] = []
+        held = []
         with haproxy(tmp_path, free_port(), tmp_path) as url:
             wait(lambda url=url, held=held: taken(url, held) and len(held) == 3, 20)  # the first may meet the probe's connection
             assert [taken(url, held) for _ in range(3)] == [not limit] * 3
@@ -294,7 +294,7 @@ def whole_request(connection: socket.socket) -> bool:
 def silent_server(*, closes: bool, answers: int = 0) -> Iterator[int]:
     """A port that gives so many answers in all; connections are closed once another request has come, or never answered."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        kept: list[socket.socket] = []
+        kept = []
         left = iter(range(answers))
 
         def accept() -> None:

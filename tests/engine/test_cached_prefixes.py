@@ -50,7 +50,7 @@ class Asked:
         """The same of several at once."""
         before = self.scheduler.requests.counters.hit_tokens
         params = SamplingParams(max_tokens=count, logprobs=5)
-        given: dict[int, list[tuple[int, Logprobs]]] = {}
+        given = {}
         for prompt in prompts:
             self._count += 1
             given[self._count] = []

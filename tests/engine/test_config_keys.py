@@ -51,8 +51,8 @@ def raw(member: str) -> dict[str, Any]:
 
 def read_keys() -> tuple[set[str], set[str]]:
     """(keys of the text part, keys of the whole) that the geometry is made of, over all members."""
-    text: set[str] = set()
-    outer: set[str] = set()
+    text = set()
+    outer = set()
     for member in SHAPES:
         whole = raw(member)
         whole["text_config"] = Recorded(whole["text_config"], text)

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from engine.audio_geometry import AudioGeometry
+from engine.audio_geometry import AudioGeometry, read_audio
 from engine.errors import InvalidRequest
-from engine.media_geometry import read_media
 from engine.protocol import MediaItem
 from tests.conftest import Nano
 
@@ -16,7 +15,7 @@ ROWS = MediaItem(1, 3, bytes(32), (), "audio", (3, 640), bytes(4 * 3 * 640))
 
 
 def encoder(nano: Nano, member: str) -> AudioGeometry:
-    geometry = read_media(nano(member))["audio"]
+    geometry = read_audio(nano(member))
     assert isinstance(geometry, AudioGeometry)
     return geometry
 

@@ -256,7 +256,7 @@ def test_a_hash_belongs_to_its_step_whenever_it_is_read() -> None:
     try:
         while not block.read(0).finished:
             assert writer.poll() is None
-        seen: dict[int, int] = {}
+        seen = {}
         deadline = time.monotonic() + 30
         while len(seen) <= 1000:
             seen |= block.read(0).hashes

@@ -1,7 +1,6 @@
 """Encoders on a stream of their own: the rows of the steps' stream, bit for bit, and steps that go on meanwhile."""
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def test_captured_layers(member: str) -> None:
     captured = model._captured
     assert captured is not None
     read = captured._rows  # by the graphs
-    captured._rows = replace(read, starts=read.starts.clone())
+    captured._rows = read._replace(starts=read.starts.clone())
     assert error(model, batches, right) > 1e-3
     captured._rows = read
 

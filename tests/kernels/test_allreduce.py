@@ -129,7 +129,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
     for group in groups:
         group.timeout_s = 0.2
     started = time.monotonic()
-    errors: list[str] = []
+    errors = []
 
     def come(group: MappedCollectives) -> None:
         try:

@@ -89,7 +89,7 @@ def check_nodes(module: str, target: Target) -> list[Node]:
 
 def linear_nodes(target: Target) -> Iterator[Node]:
     """Each tile of the table once, in the first shape that names it, and some again where no tile divides the sizes."""
-    seen: dict[tuple[Tile, bool], GemmShape] = {}
+    seen = {}
     for shape, tiles in TABLE.items():
         for tile in tiles.values():
             seen.setdefault((tile, shape.gated), shape)

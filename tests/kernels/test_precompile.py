@@ -49,7 +49,7 @@ def _everything(
 @pytest.fixture
 def hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether each compilation found its result in the cache, which is empty at first."""
-    found: list[bool] = []
+    found = []
     active = triton.runtime.driver
     monkeypatch.setattr(active, "_active", Driver())
     with triton.knobs.cache.scope(), triton.knobs.compilation.scope():

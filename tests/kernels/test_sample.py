@@ -39,7 +39,7 @@ def reference(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
     if top_k:
         order = [index for index in order if scaled[index] >= scaled[order[min(top_k, len(order)) - 1]]]
     mass = sum(math.exp(scaled[index]) for index in order)
-    kept: list[int] = []
+    kept = []
     for index in order:
         kept.append(index)
         if sum(math.exp(scaled[each]) for each in kept) / mass >= top_p:

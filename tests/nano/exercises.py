@@ -51,7 +51,7 @@ def training(skill: str, draw: Draw) -> Exercise:
 
 def exam(skill: str, draw: Draw, size: int) -> list[Exercise]:
     """`size` different held-out conversations. ValueError when the skill has not so many."""
-    found: dict[str, Exercise] = {}
+    found = {}
     for _ in range(100 * size):
         exercise = _drawn(skill, draw, held_out=True)
         found.setdefault(repr(exercise.messages), exercise)

@@ -68,7 +68,7 @@ def vocabulary() -> tuple[dict[str, int], tuple[_Pair, ...]]:
 
 def _words() -> Counter[tuple[str, ...]]:
     """Training words, a leading space included; a capital begins a word, and letters merge with letters only."""
-    found: Counter[tuple[str, ...]] = Counter()
+    found = Counter()
     cut = re.compile(rf"{SPACE}?[A-Z]?[a-z]+|{SPACE}?[A-Z]|[0-9]|\n+|{SPACE}+|[^A-Za-z0-9{SPACE}\n]+")
     texts = ((PROSE, 1), (" ".join(EXERCISES.split()), EXERCISES_WEIGHT), (" " + " ".join(WORDS.split()), COMMON_WEIGHT))
     for text, weight in texts:
@@ -79,10 +79,10 @@ def _words() -> Counter[tuple[str, ...]]:
 
 def _learn(words: Counter[tuple[str, ...]], alphabet: list[str], room: int) -> tuple[list[_Pair], list[str]]:
     """Byte-pair merges, most frequent first (ties by the pair's own order), until `room` pieces exist."""
-    merges: list[_Pair] = []
+    merges = []
     pieces = dict.fromkeys(alphabet)
     while len(pieces) < room:
-        counts: Counter[_Pair] = Counter()
+        counts = Counter()
         for word, count in words.items():
             for pair in pairwise(word):
                 counts[pair] += count
@@ -95,7 +95,7 @@ def _learn(words: Counter[tuple[str, ...]], alphabet: list[str], room: int) -> t
 
 def _merged(word: tuple[str, ...], pair: _Pair) -> tuple[str, ...]:
     """`word` with each occurrence of `pair`, from the left, joined."""
-    joined: list[str] = []
+    joined = []
     for piece in word:
         if joined and (joined[-1], piece) == pair:
             joined[-1] += piece

@@ -35,7 +35,7 @@ _SHARDS = 3
 def write(shape: ModelShape, out: Path, values: Values, dtype: str) -> None:
     """Writes model-0000i-of-0000n.safetensors and model.safetensors.index.json of `shape` into `out`."""
     shards = list(_split(list(tensors(shape))))
-    where: dict[str, str] = {}
+    where = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(out / name, shard, values, dtype)
@@ -83,7 +83,7 @@ def to_bfloat16(values: Array) -> npt.NDArray[np.uint16]:
 def _split(every: list[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive runs of about equal size."""
     share = sum(math.prod(tensor.shape) for tensor in every) / _SHARDS
-    run: list[Tensor] = []
+    run = []
     filled = 0
     for tensor in every:
         run.append(tensor)

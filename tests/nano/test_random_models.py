@@ -70,7 +70,7 @@ def logits(model: transformers.PreTrainedModel, ids: torch.Tensor) -> torch.Tens
 @torch.no_grad()
 def residual_rms(model: transformers.PreTrainedModel) -> float:
     """Root mean square of the residual stream behind the last layer."""
-    seen: list[float] = []
+    seen = []
     last = model.model.language_model.layers[-1]
     hook = last.register_forward_hook(lambda _m, _i, out: seen.append(out.pow(2).mean().sqrt().item()))
     model(prompt())
@@ -158,7 +158,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def shard_tensors(folder: Path) -> dict[str, str]:
     """Name -> dtype over all shards; fails if a name occurs twice or not where the index says."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    found: dict[str, str] = {}
+    found = {}
     for shard in sorted(set(index.values())):
         with safe_open(folder / shard, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)

@@ -78,7 +78,7 @@ def test_a_reply_sent_back_is_the_reply(skill: str, member: str) -> None:
         called += 1
         assert not answer
         sent = [AskedCall(name, arguments, "").message(number) for number, (name, arguments) in enumerate(calls)]
-        message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": sent}
+        message = {"role": "assistant", "content": "", "tool_calls": sent}
         if thought:
             message["reasoning_content"] = thought
         result = {"role": "tool", "tool_call_id": "call_0", "content": "?"}

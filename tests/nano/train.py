@@ -121,7 +121,7 @@ class ExampleBuilder:
 def pack(examples: Iterator[TrainingExample]) -> tuple[Batch, TrainingExample | None]:
     """Examples side by side; one that does not fit begins the next row. Also the example that no row had room for."""
     ids, owner, graded = (np.zeros((ROWS, ROW), np.int32) for _ in range(3))
-    marks: list[int] = []
+    marks = []
     row = column = 0
     for example in examples:
         assert len(example.ids) <= ROW, len(example.ids)
@@ -223,7 +223,7 @@ def timed(data: Any, seconds: float, workers: int) -> Iterator[tuple[int, float,
     import torch
 
     began = time.monotonic()
-    batches: Any = torch.utils.data.DataLoader(data, batch_size=None, sampler=count(), num_workers=workers)
+    batches = torch.utils.data.DataLoader(data, batch_size=None, sampler=count(), num_workers=workers)
     for step, batch in enumerate(batches):
         done = (time.monotonic() - began) / seconds
         if done >= 1:
@@ -277,8 +277,8 @@ def train(member: str, out: Path, *, seed: int, device: str, steps: int, workers
     asked = builder.exam(EXAM)
     known = np.array([example.mark for examples in asked.values() for example in examples])
     trainer = Trainer(shape, seed, device)
-    data: Any = Batches(builder, seed)
-    batches: Any = torch.utils.data.DataLoader(data, batch_size=None, sampler=range(steps), num_workers=workers)
+    data = Batches(builder, seed)
+    batches = torch.utils.data.DataLoader(data, batch_size=None, sampler=range(steps), num_workers=workers)
     began, seen, overlap = time.monotonic(), 0, 0
     for step, batch in enumerate(batches):
         loss = trainer.step(batch, rate(step / steps))

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from operator import eq
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
@@ -66,7 +65,7 @@ def test_a_hundred_turns(tmp_path: Path) -> None:
     """An agent's: a question, two calls or more, their results, the answer; begun anew when the context is full. Each reply is the
     same without drafts, every other one sampled; the replica's memory stays, and no page is held at the end."""
     rng, tools = random.Random(SEED), [tool.declared() for tool in LOOKUPS]
-    messages: list[Any] = []
+    messages = []
     accepted = tokens = conversations = 0
     with served(tmp_path, "auto") as (stack, client):
         for turn in range(TURNS):

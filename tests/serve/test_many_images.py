@@ -66,7 +66,7 @@ async def gaps(client: httpx.AsyncClient) -> list[float]:
 
 async def streams(client: httpx.AsyncClient, until: asyncio.Task[Any] | None = None) -> list[float]:
     """Of STREAMS at once, and again until then."""
-    all_gaps: list[float] = []
+    all_gaps = []
     while True:
         all_gaps += chain.from_iterable(await asyncio.gather(*(gaps(client) for _ in range(STREAMS))))
         if until is None or until.done():

@@ -51,7 +51,7 @@ def counted(stack: Stack) -> dict[str, float]:
 def body(rng: random.Random, *, slow: bool) -> dict[str, Any]:
     """One request: short or long, whole or streamed, one choice or two; a slow reader's is large."""
     words = " ".join(rng.choices(["tell", "me", "a", "tiny", "story", "about", "rivers"], k=rng.randint(1, 60)))
-    asked: dict[str, Any] = {"model": "nano-31b", "messages": [{"role": "user", "content": words}], "ignore_eos": True}
+    asked = {"model": "nano-31b", "messages": [{"role": "user", "content": words}], "ignore_eos": True}
     if slow:
         return asked | {"max_tokens": 200, "stream": True, "logprobs": True, "top_logprobs": 20}
     return asked | {"max_tokens": rng.randint(1, 24), "stream": rng.random() < 0.7, "n": rng.choice([1, 1, 1, 2])}

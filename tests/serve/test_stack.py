@@ -80,7 +80,7 @@ def test_openais_client_is_answered(stack: Stack) -> None:
             )
         )
         whole = client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, max_tokens=24)
-        elsewhere: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
+        elsewhere = [{"role": "user", "content": "What is 2 + 2?"}]
         other = client.chat.completions.create(model=MODEL, messages=elsewhere, temperature=0, max_tokens=24)
         text = client.completions.create(model=MODEL, prompt="One two", max_tokens=5, temperature=0, logprobs=1)
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -158,7 +158,7 @@ WEATHER: Any = {
 
 def test_openais_client_drives_a_tool_loop(stack: Stack) -> None:
     """A question, the model's call, the tool's result, the model's answer from it; with another result the answer differs."""
-    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     with api(stack) as client:
         first = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0).choices[0]
         assert first.finish_reason == "tool_calls"
@@ -188,7 +188,7 @@ CITY = {
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_reply_keeps_its_schema(stack: Stack, thinking: bool) -> None:
     """response_format json_schema, greedy: valid, a thought before it where it was asked for, and the same streamed and whole."""
-    asked: dict[str, Any] = {
+    asked = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
         "temperature": 0,
@@ -207,7 +207,7 @@ def test_a_reply_keeps_its_schema(stack: Stack, thinking: bool) -> None:
 
 def test_a_thought_has_a_budget(stack: Stack) -> None:
     """thinking_token_budget, without a form: the thought is so many tokens of the one without a budget, and an answer follows."""
-    question: list[Any] = [{"role": "user", "content": "Add 472 and 389."}]
+    question = [{"role": "user", "content": "Add 472 and 389."}]
 
     def asked(client: openai.OpenAI, budget: int | None) -> ChatCompletion:
         extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": budget}
@@ -233,7 +233,7 @@ def test_drafts_change_no_call(stack: Stack) -> None:
     asked = [exercise for exercise in asked if exercise.reply.count("<tool_call|>") == 2][::2]
 
     def compared(client: openai.OpenAI, exercise: Exercise) -> tuple[StreamedChat, int]:
-        more: dict[str, Any] = {"messages": exercise.messages, "tools": exercise.tools, "thinking": exercise.thinking}
+        more = {"messages": exercise.messages, "tools": exercise.tools, "thinking": exercise.thinking}
         return same_without_drafts(client, model=MODEL, temperature=0, max_tokens=160, **more)
 
     with api(stack) as client, ThreadPoolExecutor(4) as pool:
@@ -402,7 +402,7 @@ def test_no_other_stack_answers_for_it(stack: Stack, tmp_path: Path) -> None:
     """
     (tmp_path / "keys").write_text(f"{sha256(b'secret').hexdigest()} alice\n")
     keyed = Stack(tmp_path, args={"tp": 1, "keys": {"file": str(tmp_path / "keys")}})
-    statuses: Counter[int] = Counter()
+    statuses = Counter()
     over = Event()
 
     def ask_without_key() -> None:

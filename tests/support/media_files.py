@@ -40,7 +40,7 @@ def film(frames: Sequence[Any], codec: str, form: str, rate: int = 24, times: Se
     """Of uint8 [height, width, 3]; both sides are even. `times`: theirs in ms, none: those of the rate."""
     stream = io.BytesIO()
     with av.open(stream, "w", format=form) as container:
-        track: Any = container.add_stream(codec, rate=rate, options={"threads": "1", **options})
+        track = container.add_stream(codec, rate=rate, options={"threads": "1", **options})
         track.height, track.width, track.pix_fmt = *frames[0].shape[:2], "yuv420p"
         for at, pixels in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")

@@ -60,8 +60,8 @@ def ends_without_waiting(ptx: str) -> bool:
 
 def narrow_products(ptx: str, names: Sequence[str], argument: str) -> list[str]:
     """32-bit products and shifts of what was loaded from `argument`: an offset that must be 64-bit is made of it."""
-    tainted: set[str] = set()
-    found: list[str] = []
+    tainted = set()
+    found = []
     for line, access in _annotated(ptx, names):
         registers = _REGISTER.findall(line)
         if access is not None and access.op.startswith("ld") and argument in access.arguments:
@@ -76,7 +76,7 @@ def narrow_products(ptx: str, names: Sequence[str], argument: str) -> list[str]:
 
 def _annotated(ptx: str, names: Sequence[str]) -> Iterator[tuple[str, Access | None]]:
     """Each line, and what it accesses. Registers carry the arguments that they were computed from, in the order of the text."""
-    sources: dict[str, frozenset[str]] = {}
+    sources = {}
     early = True
     for line in _lines(ptx):
         early = early and WAIT not in line

@@ -180,7 +180,7 @@ def floors(modules: dict[str, str], package: str) -> int:
 
 def _imported_rooms(modules: dict[str, str], package: str) -> dict[str, set[str]]:
     """The other rooms that each room imports."""
-    imported: dict[str, set[str]] = {}
+    imported = {}
     for module, source in modules.items():
         room = _room(module, package)
         targets = {_room(item.target, package) for item in imports(source, module) if item.within(package)}
@@ -278,7 +278,7 @@ def may_match(source: str, expression: str) -> bool:
 
 def repeated(names: Iterable[tuple[str, str]]) -> list[str]:
     """`name stands in a, b` for each of the (name, place) pairs whose name stands in several places."""
-    places: dict[str, list[str]] = {}
+    places = {}
     for name, place in names:
         places.setdefault(name, []).append(place)
     return [f"{name} stands in {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]

@@ -43,7 +43,7 @@ def code_size(source: str) -> CodeSize:
 
 def _without_parts(tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
     """The tokens, an f-string's as one."""
-    begun: list[tokenize.TokenInfo] = []
+    begun = []
     for token in tokens:
         kind = tokenize.tok_name[token.type]
         if kind == "FSTRING_START":

@@ -256,8 +256,8 @@ def _call(block: ContentBlock, where: str) -> PastCall:
 
 def _client_messages(role: str, blocks: list[ContentBlock], where: str) -> list[ChatMessage]:
     """Results first; a turn that is nothing but results has no message of its own."""
-    results: list[ChatMessage] = []
-    parts: list[Part] = []
+    results = []
+    parts = []
     for index, block in enumerate(blocks):
         if block.type == "tool_result":
             results.append(_result(block, f"{where}[{index}]"))

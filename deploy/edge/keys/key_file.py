@@ -82,7 +82,7 @@ def read(settings: KeySettings) -> str:
 
 def parse(text: str) -> tuple[ApiKey, ...]:
     """The keys of all lines. ConfigError names the line and what is wrong, and quotes nothing: it may hold a key by mistake."""
-    keys: list[ApiKey] = []
+    keys = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:

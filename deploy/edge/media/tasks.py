@@ -12,7 +12,7 @@ import msgspec
 from deploy.edge.edge_settings import MediaSettings, SoftTokens
 from deploy.edge.side_pool import SidePool
 from engine.errors import InvalidRequest
-from engine.protocol import MediaKind
+from engine.protocol import FrozenStruct, MediaKind
 
 FRAMES_TYPE = "video/jpeg"  # frames in base64, with commas between them
 BUDGETS: tuple[int, ...] = get_args(SoftTokens)
@@ -32,7 +32,7 @@ class DecodeTask(MediaSettings, kw_only=True):
     row_samples: int = 0
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+class Prepared(FrozenStruct, kw_only=True):
     """A medium as MediaItem has it (`kind`, `shape`, `data`, `digest`), and `text`, which stands for it in the prompt.
 
     `runs`: of soft tokens in the text. Each is a span or, of audio, a clip: `clips` are their rows.
@@ -44,7 +44,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     text: str
     runs: int
-    clips: tuple[int, ...] = ()
+    clips: tuple[int, ...]
 
 
 CPU_S: dict[MediaKind, int] = {"image": 2, "video": 10, "audio": 10}  # that a process may take

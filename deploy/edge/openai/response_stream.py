@@ -74,7 +74,7 @@ class ResponseObject(BlockFormat):
     def opened(self, block: ReplyBlock) -> bytes:
         """The item, empty yet, and the one part of its content."""
         kind = f"response.{_EVENTS[block.kind]}.delta".encode()
-        where = encode(self._place(block))[1:-1]
+        where = encode(self._event_location(block))[1:-1]
         self._delta = b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%%d,"delta":%%b}\n\n' % (kind, kind, where)
         item = self._item(block, "in_progress") | ({} if block.kind == "call" else {"content": []})
         added = self._event("response.output_item.added", output_index=block.index, item=item)
@@ -100,18 +100,18 @@ class ResponseObject(BlockFormat):
         return event(kind, sequence_number=next(self._sequence), **fields)
 
     def _done_event(self, block: ReplyBlock, **fields: object) -> bytes:
-        return self._event(f"response.{_EVENTS[block.kind]}.done", **self._place(block), **fields)
+        return self._event(f"response.{_EVENTS[block.kind]}.done", **self._event_location(block), **fields)
 
-    def _place(self, block: ReplyBlock) -> JsonObject:
+    def _event_location(self, block: ReplyBlock) -> JsonObject:
         """What all events of a block say of where they belong."""
-        return self._where(block) | ({"logprobs": []} if block.kind == "text" else {})
+        return self._location(block) | ({"logprobs": []} if block.kind == "text" else {})
 
-    def _where(self, block: ReplyBlock) -> JsonObject:
+    def _location(self, block: ReplyBlock) -> JsonObject:
         item = {"item_id": self._item_id(block), "output_index": block.index}
         return item if block.kind == "call" else item | {"content_index": 0}
 
     def _part_event(self, what: str, block: ReplyBlock, text: str) -> bytes:
-        return self._event(f"response.content_part.{what}", **self._where(block), part=_part(block, text))
+        return self._event(f"response.content_part.{what}", **self._location(block), part=_part(block, text))
 
     def _item_id(self, block: ReplyBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self._number}{block.index:02x}"

@@ -59,15 +59,12 @@ class AttentionPart(Protocol):
     def prepare(self, block: RowBlock) -> Any:
         """Make what `attend` needs, once a step that has such rows. Of decode rows it asks the host nothing, so that a graph can
         hold it."""
-        ...
 
     def attend(self, rows: LayerRows, plan: Any) -> None:
         """Compute the attention of a block's rows; their K and V go into their pages."""
-        ...
 
 
-@dataclass(frozen=True)
-class AttentionParts:
+class AttentionParts(NamedTuple):
     """What makes the parts of one backend on one rank. ConfigError: the backend has no kernels for a group.
 
     A backend's module has a function `parts(settings: PartSettings, *, download: bool) -> AttentionParts`.

@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ DECODE_ARGUMENTS = (*_ARGUMENTS, "max_seq_len", "backend")
 CONTEXT_ARGUMENTS = (*_ARGUMENTS, "max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv", "causal")
 
 
-@dataclass(frozen=True)
-class FlashInfer:
+class FlashInfer(NamedTuple):
     """FlashInfer's two entry points, and which of its kernels serve this GPU."""
 
     kernels: Kernels
@@ -161,8 +160,7 @@ class TrtllmDecode:
         call_decode(self._scratch, self._cache.group, q, pool, plan, rows.out.view(q.shape))
 
 
-@dataclass(frozen=True)
-class ChunkRows:
+class ChunkRows(NamedTuple):
     """A step's chunks. queries and keys int32 [chunks + 1]: running sums; longest: queries of the longest chunk."""
 
     rows: TableRows

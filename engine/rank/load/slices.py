@@ -77,8 +77,9 @@ def pieces(
         held = weights if rule.kind == "matrix" else PLAIN
         for layer in geometry.layers if "{i}" in rule.name else geometry.layers[:1]:
             axes = {"one": 1, **vars(geometry), **vars(layer), **tensors.sizes(geometry, layer)}
-            if all(axes[axis] for axis in (*rule.shape, rule.present)):
-                shape = tuple(axes[axis] for axis in rule.shape)
+            names = rule.shape.split()
+            if all(axes[axis] for axis in (*names, rule.present)):
+                shape = tuple(axes[axis] for axis in names)
                 cuts = _cuts(rule.part, shape, geometry, layer, rank, size)
                 for tensor in held.tensors:
                     name = tensors.published_name(rule.name.format(i=layer.index), geometry) + tensor.suffix

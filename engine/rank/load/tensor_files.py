@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,8 +17,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LISTED = 20  # wrong tensors named in one error
 
 
-@dataclass(frozen=True)
-class TensorHeader:
+class TensorHeader(NamedTuple):
     """Where a tensor lies, and what it is called and holds there."""
 
     path: Path

@@ -19,14 +19,14 @@ Kind = Literal["matrix", "embedding", "ple_table", "unpacked", "norm", "head_nor
 class Rule:
     """A checkpoint tensor (its name behind the model's prefix, which the head's has not; {i} is the layer) and where it goes.
 
-    shape: names of axes; part: the rank's share of it and its place in a merged parameter, see `slices`; kind: how a random one is
-    drawn, see `random_fill`. The parameter of a matrix, which may be packed unless it says otherwise, and of a table is a `Weight`.
-    A model or layer where an axis has size 0 is without it: one of its shape, or `present`.
+    shape: names of axes, apart by blanks; part: the rank's share of it and its place in a merged parameter, see `slices`; kind: how
+    a random one is drawn, see `random_fill`. The parameter of a matrix, which may be packed unless it says otherwise, and of a
+    table is a `Weight`. A model or layer where an axis has size 0 is without it: one of its shape, or `present`.
     """
 
     name: str
     parameter: str
-    shape: tuple[str, ...]
+    shape: str
     part: Part = "whole"
     kind: Kind = "matrix"
     present: str = "one"
@@ -34,7 +34,7 @@ class Rule:
 
 def norm_rule(name: str, parameter: str, size: str = "hidden", present: str = "one") -> Rule:
     """Returns the rule of a vector that every rank holds, drawn as norms are."""
-    return Rule(name, parameter, (size,), kind="norm", present=present)
+    return Rule(name, parameter, size, kind="norm", present=present)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from engine.rank.models.gemma4_weights import block_rules
 ORDER = "masked_embedding.token_ordering"  # int64 [vocab], ids by centroid: `assistant.OrderedHead` reads it itself
 
 _RULES = (
-    Rule("pre_projection.weight", "pre", ("hidden", "pair")),
-    Rule("post_projection.weight", "post", ("backbone", "hidden")),
-    Rule("model.embed_tokens.weight", "head.table.head", ("vocab", "hidden"), "vocab", "embedding", "dense"),
-    Rule("model.embed_tokens.weight", "head.weight", ("vocab", "hidden"), kind="unpacked", present="centroids"),
-    Rule("masked_embedding.centroids.weight", "head.centroids", ("centroids", "hidden")),
+    Rule("pre_projection.weight", "pre", "hidden pair"),
+    Rule("post_projection.weight", "post", "backbone hidden"),
+    Rule("model.embed_tokens.weight", "head.table.head", "vocab hidden", "vocab", "embedding", "dense"),
+    Rule("model.embed_tokens.weight", "head.weight", "vocab hidden", kind="unpacked", present="centroids"),
+    Rule("masked_embedding.centroids.weight", "head.centroids", "centroids hidden"),
     *block_rules("model.layers.{i}."),
     norm_rule("model.norm.weight", "norm"),
 )

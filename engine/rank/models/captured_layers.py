@@ -7,8 +7,8 @@ Rows behind the last picture belong to none: no picture's rows read them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ PICTURES, LAYERS = 4, 4  # of a batch, at most; of a graph
 SIZES = (*range(288, 2593, 288), *range(3168, CAPTURED_PATCHES + 1, 576))  # 2520 patches: a picture of the default budget, or less
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """What all layers know of a batch: cos and sin fp32 [T, head_dim / 2]; starts int32 [pictures + 1], first rows and the end;
     longest: patches of the largest picture."""
 

@@ -37,7 +37,7 @@ def load_encoder(model: Shard, tensors: TensorTable, folder: Path) -> None:
     `load`. A bound that is not there bounds nothing."""
     load(model, tensors, folder)
     by_name, _ = headers(folder, tensors, model.geometry)
-    scalars: dict[str, float] = {}
+    scalars = {}
     for name, header, file in by_file({name: header for name, header in by_name.items() if name.endswith(BOUNDS)}):
         bound = file.get_tensor(header.name).to(model.dtype)
         if bound.numel() != 1 or bound.isnan():

@@ -13,18 +13,18 @@ from engine.vision_geometry import PATCH, SIDE, VisionGeometry
 _B = "blocks.{i}."
 _T, _L, _E = "vision_tower.", "vision_tower.encoder.layers.{i}.", "vision_embedder."
 _VISION = (
-    Rule(_T + "patch_embedder.input_proj.weight", "patches", ("tower", "patch")),
-    Rule(_T + "patch_embedder.position_embedding_table", "positions", ("axes", "positions", "tower"), kind="unpacked"),
-    *(Rule(f"{_L}self_attn.{name}_proj.linear.weight", f"{_B}{name}.weight", ("heads", "hidden")) for name in "qkv"),
-    Rule(_L + "self_attn.o_proj.linear.weight", _B + "o.weight", ("hidden", "heads")),
-    *(Rule(f"{_L}self_attn.{name}_norm.weight", f"{_B}{name}_norm", ("head_dim",), kind="head_norm") for name in "qk"),
-    *(Rule(f"{_L}mlp.{name}_proj.linear.weight", f"{_B}{name}.weight", ("intermediate", "hidden")) for name in ("gate", "up")),
-    Rule(_L + "mlp.down_proj.linear.weight", _B + "down.weight", ("hidden", "intermediate")),
+    Rule(f"{_T}patch_embedder.input_proj.weight", "patches", "tower patch"),
+    Rule(f"{_T}patch_embedder.position_embedding_table", "positions", "axes positions tower", kind="unpacked"),
+    *(Rule(f"{_L}self_attn.{name}_proj.linear.weight", f"{_B}{name}.weight", "heads hidden") for name in "qkv"),
+    Rule(f"{_L}self_attn.o_proj.linear.weight", f"{_B}o.weight", "hidden heads"),
+    *(Rule(f"{_L}self_attn.{name}_norm.weight", f"{_B}{name}_norm", "head_dim", kind="head_norm") for name in "qk"),
+    *(Rule(f"{_L}mlp.{name}_proj.linear.weight", f"{_B}{name}.weight", "intermediate hidden") for name in ("gate", "up")),
+    Rule(f"{_L}mlp.down_proj.linear.weight", f"{_B}down.weight", "hidden intermediate"),
     *(norm_rule(f"{_L}{name}.weight", f"{_B}norms.{own}", "tower") for name, own in BLOCK_NORMS.items()),
-    *(norm_rule(_T + name, name, "standardized") for name in ("std_bias", "std_scale")),
-    Rule(_E + "patch_dense.weight", "dense.weight", ("embedder", "cell"), kind="unpacked"),
-    norm_rule(_E + "patch_dense.bias", "dense.bias", "embedder"),
-    Rule(_E + "pos_embedding", "positions", ("positions", "axes", "embedder"), kind="unpacked"),
+    *(norm_rule(f"{_T}{name}", name, "standardized") for name in ("std_bias", "std_scale")),
+    Rule(f"{_E}patch_dense.weight", "dense.weight", "embedder cell", kind="unpacked"),
+    norm_rule(f"{_E}patch_dense.bias", "dense.bias", "embedder"),
+    Rule(f"{_E}pos_embedding", "positions", "positions axes embedder", kind="unpacked"),
     *(
         norm_rule(f"{_E}{norm}.{name}", f"{own}.{name}", size)
         for norm, own, size in (
@@ -32,7 +32,7 @@ _VISION = (
         )
         for name in ("weight", "bias")
     ),
-    Rule("embed_vision.embedding_projection.weight", "out", ("model", "hidden")),
+    Rule("embed_vision.embedding_projection.weight", "out", "model hidden"),
 )
 
 
@@ -51,16 +51,14 @@ def _vision_sizes(geometry: VisionGeometry, layer: Layer) -> dict[str, int]:
 
 _A, _I = "audio_tower.", "audio_tower.layers.{i}."
 _PRODUCTS = {
-    "self_attn.q_proj": ("attention.q", "tower", "tower"),
-    "self_attn.k_proj": ("attention.k", "tower", "tower"),
-    "self_attn.v_proj": ("attention.v", "tower", "tower"),
-    "self_attn.post": ("attention.o", "tower", "tower"),
-    "lconv1d.linear_start": ("convolution.start", "double", "tower"),
-    "lconv1d.linear_end": ("convolution.end", "tower", "tower"),
-    "feed_forward1.ffw_layer_1": ("first.up", "intermediate", "tower"),
-    "feed_forward1.ffw_layer_2": ("first.down", "tower", "intermediate"),
-    "feed_forward2.ffw_layer_1": ("second.up", "intermediate", "tower"),
-    "feed_forward2.ffw_layer_2": ("second.down", "tower", "intermediate"),
+    **{f"self_attn.{name}_proj": (f"attention.{name}", "tower tower") for name in "qkv"},
+    "self_attn.post": ("attention.o", "tower tower"),
+    "lconv1d.linear_start": ("convolution.start", "double tower"),
+    "lconv1d.linear_end": ("convolution.end", "tower tower"),
+    "feed_forward1.ffw_layer_1": ("first.up", "intermediate tower"),
+    "feed_forward1.ffw_layer_2": ("first.down", "tower intermediate"),
+    "feed_forward2.ffw_layer_1": ("second.up", "intermediate tower"),
+    "feed_forward2.ffw_layer_2": ("second.down", "tower intermediate"),
 }
 _NORMS = {
     "norm_pre_attn": "pre_attention",
@@ -73,21 +71,21 @@ _NORMS = {
     "feed_forward2.pre_layer_norm": "second.pre",
     "feed_forward2.post_layer_norm": "second.post",
 }
-_CONV = _A + "subsample_conv_projection."
+_CONV = f"{_A}subsample_conv_projection."
 _AUDIO = (
-    Rule(_CONV + "layer0.conv.weight", "subsample.convolutions.0", ("first", "one", "three", "three"), kind="unpacked"),
-    norm_rule(_CONV + "layer0.norm.weight", "subsample.norms.0", "first"),
-    Rule(_CONV + "layer1.conv.weight", "subsample.convolutions.1", ("second", "first", "three", "three"), kind="unpacked"),
-    norm_rule(_CONV + "layer1.norm.weight", "subsample.norms.1", "second"),
-    Rule(_CONV + "input_proj_linear.weight", "subsample.out", ("tower", "flat")),
-    *(Rule(f"{_I}{name}.linear.weight", f"{_B}{path}.weight", tuple(shape)) for name, (path, *shape) in _PRODUCTS.items()),
-    *(norm_rule(f"{_I}{name}.weight", _B + path, "tower") for name, path in _NORMS.items()),
-    Rule(_I + "self_attn.relative_k_proj.weight", _B + "attention.relative", ("tower", "tower")),
-    norm_rule(_I + "self_attn.per_dim_scale", _B + "attention.scale", "head_dim", present="tower"),
-    Rule(_I + "lconv1d.depthwise_conv1d.weight", _B + "convolution.depthwise", ("tower", "one", "kernel"), kind="unpacked"),
-    Rule(_A + "output_proj.weight", "last", ("output", "tower"), kind="unpacked"),
-    norm_rule(_A + "output_proj.bias", "bias", "output", present="tower"),
-    Rule("embed_audio.embedding_projection.weight", "out", ("model", "output")),
+    Rule(f"{_CONV}layer0.conv.weight", "subsample.convolutions.0", "first one three three", kind="unpacked"),
+    norm_rule(f"{_CONV}layer0.norm.weight", "subsample.norms.0", "first"),
+    Rule(f"{_CONV}layer1.conv.weight", "subsample.convolutions.1", "second first three three", kind="unpacked"),
+    norm_rule(f"{_CONV}layer1.norm.weight", "subsample.norms.1", "second"),
+    Rule(f"{_CONV}input_proj_linear.weight", "subsample.out", "tower flat"),
+    *(Rule(f"{_I}{name}.linear.weight", f"{_B}{path}.weight", shape) for name, (path, shape) in _PRODUCTS.items()),
+    *(norm_rule(f"{_I}{name}.weight", f"{_B}{path}", "tower") for name, path in _NORMS.items()),
+    Rule(f"{_I}self_attn.relative_k_proj.weight", f"{_B}attention.relative", "tower tower"),
+    norm_rule(f"{_I}self_attn.per_dim_scale", f"{_B}attention.scale", "head_dim", present="tower"),
+    Rule(f"{_I}lconv1d.depthwise_conv1d.weight", f"{_B}convolution.depthwise", "tower one kernel", kind="unpacked"),
+    Rule(f"{_A}output_proj.weight", "last", "output tower", kind="unpacked"),
+    norm_rule(f"{_A}output_proj.bias", "bias", "output", present="tower"),
+    Rule("embed_audio.embedding_projection.weight", "out", "model output"),
 )
 
 

@@ -181,7 +181,7 @@ class EncodeStage:
 
     def soft_tokens(self, chunks: Sequence[Chunk]) -> SoftTokens | None:
         """Returns the soft tokens of a step's chunks, None if they have none. Items that end in a chunk are dropped."""
-        reached = [(chunk, it) for chunk in chunks for it in self._slot_items[chunk.slot] if it.positions[0] < chunk.end]
+        reached = [(chunk, item) for chunk in chunks for item in self._slot_items[chunk.slot] if item.positions[0] < chunk.end]
         if any(encoded.output is None for _, encoded in reached):
             self._gather()
         places, rows = [], []
@@ -203,9 +203,9 @@ class EncodeStage:
         ranks = min(self._parallel.size, len(inputs))
         owners = [(2 * end - count) * ranks // (2 * sum(rows)) for end, count in zip(accumulate(rows), rows, strict=True)]
         own = self._parallel.rank if ranks > 1 else 0
-        mine = [one for one, owner in zip(inputs, owners, strict=True) if owner == own]
+        own_inputs = [one for one, owner in zip(inputs, owners, strict=True) if owner == own]
         counts = np.bincount(owners, rows, self._parallel.size if ranks > 1 else 1).astype(int).tolist()
-        return EncodeShare(encoder, items, mine, counts)
+        return EncodeShare(encoder, items, own_inputs, counts)
 
     def _gathered_rows(self, share: EncodeShare) -> Tensor:
         """Gather the rows [rows, hidden] of all the share's items, in order."""

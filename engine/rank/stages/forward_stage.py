@@ -6,6 +6,7 @@ whose chunks the host must know (`ForwardStage.eager`), runs as it is.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,8 +22,7 @@ from engine.rank.stages.encode_stage import EncodeStage
 from engine.rank.step import StepBuffers, StepSizes, chunks_of
 
 
-@dataclass(frozen=True)
-class ScoredBatch:
+class ScoredBatch(NamedTuple):
     """Rows of a whole batch that give logprobs of prompt tokens, and the final hidden rows [rows, hidden] of all of it."""
 
     scored: Sequence[ScoredRows]
@@ -30,8 +30,7 @@ class ScoredBatch:
     hidden: Tensor
 
 
-@dataclass(frozen=True)
-class FinalRows:
+class FinalRows(NamedTuple):
     """The output of a forward: hidden [rows, hidden] of the rows that sample, padded as the forward was.
 
     batch     slots and positions of those rows; None: the step has no rows

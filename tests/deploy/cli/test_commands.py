@@ -276,7 +276,7 @@ def checked(path: Path, capsys: Captured) -> dict[str, Any]:
         ({"_scaling": {"min_replicas": 3}}, "autoscaling_config.all: Value error, max_replicas (1) must be"),
         ({"_scaling": {"policy": "x"}}, "autoscaling_config.policy: Input should be a valid dictionary"),
         ({"_scaling": {"policy": {"policy_function": "no.such:policy"}}}, "autoscaling_config.policy: No module named 'no'"),
-        ({"_scaling": {"policy": OURS | {"policy_kwarg": {}}}}, "autoscaling_config.policy: policy_kwarg: unknown key, which Serve"),
+        ({"_scaling": {"policy": OURS | {"policy_kwarg": {}}}}, "autoscaling_config.policy: policy_kwarg: unknown key"),
         ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slots": 2}}}}, "autoscaling_config.policy: policy_kwargs.slots: 2"),
         ({"_scaling": {"policy": OURS | {"policy_kwargs": {"slot": 0.5}}}}, "autoscaling_config.policy: Scaling.__init__()"),
         ({"mtp": {"drafts": 3}}, "mtp.drafts 3: mtp.model must name the assistant"),

@@ -191,7 +191,7 @@ class FullDisk(io.StringIO):
 def test_the_end_is_not_broken_off(monkeypatch: pytest.MonkeyPatch, out: Callable[[], io.StringIO | None]) -> None:
     """A first signal ends the start, a second one the drain; no more of them stop what takes the processes down, nor does an output
     that cannot be written, or was closed (`>&-`)."""
-    passed: list[str] = []
+    passed = []
 
     class Signalled(launcher.Launch):
         def _signal(self, name: str) -> None:
@@ -289,7 +289,7 @@ def test_ray_that_ends_at_the_same_signal_is_no_traceback(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(serve, "status", ends)
     launch = launcher.Launch({"applications": []}, Settings(model="nano:31b"), print, tmp_path, drains=True, _servers=[os.getpid()])
-    printed: list[object] = []
+    printed = []
     monkeypatch.setattr(threading, "excepthook", printed.append)
     launch.drain(5.0)
     assert printed == []

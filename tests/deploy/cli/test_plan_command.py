@@ -128,7 +128,7 @@ def test_a_ranks_weights_are_what_the_shapes_say(member: str, engine_of: Make) -
 def test_a_planned_rank_is_of_its_whole_group(nano: Nano) -> None:
     """What it gathers and exchanges has the shapes of four ranks. Planted: a group of one that says it is of four."""
     settings = Settings.read({"model": str(nano("31b")), "tp": 4, "device": "cpu"})
-    parallel, x = meta_rank(configured(settings, nano("31b")), 4).parallel, torch.empty((8, 3), device="meta")
+    parallel, x = meta_rank(configured(settings, nano("31b"))).parallel, torch.empty((8, 3), device="meta")
     assert parallel.all_gather(x).shape == (8, 12)
     assert parallel.exchange_rows(x).shape == (4, 2, 3)
     assert parallel.all_reduce(x).shape == (8, 3)
@@ -174,7 +174,7 @@ def test_the_budget_on_a_gpu_is_the_workers(engine_of: Make, monkeypatch: pytest
     used = 12_345_678_901
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200 - used, H200))
     geometry = read_geometry(Path(engine.model))
-    rank = replace(meta_rank(engine, 1), device=torch.device("cuda", 0))
+    rank = replace(meta_rank(engine), device=torch.device("cuda", 0))
     assert kv_budget(engine, H200, used) == worker.kv_bytes(rank)
     assert int(H200 * 0.83) - used - kv_budget(engine, H200, used) == sampling_bytes(engine.max_seqs, geometry.vocab, 1)
     with_pictures = msgspec.structs.replace(engine, language_model_only=False)

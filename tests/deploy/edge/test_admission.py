@@ -120,7 +120,7 @@ def served_in_turn(arrivals: list[tuple[int, str]], slots: int, *, fault: bool =
     """(began, client, came) of each request, which keeps a slot for 10 ticks; `fault`: in order of arrival, whoever asks."""
     engine = ReadyEngine()
     admission = AdmissionControl(engine, choices=1 << 20, tokens=1 << 30, bytes=1 << 40)
-    queue: list[tuple[int, int, str, Clock]] = []
+    queue = []
     ends, begun, left = [0] * slots, [], list(enumerate(arrivals))
     for tick in range(1 << 20):
         while left and left[0][1][0] <= tick:
@@ -210,7 +210,7 @@ def test_whose_request_it_is(client: str, forwarded: list[str], address: str) ->
 
 def test_a_burst_gets_what_there_is(nano: Nano) -> None:
     """144 requests of eight choices at 128 tickets: 16 are served, and each other is refused in shape, with Retry-After, before."""
-    replies: list[httpx.Response] = []
+    replies = []
 
     async def burst(edge: Edge) -> None:
         async def ask() -> None:

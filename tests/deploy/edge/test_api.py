@@ -250,7 +250,7 @@ def test_templates_options_and_tools_reach_the_prompt(edge: Edge, monkeypatch: p
     """Thinking and tools change the prompt; with tool_choice none tools stay in it, so that it stays cached, and what begins
     a call is forbidden, be its id 0, beside the request's own biases."""
     tool = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}}
-    variants: list[dict[str, Any]] = [
+    variants = [
         {}, {"chat_template_kwargs": {"enable_thinking": True}}, {"tools": [tool]},
         {"tools": [tool], "tool_choice": "none", "logit_bias": {"7": 2}},
     ]  # fmt: skip

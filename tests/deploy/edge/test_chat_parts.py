@@ -82,7 +82,7 @@ def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
         calls = first.tool_calls or []
         results = [{"role": "tool", "tool_call_id": call.id, "content": "18C"} for call in calls]
         edge.script("It is 18C.<turn|>")
-        messages: list[Any] = [*ASK, first.model_dump(exclude_none=True), *results]
+        messages = [*ASK, first.model_dump(exclude_none=True), *results]
         second = api.chat.completions.create(model="nano", messages=messages, tools=TOOLS, extra_body=thinking).choices[0]
     assert (second.message.content, second.finish_reason) == ("It is 18C.", "stop")
     before, after = (list(request.tokens) for request in edge.core.requests)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -115,5 +114,5 @@ def test_over_http_it_is_a_400_and_its_neighbours_are_served(edge: Edge, pool: S
     assert edge.post(path, chat_body(response_format={"type": "json_object"})).status_code == 200
     bad.join(20)
     assert error_of(replies[0], 400)["message"] == f"response_format: {LIMITS}"
-    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": MULTIPLE}}}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": MULTIPLE}}}}]
     assert edge.post(path, chat_body(tools=tools)).status_code == 200

@@ -98,7 +98,7 @@ def edge(shared: Edge, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> Edge
 
 def routes(edge: Edge) -> list[tuple[str, str]]:
     """Every path of the application, with a value for its parameters, and each of its methods."""
-    app: Any = create_app(edge.service)
+    app = create_app(edge.service)
     while not isinstance(app, FastAPI):
         app = getattr(app, "_app", None) or app.app
     found = [route for route in app.routes if isinstance(route, APIRoute | Route)]
@@ -251,7 +251,7 @@ def test_a_file_that_is_wrong_changes_nothing(edge: Edge, keys_file: Path, caplo
 def test_a_file_that_hangs_holds_nobody_up(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that does not answer: requests wait for it for a moment, and go by the keys in force."""
     monkeypatch.setattr(key_ring, "FILE_CHECK_TIMEOUT_S", 0.2)
-    hung: list[bool] = []
+    hung = []
     released = threading.Event()
 
     def read(settings: KeySettings) -> str:
@@ -354,7 +354,7 @@ def test_no_two_tenants_and_salts_meet(shared: Edge) -> None:
 def test_the_guard_around_serve_reads_no_body_without_a_key(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever the application will refuse is passed on without a byte of its body; with a key, and without keys, it is read."""
     keys_file.write_text(LINES)
-    passed: list[bytes] = []
+    passed = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         passed.append((await receive())["body"])

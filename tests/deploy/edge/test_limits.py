@@ -193,7 +193,7 @@ def test_request_ids_are_plain(small: Edge, request_id: str, *, kept: bool) -> N
 
 def passed_on(*headers: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
     """The headers of a request that the application behind the guard sees."""
-    seen: list[tuple[bytes, bytes]] = []
+    seen = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.extend(scope["headers"])
@@ -304,7 +304,7 @@ def test_serves_own_headers_are_taken_out() -> None:
 @pytest.mark.parametrize("bounds_writes", [True, False])
 def test_the_guard_around_serve_bounds_each_write(bounds_writes: bool) -> None:
     """A client that takes nothing: whoever sends hears TimeoutError. Planted: without the bound it waits on."""
-    ends: list[str] = []
+    ends = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:

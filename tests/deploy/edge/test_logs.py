@@ -158,7 +158,7 @@ def test_without_a_sane_id_it_is_ours(logged: LoggedEdge) -> None:
 
 def call(app: Any, path: str, headers: list[tuple[bytes, bytes]]) -> list[Any]:
     """A GET past any HTTP parser: what a server with a worse one would pass on."""
-    sent: list[Any] = []
+    sent = []
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}

@@ -45,15 +45,14 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def document(shared_edge: Edge) -> dict[str, Any]:
-    found: dict[str, Any] = shared_edge.get("/openapi.json").json()
-    return found
+    return shared_edge.get("/openapi.json").json()
 
 
 def test_the_document_is_valid_openapi(document: dict[str, Any]) -> None:
     """No complaint of a validator that is not ours; each planted mistake gives one."""
     assert [str(error) for error in OpenAPIV31SpecValidator(document).iter_errors()] == []
     post, get = document["paths"][CHAT]["post"], document["paths"][MODEL]["get"]
-    faults: list[dict[str, Any]] = [
+    faults = [
         {"info": {"title": "Quartet"}},
         {"paths": document["paths"] | {CHAT: {"post": post | {"responses": {"fine": {"description": "no status"}}}}}},
         {"paths": document["paths"] | {MODEL: {"get": get | {"parameters": []}}}},
@@ -68,7 +67,7 @@ def requests(edge: Edge, document: dict[str, Any], path: str, method: str, mode:
 
     A positive body names the model that is served, and keeps what no schema says. Otherwise nearly all would be refused for that.
     """
-    codes: Counter[int] = Counter()
+    codes = Counter()
 
     @given(case=schemathesis.openapi.from_dict(document)[path][method].as_strategy(generation_mode=mode))
     @settings(max_examples=EXAMPLES.get(path, FEW), derandomize=True, database=None, deadline=None, phases=[Phase.generate],

@@ -18,8 +18,7 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 def asked(edge: Edge, **extra: Any) -> dict[str, Any]:
     reply = edge.post(TEXT, {"model": "nano"} | extra)
     assert reply.status_code == 200, reply.text
-    found: dict[str, Any] = reply.json()
-    return found
+    return reply.json()
 
 
 @pytest.mark.parametrize("prompts", [["a house", "b"], [[5, 6, 7], [8]]], ids=["texts", "ids"])

@@ -25,8 +25,7 @@ def post(edge: Edge, path: str, **body: Any) -> httpx.Response:
 def answer(edge: Edge, path: str, **body: Any) -> dict[str, Any]:
     reply = post(edge, path, **body)
     assert reply.status_code == 200, reply.text
-    found: dict[str, Any] = reply.json()
-    return found
+    return reply.json()
 
 
 def check_echoed(edge: Edge, prompt: str, choice: dict[str, Any], generated: str) -> None:
@@ -50,7 +49,7 @@ def test_an_echo_with_logprobs(edge: Edge, *, stream: bool, kind: str) -> None:
     edge.script("one two")
     prompts = PROMPTS if kind == "text" else [edge.text.encode(prompt, add_bos=True) for prompt in PROMPTS]
     body = {"model": "nano", "prompt": prompts, "n": 2, "echo": True, "logprobs": 2, "max_tokens": 50}
-    choices: list[dict[str, Any]] = [{"text": "", "logprobs": {}} for _ in range(4)]
+    choices = [{"text": "", "logprobs": {}} for _ in range(4)]
     if stream:
         for chunk in (chunk["choices"][0] for chunk in events(edge, TEXT, body)):
             made = choices[chunk["index"]]

@@ -90,7 +90,7 @@ def test_others_wait(path: str, routes: dict[str, bool]) -> None:
 
 def test_what_serve_does_not_say_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller does not answer, or not yet again: the request goes on waiting, and it is asked once a period."""
-    asked: list[bool] = []
+    asked = []
     over = threading.Event()
 
     def routes() -> dict[str, bool]:

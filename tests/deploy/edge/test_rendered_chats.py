@@ -120,7 +120,7 @@ def turn(rng: random.Random, number: int) -> list[dict[str, Any]]:
         return [{"role": "user", "content": content(rng) or "", "name": "somebody"}]
     if kind == 3:
         return [{"role": rng.choice(("system", "developer")), "content": content(rng)}]
-    answer: dict[str, Any] = {"role": "assistant", "content": content(rng)}
+    answer = {"role": "assistant", "content": content(rng)}
     if rng.random() < 0.5:
         answer[rng.choice(("reasoning", "reasoning_content"))] = rng.choice((words(rng), None))
     if kind < 6:
@@ -137,7 +137,7 @@ def turn(rng: random.Random, number: int) -> list[dict[str, Any]]:
 def request(rng: random.Random) -> dict[str, Any]:
     """A body."""
     messages = [message for number in range(rng.randint(1, 6)) for message in turn(rng, number)]
-    body: dict[str, Any] = {"model": "m", "messages": messages}
+    body = {"model": "m", "messages": messages}
     if rng.random() < 0.5:
         body["chat_template_kwargs"] = {"enable_thinking": rng.random() < 0.7, "preserve_thinking": rng.random() < 0.5}
     if rng.random() < 0.5:

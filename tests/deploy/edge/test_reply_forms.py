@@ -169,7 +169,7 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge) -> None:
     strict = [{"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}, TOOLS[0]]
     free = {"type": "object", "properties": {"b": {"not": {}}}}
     loose = [{"type": "function", "function": {"name": "run-it", "parameters": free}}, TOOLS[0]]
-    found: dict[tuple[str, int], Any] = {}
+    found = {}
     for setting in ("strict", "names", "off"):
         for at, tools in enumerate((TOOLS, strict, loose)):
             rules = asked(edge, chat_body(tools=tools), tool_grammar=setting)
@@ -184,7 +184,7 @@ def test_calls_that_the_model_begins_are_kept(edge: Edge) -> None:
 def test_a_wish_of_ours_gives_way(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of schemas that take too long to compile only names are kept; of strict tools, and of forms, it is a 400."""
     other = {"type": "object", "properties": {"late": {"type": "integer"}}, "additionalProperties": False}
-    tools: list[Any] = [{"type": "function", "function": {"name": "run-it", "parameters": other}}]
+    tools = [{"type": "function", "function": {"name": "run-it", "parameters": other}}]
     slow = GrammarCheck(lambda rules: "too slow" if "late" in rules else None)
     monkeypatch.setattr(edge.service.jobs, "grammars", slow)
     behind = call("run-it", "{b:2}").removeprefix("<|tool_call>")

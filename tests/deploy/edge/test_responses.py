@@ -171,8 +171,8 @@ def test_a_developers_later_message_is_of_the_system(edge: Edge) -> None:
 def test_a_tool_loop_with_openais_client(edge: Edge) -> None:
     """The output is sent back as it came, with results: the next prompt begins with all that was said."""
     edge.script(f"{THOUGHT}{PARIS}{ROME}<|tool_response>")
-    question: list[Any] = [user("Weather?")]
-    settings: dict[str, Any] = {"model": "nano", "tools": [TOOL], "reasoning": {"effort": "high"}}
+    question = [user("Weather?")]
+    settings = {"model": "nano", "tools": [TOOL], "reasoning": {"effort": "high"}}
     with client(edge) as api:
         first = api.responses.create(input=question, include=["reasoning.encrypted_content"], **settings)
         thought = first.output[0]

@@ -299,7 +299,7 @@ def said() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    lines: list[str] = []
+    lines = []
     handler, logger = Keep(), logging.getLogger("opentelemetry")
     logger.addHandler(handler)
     yield lines
@@ -368,7 +368,7 @@ def test_the_end_delivers_what_waits(paced: Edge, monkeypatch: pytest.MonkeyPatc
 
 def calls(app: ASGIApp, tokens: int) -> dict[str, int]:
     """How often a stream of so many tokens calls the functions of each file of ours."""
-    found: Counter[str] = Counter()
+    found = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)

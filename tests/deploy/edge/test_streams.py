@@ -127,7 +127,7 @@ async def ask(app: ASGIApp, body: dict[str, Any], send: Send) -> None:
 @pytest.mark.parametrize("stuck_at", ["head", "first chunk", "last chunk"])
 def test_each_write_is_bounded(edge: Edge, stuck_at: str) -> None:
     """Where it never ends, the request does, as slow_reader, and nothing more is written."""
-    sent: list[str] = []
+    sent = []
     edge.core.answer_endlessly(0.02)
     edge.configure(limits=LimitSettings(write_timeout_s=0.1))
     body = BODY | {"max_tokens": 4 if stuck_at == "last chunk" else 200}
@@ -167,7 +167,7 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
     """Eight open streams: eight error events, no [DONE]; then 503 with Retry-After, and health says so."""
     with Edge(nano("31b")) as edge:
         edge.core.answer_endlessly(0.1)
-        replies: list[str] = []
+        replies = []
 
         def read() -> None:
             replies.append(edge.post(CHAT, BODY).text)
@@ -196,8 +196,8 @@ def test_the_engines_end_is_one_error_event_on_every_stream(nano: Nano) -> None:
 def test_only_a_streams_ends_pass_what_stands_around_the_app(edge: Edge, *, guarded: bool) -> None:
     """Its head and its last chunk do, for Serve's figures; the server gets all others, in order, none lost where it waits. Planted:
     without the guard that knows the server's `send`, all of them pass."""
-    passed: list[Message] = []
-    sent: list[Message] = []
+    passed = []
+    sent = []
     app = create_app(edge.service)
     edge.core.answer_endlessly(0.002)
 

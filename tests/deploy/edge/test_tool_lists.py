@@ -28,7 +28,7 @@ def edge(edges: Edges) -> Edge:
 
 
 def body(path: str, tools: list[Any], **more: Any) -> dict[str, Any]:
-    said: Any = [{"role": "user", "content": "Hello"}]
+    said = [{"role": "user", "content": "Hello"}]
     functions = [tool["function"] for tool in tools]
     match path:
         case "/v1/responses":
@@ -121,7 +121,7 @@ def test_many_tools_of_twelve_parameters(edge: Edge, count: int) -> None:
 def test_the_place_of_a_strict_tool_is_named(edge: Edge) -> None:
     """Which of several tools cannot be kept, and why."""
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$", "minLength": 5}}}
-    functions: list[dict[str, Any]] = [{"name": "fine", "parameters": {}}, {"name": "broken", "strict": True, "parameters": bad}]
+    functions = [{"name": "fine", "parameters": {}}, {"name": "broken", "strict": True, "parameters": bad}]
     reply = asked(edge, CHAT, [{"type": "function", "function": each} for each in functions])
     assert error_of(reply, 400)["message"].startswith("tools: broken: a pattern, a format, lengths or enum that together")
 

@@ -93,8 +93,7 @@ def streamed(form: ResponseFormat, deltas: list[Delta]) -> list[dict[str, Any]]:
 def whole(form: ResponseFormat, deltas: list[Delta]) -> dict[str, Any]:
     for delta in deltas:
         form.add(0, delta)
-    found: dict[str, Any] = json.loads(form.full(USAGE))
-    return found
+    return json.loads(form.full(USAGE))
 
 
 def anonymous(value: Any) -> Any:

@@ -24,7 +24,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("flashinfer", "flashinfer_cubin"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    versions: dict[str, str] = {}
+    versions = {}
 
     def version(name: str) -> str:
         if name not in versions:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -127,7 +126,7 @@ def test_it_is_checked_at_start(nano: Callable[[str], Path], monkeypatch: pytest
 def test_the_router_gives_it_its_rows() -> None:
     """Decode rows go to it and chunks do not; where its check failed, neither does."""
     it = scene(Kind(4, 2, 32, 300, page=16), [500, 40], [(0, 20)])
-    shape: Any = SimpleNamespace(heads=4, eps=1e-6)
+    shape = SimpleNamespace(heads=4, eps=1e-6)
     want = ours(it)
 
     make = partial(attention_backend, CONFIG, shape, KVCache([it.cache]), 1, it.settings.buckets)
@@ -150,7 +149,7 @@ def test_images_are_left_to_our_own(monkeypatch: pytest.MonkeyPatch, bidirection
     it.cache.group = replace(it.cache.group, bidirectional=bidirectional)
     first, second = it.batch.chunks
     image = replace(it, batch=replace(it.batch, chunks=(replace(first, spans=((3, 60),)), second)))
-    shape: Any = SimpleNamespace(heads=4, eps=1e-6)
+    shape = SimpleNamespace(heads=4, eps=1e-6)
     chunks = EngineConfig(model="", device="cpu", attention_extend="fake")
     router = attention_backend(chunks, shape, KVCache([it.cache]), 1, it.settings.buckets)
     monkeypatch.setattr(CausalExtend, "rows", 0)

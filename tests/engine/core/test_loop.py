@@ -179,7 +179,7 @@ def test_what_a_front_left_unread_goes_out_when_it_reads() -> None:
     for number in range(500):
         link.send(TokenBatch(outputs=[Output(id=number, tokens=[7] * 1000, finish=FinishReason.length)], load=load()))
     reader = threading.Thread(target=lambda: got.extend(front.until_ended(500)))
-    got: list[Output] = []
+    got = []
     reader.start()
     while reader.is_alive():
         assert link.receive(0.1) == []
@@ -268,7 +268,7 @@ def test_an_idle_core_sleeps(core, monkeypatch: pytest.MonkeyPatch) -> None:  # 
     """With nothing to do, and with requests that only wait for the host, the loop blocks on its socket and does not spin. Planted:
     one that is never idle."""
     front, _, scheduler = core
-    waits: list[float] = []
+    waits = []
     receive = FrontLink.receive
     monkeypatch.setattr(FrontLink, "receive", lambda link, timeout_s: waits.append(timeout_s) or receive(link, timeout_s))
 

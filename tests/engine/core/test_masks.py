@@ -287,7 +287,7 @@ def test_a_grammar_that_failed_is_compiled_anew(model: Model, monkeypatch: pytes
     """Matchers of a grammar share its lexer, which stays broken where a reply had it grow too large: the next request gets one of
     its own, and as many tokens. Planted fault: it shares the broken one, and gets none."""
     rules = Grammar(grammar(model.markers, regex_answer("(a|b)*a(a|b){300}"), Thought.none))
-    made: list[Masks] = []
+    made = []
     begin = Masks.__init__
 
     def go_on(masks: Masks, *args: Any) -> None:
@@ -312,7 +312,7 @@ def test_a_grammar_that_failed_is_compiled_anew(model: Model, monkeypatch: pytes
 def test_equal_grammars_are_compiled_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices, and later requests with the same tools, share what was compiled, also where the first of them is aborted; the
     replies are as different as their seeds, and keep the grammar. What is kept is bounded; planted fault: nothing is."""
-    texts: list[str] = []
+    texts = []
     matcher = Vocabulary.matcher
     monkeypatch.setattr(Vocabulary, "matcher", lambda self, text: texts.append(text) or matcher(self, text))
     rules = Grammar(grammar(model.markers, json_answer(wanted(1)), Thought.none))

@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
     def keys(self) -> list[bytes]:
         """A page at a time, as they are asked for."""
-        keys: list[bytes] = []
+        keys = []
         for count in range(len(self.tokens) // PAGE + 1):
             extend_keys(keys, root_key(self.salt), array("i", self.tokens), PAGE, count, self.media)
         return keys
@@ -144,8 +144,8 @@ def planned_beside(decoding: bool, text_before: int = 2) -> list[tuple[int, int,
     take three steps each."""
     scheduler = scheduler_of(SchedulerConfig(GROUPS, (60, 60), 4, 100, 32))
     scheduler.requests.add(request_of(0, [5] * 8, 20 if decoding else 1))
-    shown: list[tuple[int, int, int]] = []
-    launched: list[int] = []  # steps with encodes
+    shown = []
+    launched = []  # steps with encodes
     for step in range(12):
         if step in (1, 2):
             for number in range(step):

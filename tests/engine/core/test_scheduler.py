@@ -268,7 +268,7 @@ def test_a_row_shrinks_to_its_pages() -> None:
 def test_a_cached_prefix_is_not_counted_for_who_lacks_pages_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight prompts that share a cached prefix lack pages behind it: no step goes through the prefix's pages for each of them."""
     scheduler = scheduler_of(SchedulerConfig(two_groups(), (200, 45), 4, 200, 64, prefix_cache=True))
-    counted: list[int] = []
+    counted = []
     monkeypatch.setattr("engine.core.pages.PagePool.idle_in", lambda pool, pages: counted.append(len(pages)) or 0)
     scheduler.requests.add(request_of(0, [5] * 100, 50))
     for number in range(1, 9):

@@ -117,7 +117,7 @@ def test_one_message_is_converted_for_all_before_any_reader_goes_on(text: TextPr
     elsewhere converts only when it comes back, and then all at once."""
 
     async def main(*, busy: bool) -> tuple[list[object], list[list[int]]]:
-        seen: list[object] = []
+        seen = []
         streams, readers = readers_of(text, seen, count=2)
 
         async def read(number: int) -> list[int]:
@@ -144,7 +144,7 @@ def test_what_is_put_wakes_no_reader(text: TextProcessor) -> None:
 
     async def main(put: Callable[[list[Delta]], list[Delta] | None], outputs: Sequence[Output], *, gone: bool = False) -> list[int]:
         (stream,), (reader,) = readers_of(text, [], put=put)
-        woken: list[int] = []
+        woken = []
 
         async def read() -> None:
             while not reader.has_ended:
@@ -163,7 +163,7 @@ def test_what_is_put_wakes_no_reader(text: TextProcessor) -> None:
             raise error
         return woken
 
-    put_tokens: list[int] = []
+    put_tokens = []
 
     def put(deltas: list[Delta]) -> list[Delta] | None:
         put_tokens.extend(token for delta in deltas for token in delta.tokens)

@@ -272,7 +272,7 @@ def test_a_schema_by_many_references_is_written_once(walker: Walker) -> None:
 
 
 def deep(levels: int) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "integer"}
+    made = {"type": "integer"}
     for _ in range(levels):
         made = {"type": "object", "properties": {"a": made}, "required": ["a"]}
     return made
@@ -370,7 +370,7 @@ def test_no_mask_is_made_behind_an_end() -> None:
 def test_nothing_is_tokenized_for_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long text without a choice costs no tokenizing: any piece of it may come, and the tokenizer is not asked, which would hold
     the interpreter for as long as all that follows is tokenized, at each token. Without the grammar's head it is."""
-    asked: list[str] = []
+    asked = []
 
     def encode(_: object, plain: str) -> list[int]:
         asked.append(plain)

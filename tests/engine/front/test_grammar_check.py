@@ -60,7 +60,7 @@ def test_who_waits_behind_others_is_not_blamed(monkeypatch: pytest.MonkeyPatch) 
     async def run(check: GrammarCheck, _: Compiler) -> None:
         found.extend(await asyncio.gather(*(check.check(f"slow {at}", "regex") for at in range(6)), return_exceptions=True))
 
-    found: list[Any] = []
+    found = []
     checked(run)
     assert outcomes(found) == ["NoneType"] * 6
     monkeypatch.setattr(grammar_check, "_AT_ONCE", 1)

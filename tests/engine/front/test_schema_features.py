@@ -174,7 +174,7 @@ def test_annotations_of_others_say_nothing(walker: Walker) -> None:
 
 def test_what_openapi_calls_nullable_may_be_null(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates show it to the model; what is read then is a null, no text; an answer may have one, too. Planted: none is."""
-    values: list[dict[str, Any]] = [{"type": "string", "nullable": True}, {"enum": ["a"], "nullable": True}]
+    values = [{"type": "string", "nullable": True}, {"enum": ["a"], "nullable": True}]
     schemas = [{"type": "object", "properties": {"it": value}, "required": ["it"]} for value in values]
 
     def nulls(write: Callable[[Walker, dict[str, Any], int], str]) -> int:
@@ -339,7 +339,7 @@ def test_what_is_no_string_schema_is_refused(schema: dict[str, Any]) -> None:
 
 def test_patterns_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is compiled by itself: no request has more of them than a tenth of a second's."""
-    compiled: list[str] = []
+    compiled = []
     monkeypatch.setattr(string_schema, "_compiles", lambda expression: not compiled.append(expression))
     either = [{"type": "string", "pattern": f"a{place}"} for place in range(5000)]
     schema = {"type": "object", "properties": {"it": {"anyOf": either}}}
@@ -349,7 +349,7 @@ def test_patterns_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -
 
 def test_comparisons_are_bounded(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches of oneOf are compared pair by pair: a few thousand pairs a request, and no more."""
-    compared: list[int] = []
+    compared = []
     monkeypatch.setattr(value_schema, "_are_apart", lambda one, other: not compared.append(1))
     schema = {"type": "object", "properties": {"it": {"oneOf": [{"const": place} for place in range(60)]}}}
     CallGrammar(walker.markers, {f"f{place}": schema for place in range(9)})

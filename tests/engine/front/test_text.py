@@ -157,7 +157,7 @@ def test_bad_conversations(
 
 def test_deeply_nested_arguments_are_refused(text: TextProcessor) -> None:
     """Arguments nested beyond Python's stack are a bad request, not a crash."""
-    deep: Any = "x"
+    deep = "x"
     for _ in range(5000):
         deep = [deep]
     call = {"id": "1", "function": {"name": "f", "arguments": {"a": deep}}}
@@ -223,7 +223,7 @@ def test_injection_is_seen_without_the_guard(folder: Path, monkeypatch: pytest.M
 def test_control_tokens_of_any_form_are_guarded() -> None:
     """Also where a checkpoint's control tokens begin with different characters."""
     template, said = ChatTemplate("{{ messages[0].content }}", {}, ["<a>", "[b]", "[c]"]), "x<a>[b] [c]<"
-    options: dict[str, Any] = {"enable_thinking": False, "add_generation_prompt": False}
+    options = {"enable_thinking": False, "add_generation_prompt": False}
     shown, sentinel = template.render([user(said)], (), **options)
     assert not any(name in shown for name in ("<a>", "[b]", "[c]"))
     assert shown.replace(sentinel, "") == said
@@ -257,7 +257,7 @@ def test_as_many_tokens_as_are_allowed(text: TextProcessor) -> None:
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_text_that_is_much_too_long_is_not_tokenized(text: TextProcessor, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of it tells that it is too long. Planted: without that look all of it is tokenized first."""
-    seen: list[int] = []
+    seen = []
     real = text._encoded
 
     def encoded(part: str) -> list[int]:

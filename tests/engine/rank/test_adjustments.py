@@ -177,7 +177,7 @@ def test_counts_follow_what_is_generated(size: int) -> None:
 
     def run(parallel: Group, forget: int | None) -> float:
         generator, rank, worst = np.random.default_rng(5), RankTables(parallel), 0.0
-        sequences: dict[int, AdjustedSequence] = {}
+        sequences = {}
         for step in range(40):
             for slot in range(3):
                 if slot not in sequences or generator.random() < 0.1:

@@ -69,8 +69,8 @@ BIGRAM = Architecture(
     read,
     TensorTable(
         (
-            Rule("first", "first.head", ("vocab", "hidden"), "vocab", "embedding"),
-            Rule("second", "second.head", ("vocab", "hidden"), "vocab", "embedding"),
+            Rule("first", "first.head", "vocab hidden", "vocab", "embedding"),
+            Rule("second", "second.head", "vocab hidden", "vocab", "embedding"),
         ),
         lambda *_: {},
         published_name=lambda name, _: f"bigram.{name.removeprefix('bigram.')}",

@@ -14,7 +14,6 @@ import triton
 from engine.config import EngineConfig, engine_config
 from engine.rank import compile_ahead
 from engine.rank.compile_ahead import CompileArgs, launches
-from kernels.precompile import ListedLaunch
 from tests.nano.random_models import model_folder
 from tests.support.engine import drafters
 
@@ -53,7 +52,7 @@ def test_shares_have_all_that_a_rank_launches(member: str, tp: int, tmp_path: Pa
 
 def test_each_process_compiles_its_share_while_the_rank_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, each process from another place on; nothing once the rank is gone."""
-    compiled: list[ListedLaunch] = []
+    compiled = []
     monkeypatch.setattr(compile_ahead, "precompile", lambda launch, target: compiled.append(launch))
     asked = config("31b", tmp_path)
 
@@ -83,8 +82,7 @@ def test_a_boot_finds_what_was_compiled(tmp_path: Path) -> None:
 
     def boot(*options: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.support.engine.idle_boot", msgspec.json.encode(asked).decode(), *options]
-        found: dict[str, Any] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
-        return found
+        return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
 
     wrong = boot("as they are launched")
     right = boot()

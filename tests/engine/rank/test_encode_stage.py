@@ -188,7 +188,7 @@ def test_ranks_that_have_read_different_parts_agree(monkeypatch: pytest.MonkeyPa
 
         if fault and parallel.rank == 1:
             monkeypatch.setattr(media, "finish", elsewhere)
-        seen: list[object] = []
+        seen = []
         for items, now in zip(steps, read_now, strict=True):
             admit(stage, 0)
             stage.encode([0] * len(items), media)
@@ -342,7 +342,7 @@ def test_ranks_agree_on_what_is_kept(host: int) -> None:
 
     def on_thread(parallel: ThreadParallel) -> tuple[list[object], tuple[int, ...]]:
         stage, _ = stage_of(200, parallel, host)
-        seen: list[object] = []
+        seen = []
         for items in steps:
             encode(stage, items, admitted=[0])
             seen.append(rows(stage, Chunk(0, 0, 200, 0)))

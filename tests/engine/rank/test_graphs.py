@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -46,10 +45,10 @@ def test_steps_with_drafts_are_replayed(nano: Nano, tmp_path: Path, monkeypatch:
     given, _, _ = answers(partial(run, captured), config, asked)
     assert texts(given) == texts(expected)
     assert captured.state_hash == eager.state_hash
-    found: Any = captured.graphs
+    found = captured.graphs
     assert {(stage, width) for stage, _, width in found.replayed} >= {("forward", 4), ("draft", 4), ("small_top_k", 4)}
     assert {width for stage, _, width in found.replayed if stage == "draft"} == {4}
-    stages: Any = wrong.graphs
+    stages = wrong.graphs
     stages.stages = {key: (run, kept) if key[0] != "draft" else (lambda: None, None) for key, (run, kept) in stages.stages.items()}
     given, _, _ = answers(partial(run, wrong), config, asked)
     assert texts(given) == texts(expected)
@@ -61,7 +60,7 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     each that launches what others do not warms up as a step of its own, and all are recorded behind the forward that they share."""
     monkeypatch.setattr(graphs, "torch", MagicMock())
     monkeypatch.setattr(rank_runner.torch.cuda, "synchronize", lambda _: None)
-    ran: list[str] = []
+    ran = []
     runner = Runner.__new__(Runner)
     runner._device, runner._inputs, runner.draft_stage, runner._inboxes = MagicMock(), MagicMock(), None, None
     runner._widths = runner._mixed_widths = (1,)
@@ -70,7 +69,7 @@ def test_each_sampler_is_warmed_behind_a_forward(monkeypatch: pytest.MonkeyPatch
     runner._sampled_by = lambda name, sizes, _: ran.append(f"{name} {sizes.decodes}")  # type: ignore[method-assign,assignment,return-value]
     runner._mixed_sizes, runner._buckets = [], (1, 8)
     runner.capture()
-    made: Any = runner.graphs
+    made = runner.graphs
     warmed = [entry for name in LARGEST_SAMPLERS for entry in ("forward 8", f"{name} 8")]
     recorded = ["forward 8", *(f"{name} 8" for name in SAMPLERS)]
     assert ran == [*warmed, *recorded, *(name.replace("8", "1") for name in warmed + recorded)]

@@ -104,10 +104,10 @@ def test_padded_steps_are_replayed(nano: Nano, monkeypatch: pytest.MonkeyPatch) 
             cache.pool.zero_()
     assert [run(captured, plan).step for plan in PLANS] == [run(eager, plan).step for plan in PLANS]
     assert captured.state_hash == eager.state_hash
-    graphs: Any = captured.graphs
+    graphs = captured.graphs
     replayed = {stage for stage, sizes, _ in graphs.replayed if sizes.prompts}
     assert replayed >= {"forward", "argmax", "small_top_k"}
-    stages: Any = wrong.graphs
+    stages = wrong.graphs
     for key, (_, kept) in stages.stages.items():
         if key[0] == "forward" and key[1].prompts:
             stages.stages[key] = partial(lambda given: given, kept), kept
@@ -143,7 +143,7 @@ def test_drafts_are_verified_beside_chunks(nano: Nano, monkeypatch: pytest.Monke
         given, _, _ = answers(partial(run, made), config, asked, every=1)
         assert texts(given) == texts(expected)
     assert captured.state_hash == eager.state_hash
-    graphs: Any = captured.graphs
+    graphs = captured.graphs
     forwards = {width for stage, size, width in graphs.replayed if stage == "forward" and size.prompts}
     assert forwards == {1, 1 + DRAFTS}
     monkeypatch.setattr(step, "chunk_inputs", early)

@@ -118,8 +118,8 @@ def test_what_warms_a_runner_leaves_nothing_behind(rank: Rank, runner: Runner, m
     """Prefills of every number of rows that products have a tile for, and of the whole budget, run in the null page; behind them it
     is zero again, and plans give what they give without. They did write there. Samplers run with all that a step may ask, adjusted
     and not, up to the largest bucket: a step that is so large finds the memory that it takes."""
-    sizes: list[int] = []
-    sampled: list[tuple[int, bool, SpecialRows]] = []
+    sizes = []
+    sampled = []
     stage, forward = runner.sample_stage, runner.forward_stage.model.states
     report, sample = stage.prompt_logprobs, stage.sampler.sample
 
@@ -156,7 +156,7 @@ def stream(steps: int = 12, **kwargs: tuple[SamplingParams, SamplingParams]) -> 
 
 
 def tokens_of(results: list[StepResult]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    found = {}
     for row in (row for result in results for row in result_rows(result)):
         found.setdefault(row.slot, []).extend(row.tokens)
     return found
@@ -175,7 +175,7 @@ def scored_plans(prompt: list[int], alternatives: int | None) -> list[StepPlan]:
 
 def told(results: list[StepResult]) -> dict[int, tuple[int, Logprobs]]:
     """Of slot 1's prompt, by position; each once."""
-    found: dict[int, tuple[int, Logprobs]] = {}
+    found = {}
     for slot, number, piece in (prompt for result in results for prompt in result.prompts):
         assert (slot, number) == (1, 7)
         for at, entry in enumerate(piece.entries(), piece.first):
@@ -296,7 +296,7 @@ def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
     """Masked rows of a prefill and of a decode step give an allowed id; what follows is what that id leads to, unmasked."""
     vocabulary = rank.geometry.vocab
     forced = {1: (2, 111), 3: (0, 222)}  # step -> slot, the one id that may come
-    found: dict[int, dict[int, int]] = {}
+    found = {}
     for plan in stream(6):
         if plan.step in forced:
             slot, token = forced[plan.step]
@@ -319,7 +319,7 @@ def test_a_mask_holds_for_its_step_alone(rank: Rank, runner: Runner) -> None:
 def test_greedy_tokens_are_the_largest_adjusted_logits(rank: Rank, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through prefill, decodes and a return with all its tokens after a preemption, each token is the largest of the model's logits
     behind the formulas; as if nothing were adjusted it is not."""
-    raw: list[torch.Tensor] = []
+    raw = []
     logits = runner.forward_stage.model.head.logits
     monkeypatch.setattr(runner.forward_stage.model.head, "logits", lambda hidden: raw.append(logits(hidden)) or raw[-1].clone())
     prompt = PROMPTS[0]

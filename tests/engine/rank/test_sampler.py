@@ -124,7 +124,7 @@ def test_no_row_depends_on_who_stands_beside_it(size: int, monkeypatch: pytest.M
 def test_only_rows_that_ask_for_whole_logits_pay_for_them(kind: str) -> None:
     """A batch without other filters exchanges no logits, and one row with them those of one row, whoever stands beside it; were all
     rows of a batch with one of them filtered so, all would be sent."""
-    sent: list[int] = []
+    sent = []
 
     class Counted(ThreadParallel):
         def exchange_rows(self, x: Tensor) -> Tensor:

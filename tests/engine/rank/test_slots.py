@@ -113,7 +113,7 @@ class SlotModel:
 
     def expect(self, plan: StepPlan) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Advance the sequences; (slot, position, token) of each row, and the rows whose logits are wanted."""
-        inputs: list[tuple[int, int, int]] = []
+        inputs = []
         wanted = []
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.slot]

@@ -52,7 +52,7 @@ def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
 
 def plans(scheduler: Scheduler) -> Iterator[StepPlan]:
     """One after the other, two made at a time."""
-    made: list[StepPlan] = []
+    made = []
     while scheduler.requests.unfinished or made:
         while scheduler.in_flight < DEPTH and (plan := scheduler.schedule()) is not None:
             made.append(plan)

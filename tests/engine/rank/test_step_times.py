@@ -122,7 +122,7 @@ def test_steps_with_drafts_are_measured(nano: Nano, tmp_path: Path, monkeypatch:
     folder = nano("31b")
     drafter = str(drafters.write(folder, tmp_path))
     rank = single(config_of(folder, 1, mtp={"model": drafter, "drafts": "auto"}, load_format="dummy"))
-    found: list[StepTimes] = []
+    found = []
     plain = served(rank)
     assert served(rank, lambda runner: found.append(measured(rank, runner))) == plain
     (times,) = found

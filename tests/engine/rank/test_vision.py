@@ -4,7 +4,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -140,7 +139,7 @@ def test_few_pictures_have_captured_layers(nano: Nano, member: str, fault: bool,
     for batch, rows in zip(asked, right, strict=True):
         errors.append(error(model(batch), rows))
         if fault:
-            captured._rows = replace(captured._rows, starts=captured._rows.starts.clone())
+            captured._rows = captured._rows._replace(starts=captured._rows.starts.clone())
     assert {size for _, size, _ in graphs.replayed} == set(sizes)
     assert not all(each <= FAULT for each in errors[1:4]) if fault else max(errors) < TOLERANCE  # NaN where memory had it
     assert max(errors[4:]) == 0

@@ -183,7 +183,7 @@ def copy(nano: Nano, tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Apply `edit` to all tensors of the folder and store them as one shard, without index."""
-    tensors: dict[str, Any] = {}
+    tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
         path.unlink()
@@ -414,7 +414,7 @@ def two_gigabytes(nano: Nano, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _write(path: Path, shapes: dict[str, tuple[int, ...]], values: Any) -> None:
     """One safetensors file of bf16 tensors, filled over and over from `values`."""
-    header: dict[str, Any] = {}
+    header = {}
     offset = 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)

@@ -40,5 +40,4 @@ def events(edge: Edge, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
     """What a reply of this status says of its error, in OpenAI's shape."""
     assert reply.status_code == status, reply.text
-    error: dict[str, Any] = reply.json()["error"]
-    return error
+    return reply.json()["error"]

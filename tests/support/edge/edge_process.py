@@ -83,8 +83,7 @@ class EdgeProcess:
 
     def _line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        found: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return found
+        return json.loads(self._process.stdout.readline())
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +150,7 @@ def _encode_alone(edge: Edge) -> None:
 def _logprobs_at_the_end(edge: Edge) -> None:
     """A whole answer's logprobs become JSON when the answer is complete, not as they come."""
     add, full = forms.ChatFormat.add, forms.ChatFormat.full
-    waiting: list[tuple[int, Delta]] = []
+    waiting = []
 
     def keep(form: forms.ChatFormat, index: int, delta: Delta) -> None:
         waiting.append((index, delta))

@@ -6,7 +6,7 @@ from typing import Any
 
 def sse(body: str | bytes) -> list[dict[str, Any]]:
     """The data of every event but [DONE]; one that has a name is named as its data is."""
-    found: list[dict[str, Any]] = []
+    found = []
     text = body if isinstance(body, str) else body.decode()
     for block in text.removesuffix("\n\n").split("\n\n"):
         name, _, data = block.rpartition("\n")
@@ -19,7 +19,7 @@ def sse(body: str | bytes) -> list[dict[str, Any]]:
 
 def sum_chat(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """Of one choice: content, reasoning by both names, calls as [id, name, arguments], and how it ended."""
-    found: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "calls": [], "finish": None}
+    found = {"content": "", "reasoning_content": "", "reasoning": "", "calls": [], "finish": None}
     for choice in (chunk["choices"][0] for chunk in chunks if chunk["choices"]):
         assert found["finish"] is None, "nothing comes behind the end"
         delta = choice["delta"]
@@ -38,8 +38,8 @@ def sum_chat(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 def sum_message(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Anthropic's: every block is opened, grown and closed before the next; a call that is no JSON is left out, as it is whole."""
     assert events[0]["type"] == "message_start"
-    message: dict[str, Any] = events[0]["message"]
-    blocks: list[dict[str, Any]] = []
+    message = events[0]["message"]
+    blocks = []
     is_open = False
     for event in events[1:-2]:
         match event["type"]:
@@ -96,8 +96,8 @@ def sum_response(events: list[dict[str, Any]]) -> list[str]:
     """
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    texts: list[str] = []
-    ids: list[str] = []
+    texts = []
+    ids = []
     stage = ""
     for event in events[2:-1]:
         kind = event["type"].removeprefix("response.")

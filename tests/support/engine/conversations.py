@@ -163,7 +163,7 @@ def unlimited(trace: Trace) -> Found:
 
 def page_keys(tokens: "array[int]") -> list[bytes]:
     """Of all whole pages."""
-    keys: list[bytes] = []
+    keys = []
     extend_keys(keys, root_key(""), tokens, PAGE, len(tokens) // PAGE)
     return keys
 
@@ -175,7 +175,7 @@ def optimum(trace: Trace, pages: tuple[int, int]) -> Found:
 
 def _belady(trace: Trace, capacity: int) -> Found:
     """Evict the page whose next use is furthest away; a page is used with all before it, so that the last of a path go first."""
-    names: dict[bytes, int] = {}
+    names = {}
     asked = []
     for each, turn, prompt in trace.prompts():
         keys = page_keys(prompt + trace.answered(each, turn)[:-1])

@@ -42,7 +42,7 @@ class Front:
 
     def until_ended(self, count: int) -> list[Output]:
         """Everything until so many requests have ended."""
-        heard: list[Output] = []
+        heard = []
         while sum(output.finish is not None for output in heard) < count:
             heard += self.hear()
         return heard

@@ -34,7 +34,7 @@ async def running(group: Group) -> AsyncIterator[Running]:
     outcomes = Outcomes()
     client = EngineClient(group.front_socket, sink=outcomes)
     await client.start()
-    deaths: list[tuple[str, float]] = []
+    deaths = []
 
     def on_death(death: Death) -> None:
         deaths.append((death.sentence, time.monotonic()))

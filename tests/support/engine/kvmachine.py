@@ -171,7 +171,7 @@ class KVMachine:
 
     def _draft(self, slot: int, count: int) -> list[int]:
         """Guess so many tokens behind the slot's last one."""
-        drafts: list[int] = []
+        drafts = []
         before, first = self.prefixes[slot][self.length[slot]], self.length[slot] + 1
         for at in range(first, first + count):
             right = self._likely(slot, before, at)
@@ -218,7 +218,7 @@ class KVMachine:
         for group, table, entries in zip(self.groups, self.tables, self.entries, strict=True):
             size, low = group.page, 0 if group.window is None else max(0, start - group.window + 1)
             self.reads += end - low
-            held: list[int] = []
+            held = []
             for page in table[slot][low // size : (end - 1) // size + 1]:
                 held += entries[page]
             skipped = low % size
@@ -228,7 +228,7 @@ class KVMachine:
 
     def _sample(self, slot: int, position: int, drafts: list[int]) -> ResultRow:
         """The token at `position`, and one more for each draft that was right; the last one is the next row's input."""
-        tokens: list[int] = []
+        tokens = []
         before = self.prefixes[slot][position - 1]
         if self.nan(before):
             self._poison(slot, position - 1, position)

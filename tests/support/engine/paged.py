@@ -102,7 +102,7 @@ def _rows(
 
 
 def _wanted(chunks: Sequence[Rows], decodes: Sequence[Rows], rng: random.Random, *, whole: bool) -> tuple[int, ...]:
-    wanted: list[int] = []
+    wanted = []
     offset = 0
     for _, start, end in chunks:
         size = end - start

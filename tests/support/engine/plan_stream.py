@@ -62,7 +62,7 @@ def read_stream(path: Path) -> PlanStream:
 
 def _plan_to_json(plan: StepPlan) -> dict[str, Any]:
     admissions = [admission._asdict() for admission in plan.admissions]
-    made: dict[str, Any] = msgspec.to_builtins({**msgspec.structs.asdict(plan), "admissions": admissions})
+    made = msgspec.to_builtins({**msgspec.structs.asdict(plan), "admissions": admissions})
     return {name: value for name, value in made.items() if value} | {"rows": [*chain.from_iterable(plan.rows)]}
 
 
@@ -71,7 +71,7 @@ def _masks_to_json(masks: Mapping[int, bytes], step: int) -> dict[str, str]:
 
 
 def _plan_of(data: dict[str, Any]) -> StepPlan:
-    sections: dict[str, Any] = {name: [tuple(row) for row in data.get(name, [])] for name in SECTIONS if name != "rows"}
+    sections = {name: [tuple(row) for row in data.get(name, [])] for name in SECTIONS if name != "rows"}
     sections["rows"] = [*zip(*[iter(data["rows"])] * SECTIONS["rows"], strict=True)]
     admissions = [
         Admission(**{**row, "params": msgspec.convert(row["params"], SamplingParams)}) for row in data.get("admissions", [])

@@ -1,7 +1,7 @@
 """Plans and results as objects: a section's row by the names of its numbers, a plan read back from its bytes, a result of rows."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,7 +82,7 @@ KINDS = {
 def decode_plan(data: bytes) -> StepPlan:
     """The plan in `data`, its sections as lists of objects; raises ValueError as `read_plan` does."""
     view = read_plan(data)
-    sections: dict[str, Any] = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
+    sections = {name: [KINDS[name](*row) for row in getattr(view, name).tolist()] for name in SECTIONS}
     admissions = [admission._replace(tokens=np.asarray(admission.tokens).tolist()) for admission in view.admissions]
     return StepPlan(view.step, *read_header(data), view.drafts, **sections, admissions=admissions)
 

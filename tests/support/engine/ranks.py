@@ -122,7 +122,7 @@ class Ranks:
 
     def receive(self) -> list[BootMessage]:
         """One message of each; AssertionError when a rank fails, ends, or says nothing in time."""
-        messages: dict[int, BootMessage] = {}
+        messages = {}
         deadline = time.monotonic() + self._boot_s
         while silent := [rank for rank in range(self.config.tp) if rank not in messages]:
             sockets = [self.lifelines[rank].sock for rank in silent]

@@ -34,7 +34,7 @@ class Tokens:
 def tokens(segments: Iterable[Segment], rng: random.Random | None = None) -> Tokens:
     """The segments as tokens. With `rng` text is cut anywhere, some of it into single bytes; otherwise a segment is a token."""
     table: list[str | bytes] = list(NAMES)
-    ids: list[int] = []
+    ids = []
     for segment in segments:
         if isinstance(segment, int):
             ids.append(segment)
@@ -47,7 +47,7 @@ def tokens(segments: Iterable[Segment], rng: random.Random | None = None) -> Tok
 
 def cut(text: str, rng: random.Random) -> list[str | bytes]:
     """`text` in pieces of one to eight characters; of those that are not ASCII some as single bytes."""
-    pieces: list[str | bytes] = []
+    pieces = []
     place = 0
     while place < len(text):
         size = rng.choice((1, 1, 2, 3, 5, 8))

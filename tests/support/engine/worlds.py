@@ -245,9 +245,9 @@ def simulate(world: World) -> Run:
     host = Host(scheduler, machine, world.grammars, world.rng)
     given: dict[int, list[int]] = {request.id: [] for request in world.requests}
     waiting, steps = list(world.requests), 0
-    outputs: list[Output] = []
-    started: list[int] = []
-    passed: Counter[int] = Counter()
+    outputs = []
+    started = []
+    passed = Counter()
     resting = False  # nothing was planned, and nothing is in flight: only what comes from outside can change that
     while waiting or scheduler.requests.unfinished or scheduler.in_flight:
         if come(world, host, waiting) or not resting:
@@ -365,8 +365,8 @@ def check_pages(scheduler: Scheduler) -> None:
 
 def check_tree(scheduler: Scheduler) -> list[set[int]]:
     """The pages of each pool that the cache names. A segment comes before the one above it; each leads to a tail."""
-    full: list[int] = []
-    tails: set[int] = set()
+    full = []
+    tails = set()
     seen = set()
     for segment in scheduler.allocator.cache._order:
         assert segment.parent not in seen, "a segment would be evicted before what is below it"
@@ -439,7 +439,7 @@ def check_request(world: World, request: GenerateRequest, outputs: list[Output])
 
 def check_prompt_logprobs(request: GenerateRequest, outputs: list[Output]) -> None:
     """They are those of its own prompt, in order and each once: all of them, before the first token; none that is not asked for."""
-    found: list[float] = []
+    found = []
     for output in outputs:
         assert not (output.prompt_logprobs and output.tokens), output
         for piece in output.prompt_logprobs:
@@ -460,7 +460,7 @@ def check_prompt_logprobs(request: GenerateRequest, outputs: list[Output]) -> No
 
 def run_worlds(seeds: range) -> Counter[str]:
     """Run and check a world a seed; what happened in all of them together."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for seed in seeds:
         world = World(seed)
         try:

@@ -1,7 +1,6 @@
 """What boards and rules may name: the tables of metrics with the labels that scraped series carry, and the committed rules."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
@@ -54,7 +53,7 @@ class Rule:
 
 
 def _rules(group: int, key: str) -> tuple[Rule, ...]:
-    rules: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"][group]["rules"]
+    rules = yaml.safe_load(RULES.read_text())["groups"][group]["rules"]
     return tuple(Rule(rule[key], rule["expr"], rule.get("labels", {}), **rule.get("annotations", {})) for rule in rules)
 
 

@@ -228,8 +228,8 @@ def _watch(api: Api, load: BackgroundLoad, earlier: int, replica: str, before: f
         "unlisted": lambda: not api.ask(f'up{{replica="{replica}"}}'),
         "retired": lambda: api.ask("sum(quartet_retired_requests_received_total)")[0].last > 0,
     }
-    seen: dict[str, float] = {}
-    sums: list[tuple[float, float, int]] = []
+    seen = {}
+    sums = []
     while (since := time.time() - killed) < BACK_S:
         sums.append((since, api.ask(RECEIVED)[0].last, earlier + load.so_far))
         seen |= {what: since for what, happened in over.items() if what not in seen and happened()}

@@ -132,7 +132,7 @@ def wait(condition: Callable[[], bool], timeout_s: float, why: Callable[[], str]
 
 def serves_again(stack: Stack, body: dict[str, Any], headers: dict[str, str] | None = None) -> float:
     """Seconds until a new chat is answered. Until then others are refused with Retry-After: the one answered has not waited."""
-    took: list[float] = []
+    took = []
 
     def answered() -> bool:
         begun = time.monotonic()
