@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deploy.settings import ServeConfig, Settings, deployments
+from deploy.settings import DEPLOYMENT, ServeConfig, Settings, deployments
 from engine.errors import ConfigError
 
 
@@ -31,9 +31,11 @@ def replica_resources(settings: Settings) -> dict[str, float]:
 def check_replicas(config: ServeConfig, settings: Settings, resources: Mapping[str, float]) -> None:
     """Raises ConfigError where the replicas that must start need more than all `resources`, by Ray's names: Ray would only wait."""
     for _, options in deployments(config):
-        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options", replica_resources(settings))
+        own = replica_resources(settings) if options.get("name", DEPLOYMENT) == DEPLOYMENT else {}
+        scaling, actor = options.get("autoscaling_config"), options.get("ray_actor_options", own)
         count = scaling.get("min_replicas", 1) if scaling else options.get("num_replicas") or 1
-        for resource, amount in (("CPU", actor.get("num_cpus", 1)), ("GPU", actor.get("num_gpus"))):
+        amounts = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus"), **actor.get("resources", {})}
+        for resource, amount in amounts.items():
             needed = float(amount or 0) * (1 if count == "auto" else int(count))
             if needed > (total := resources.get(resource, 0.0)) and not settings.wait_for_nodes:
                 raise ConfigError(f"{count} replica(s) of {amount} {resource}s each need {needed:g}; this machine has {total:g}")

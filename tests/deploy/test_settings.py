@@ -297,7 +297,8 @@ def test_the_largest_node_decides() -> None:
         ({"autoscaling_config": {"min_replicas": 2}}, "2 replica(s) of 4 GPUs each need 8; this machine has 4"),
         ({"num_replicas": 9, "ray_actor_options": {"num_gpus": 0}}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
         ({"num_replicas": 9, "ray_actor_options": {"num_gpus": None}}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
-        ({"num_replicas": 9, "ray_actor_options": {}}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
+        ({"num_replicas": 9, "name": "Gateway"}, "9 replica(s) of 1 CPUs each need 9; this machine has 8"),
+        ({"ray_actor_options": {"resources": {"rack": 1}}}, "1 replica(s) of 1 racks each need 1; this machine has 0"),
     ],
 )
 def test_replicas_that_never_fit_are_refused(options: dict[str, Any], why: str) -> None:

@@ -81,6 +81,7 @@ class _Base(DataEvents, abc.ABC):
         self._usage_chunks = request.usage_chunks
         self._prompt_logprobs = request.prompt_logprobs
         self._echoed = request.echoed_logprobs
+        self._skips = request.skip_special_tokens is not False
         self._created = int(time.time())
         self._head = b"data: " + encode(self._identity(self.CHUNK))[:-1] + b',"choices":['
         self._tail = b"]}\n\n" if self._usage_chunks == "none" else b'],"usage":null}\n\n'
@@ -232,7 +233,7 @@ class TextFormat(_Base):
         tokens, reported = self._reported(delta)
         if not reported:
             return None
-        shown = choice.shown = choice.shown or Detokenizer(self.model.pieces)
+        shown = choice.shown = choice.shown or Detokenizer(self.model.pieces, skip_special_tokens=self._skips)
         starts = [choice.offset]
         for token in tokens:
             starts.append(starts[-1] + len(shown.push([token])))

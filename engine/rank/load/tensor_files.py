@@ -72,7 +72,7 @@ def headers(folder: Path, tensors: TensorTable, geometry: Geometry) -> tuple[Hea
 
 
 def _only_shard(folder: Path) -> Path:
-    shards = sorted(folder.glob("*.safetensors"))
+    shards = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
     if len(shards) == 1:
         return shards[0]
     if shards:

@@ -133,9 +133,9 @@ def test_chat_logprobs_name_each_token_and_its_rivals(edge: Edge) -> None:
 def test_completion_logprobs_have_the_old_shape(edge: Edge) -> None:
     """tokens, token_logprobs, top_logprobs and text_offset run in parallel; the offsets go on through a stream. Of a character of
     several tokens all are where it is, which a sum of what each shows as alone would miss."""
-    said = "a small n\u00e9e \U0001f389 house"
+    said = "a small n\u00e9e \U0001f389 <bos> house"
     edge.script(said)
-    body = {"model": "nano", "prompt": "x", "logprobs": 1, "max_tokens": 40}
+    body = {"model": "nano", "prompt": "x", "logprobs": 1, "max_tokens": 40, "skip_special_tokens": False}
     whole = edge.post("/v1/completions", body).json()["choices"][0]
     found = whole["logprobs"]
     assert whole["text"] == said

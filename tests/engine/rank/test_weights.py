@@ -278,9 +278,11 @@ def test_unreadable_files_are_named(copy: Path) -> None:
 
 
 def test_only_safetensors(copy: Path) -> None:
-    """Shards without index, pickles alone, and nothing at all are refused in one line each."""
+    """Shards without index, pickles alone, and nothing at all are refused in one line each; model.safetensors needs no index."""
     (copy / INDEX).unlink()
     assert "3 safetensors files, but no" in refusal(copy)
+    (copy / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors cannot be read" in refusal(copy)
     for path in copy.glob("*.safetensors"):
         path.unlink()
     assert "holds no *.safetensors" in refusal(copy)
