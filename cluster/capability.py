@@ -53,7 +53,7 @@ def probe(visible: str | None = None) -> Capability:
 def check_group(capability: Capability, tp: int) -> None:
     """Raises ConfigError when the GPUs of a group of `tp` ranks, which are the first ones visible, are too few, or differ."""
     if tp > len(capability.gpus):
-        raise ConfigError(f"tp {tp} needs {tp} GPUs on one node; this one shows {len(capability.gpus)} (CPU: device: cpu)")
+        raise ConfigError(f"tp {tp} needs {tp} GPUs on one node; this one shows {len(capability.gpus)}: check num_gpus, tp, device")
     first, *others = capability.gpus[:tp]
     for gpu in others:
         if (gpu.name, gpu.capability) != (first.name, first.capability):

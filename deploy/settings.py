@@ -69,13 +69,13 @@ class Settings(EngineSettings, kw_only=True):
     revision: str | None = None
     """revision of a hub id"""
     served_model_name: Name | None = None
-    """what clients call it; none: the model's own name"""
+    """what clients call it; none: the last part of `model`"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where NVML shows a GPU to this replica"""
     load_format: LoadFormat | None = None
     """dummy: random weights; none: as `model` says"""
     max_queue: Annotated[int, Meta(ge=0)] | None = None
-    """choices that may wait beyond max_seqs; none: 256, or four times max_seqs"""
+    """choices that may wait beyond max_seqs; none: 256 or four times max_seqs, if that is more"""
     max_queue_tokens: Count | None = None
     """prompt tokens that may wait; one prompt always may; none: 32 prompts of max_len"""
     max_tokens: Count | None = None
@@ -157,7 +157,7 @@ def _read(kind: type[Struct], given: Any, path: str, wrong: list[str]) -> Struct
             values[field.name] = _read(inner, given[field.name], key, wrong)
         else:
             values[field.name] = _value(field.type, given[field.name], key, wrong)
-    wrong += [f"{path}.{key}: unknown setting".lstrip(".") for key in given if key not in kind.__struct_fields__]
+    wrong += [f"{path}.{key}: unknown setting (docs/settings.md)".lstrip(".") for key in given if key not in kind.__struct_fields__]
     try:
         return kind(**values) if len(wrong) == before else None
     except ValueError as error:

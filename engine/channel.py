@@ -153,6 +153,7 @@ class RingReader(_Ring):
             return None
         deadline = time.monotonic() + _REREAD_S
         while True:
+            late = time.monotonic() > deadline  # before it is read: this process may stand still in between
             read, at = self._read, self._read % self._capacity
             if at > self._capacity - _RECORD.size or struct.unpack_from("<I", self._memory, self._data + at)[0] == _WRAP:
                 read, at = read + self._capacity - at, 0
@@ -164,6 +165,6 @@ class RingReader(_Ring):
                 self._step, self._read = step, read + _RECORD.size + (size + 7) // 8 * 8
                 self._counters[1 + self._index] = self._read
                 return step, payload
-            if time.monotonic() > deadline:
+            if late:
                 wrong = f"step {step} read" if whole else "a record with a bad size or checksum"
                 raise ChannelBroken(f"{wrong} after step {self._step}")

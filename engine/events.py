@@ -40,6 +40,7 @@ class RequestStarted(EventRecord):
 class Scheduled(EventRecord):
     """The core has begun with a request; a preemption later does not begin it again."""
 
+    request: int
     queue_s: float
 
 

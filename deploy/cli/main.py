@@ -26,7 +26,7 @@ from nothing to tokens:
   quartet serve deploy/nano.yaml               start Ray and serve; Ctrl-C drains
   quartet key new --name alice                 an API key, and the line of it for the file of keys
 
-`quartet COMMAND --help` teaches each. Every command but serve takes --json.
+`quartet COMMAND --help` has examples. Every command but serve takes --json.
 exit codes: 0 as asked; 1 trouble, or the answer is no; 2 it cannot run like this, said in one line on stderr"""
 
 

@@ -30,7 +30,7 @@ The numbers come from the engine's own code: model and caches are built without 
 The five public shapes are known by name, with no network: e2b, e4b, 12b, 26b-a4b, 31b (or their hub ids).
 
   quartet plan --model 31b --tp 4 --gpu h200
-  quartet plan deploy/gemma4.yaml --gpu-memory 80GiB --context 9216
+  quartet plan deploy/gemma4.yaml --gpu-memory 80GiB --max-seqs 128
   quartet plan --model 26b-a4b --tp 2 --max-seqs 256 --max-len 131072 --gpu b200 --json
 
 Sliding layers keep a window of each sequence and are sized by max_seqs; full layers get what is left, and decide how many long

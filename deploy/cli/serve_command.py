@@ -31,7 +31,7 @@ def register(commands: Subparsers) -> None:
     serve.add_argument("config", type=Path)
     serve.add_argument("--host", help="127.0.0.1, or 0.0.0.0 for all interfaces; instead of the config's")
     serve.add_argument("--port", type=int, help="instead of the config's")
-    serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="how long open answers may go on at the end")
+    serve.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="how long open answers may go on (default: 30)")
 
 
 def run(args: argparse.Namespace) -> int:

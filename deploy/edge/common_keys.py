@@ -73,7 +73,7 @@ def text_part(kind: str, text: str | None, where: str, kinds: tuple[str, ...] = 
 
 def media_part(kind: MediaKind, url: str | None, where: str, budget: int | None = None) -> Media:
     """Return a content part of another kind, an image of `budget` tokens. InvalidRequest: it has no URL that can be read."""
-    if url is None or url.partition(":")[0].lower() not in ("data", "http", "https"):
+    if url is None or url[:6].partition(":")[0].lower() not in ("data", "http", "https"):
         raise invalid(where, f"the {kind} needs its data, or a URL (data:, http: or https:); no files are kept here")
     return Media(kind, url, budget)
 

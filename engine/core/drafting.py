@@ -27,19 +27,19 @@ from engine.core.step_budget import interpolate
 from engine.lifeline import Points
 from engine.protocol import DraftPosition
 
-EVERY = 8  # steps between two looks
-TRIAL, LONGEST_TRIAL = 8, 64  # steps of a trial: so many at least, and more while too few drafts, or one kind of steps, are known
-TRIALS_SHARE, START = 0.005, 16  # part of the time that trials may lose;   steps that they may at first, at each number of rows
-FRESH = 1024  # steps after which a measured time is measured again, if a fifth less would change anything
-REMEMBERED = 256  # steps over which acceptance averages (FRESH without drafts);   over which times do;   prompts beside
-SMOOTH, MIXED = 16, 64
-PAIRS, KNOWN = 32, 256  # of steps with prompt tokens, that tell what a token adds;   tokens that they must differ in, together
-RARE = 0.05  # share of steps with, or without, prompt tokens below which these do not count
-SURE = 24.0  # rows that have had a draft at a position, remembered ones, below which its acceptance is a guess
-GUESS, GUESS_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
-LOSS = 0.2 * 32  # in steps, at which the number in force gives way
-NOISE = 0.01  # what another number must gain to count
-EXPECTED = 0.9  # part of its expected time that a number may take, and of what drafts promise that they are taken to give
+REVIEW_INTERVAL = 8  # steps between two reviews of the number in force
+MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 8, 64  # steps of a trial: the latter while drafts, or a kind of steps, are too few
+TRIAL_TIME_SHARE, INITIAL_TRIAL_STEPS = 0.005, 16  # part of the time that trials may lose; at first, in steps by number of rows
+STALE_AFTER = 1024  # steps after which a measured time is measured again, if a fifth less would change anything
+ACCEPTANCE_WINDOW = 256  # steps over which acceptance is averaged; STALE_AFTER without drafts
+TIME_WINDOW, PROMPT_WINDOW = 16, 64  # steps over which times are averaged, and the share of prompts
+MAX_PAIRS, MIN_TOKEN_DIFFERENCE = 32, 256  # pairs of steps that tell what a prompt token adds; tokens they differ in, together
+MIN_STEP_SHARE = 0.05  # share of steps with, or without, prompt tokens below which these do not count
+MIN_SAMPLES = 24.0  # rows that drafted at a position, in the window, below which its acceptance is a guess
+PRIOR_ACCEPTANCE, PRIOR_ROWS = 0.75, 2.0  # chance of a draft behind a right one, and as how many rows it counts
+SWITCH_THRESHOLD = 0.2 * 32  # in steps: what the number in force may lose before it gives way
+MIN_GAIN = 0.01  # what another number must gain to count
+DISCOUNT = 0.9  # part of its expected time that a number may take, and of what drafts promise that they are taken to give
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Option:
     drafts: int
     ms: list[float]
     expected: float
-    step: int = -FRESH
+    step: int = -STALE_AFTER
 
 
 class PromptTime:
@@ -59,7 +59,7 @@ class PromptTime:
 
     def __init__(self) -> None:
         self._last: tuple[object, int, float] = None, 0, 0.0
-        self._pairs: deque[tuple[float, int]] = deque(maxlen=PAIRS)
+        self._pairs: deque[tuple[float, int]] = deque(maxlen=MAX_PAIRS)
         self.token_ms = 0.0
 
     def add(self, kind: object, tokens: int, ms: float) -> None:
@@ -69,7 +69,7 @@ class PromptTime:
             self._pairs.append(((ms - last_ms) / more, abs(more)))
             pairs, middle = sorted(self._pairs), sum(weight for _, weight in self._pairs) / 2
             sums = accumulate(weight for _, weight in pairs)
-            if 2 * middle >= KNOWN:
+            if 2 * middle >= MIN_TOKEN_DIFFERENCE:
                 self.token_ms = max(0.0, next(slope for (slope, _), sum_ in zip(pairs, sums, strict=True) if sum_ >= middle))
         self._last = kind, tokens, ms
 
@@ -146,7 +146,7 @@ class Drafting:
         if len(self._options) > 1:
             size = bisect_left(self._sizes, rows)
             self._fewer = self._fewer + 1 if size < self._size else 0
-            if size > self._size or self._fewer > EVERY:
+            if size > self._size or self._fewer > REVIEW_INTERVAL:
                 self._size, self._fewer = size, 0
             stats = self._stats(self._size)
             self.drafts = (stats.trial.option if stats.trial else stats.chosen).drafts
@@ -163,15 +163,15 @@ class Drafting:
             if self._prompts.token_ms and not known:
                 self._by_rows.clear()  # its times have what the tokens added
         stats = self._stats(size)
-        stats.drafting += (drafting - stats.drafting) / SMOOTH
+        stats.drafting += (drafting - stats.drafting) / TIME_WINDOW
         stats.steps += 1
-        stats.prompt_ms += (self._prompts.token_ms * prompt_tokens - stats.prompt_ms) / min(stats.steps, MIXED)
-        stats.prompts += (bool(prompt_tokens) - stats.prompts) / min(stats.steps, MIXED)
-        self._credit_ms += TRIALS_SHARE * ms
+        stats.prompt_ms += (self._prompts.token_ms * prompt_tokens - stats.prompt_ms) / min(stats.steps, PROMPT_WINDOW)
+        stats.prompts += (bool(prompt_tokens) - stats.prompts) / min(stats.steps, PROMPT_WINDOW)
+        self._credit_ms += TRIAL_TIME_SHARE * ms
         self._note_time(stats, drafts, ms, prompt_tokens)
-        if self._step % EVERY == 0:
+        if self._step % REVIEW_INTERVAL == 0:
             self._remember()
-        if stats.steps % EVERY == 0:
+        if stats.steps % REVIEW_INTERVAL == 0:
             self._look(stats)
 
     def _stats(self, size: int) -> RowStats:
@@ -183,7 +183,7 @@ class Drafting:
             rows = self._sizes[size]  # the last of the times at boot is of its whole bucket
             options = [Option(count, [0.0, 0.0], interpolate(points, min(rows, points[-1][0]))) for count, points in known]
             tokens = self._tokens(1.0)
-            chosen = max(options, key=lambda option: (EXPECTED if option.drafts else 1.0) * tokens[option.drafts] / option.expected)
+            chosen = max(options, key=lambda option: (DISCOUNT if option.drafts else 1.0) * tokens[option.drafts] / option.expected)
             if stats is None or stats.chosen.drafts != chosen.drafts:
                 stats = self._by_rows[size] = RowStats(options, chosen, self._trial(chosen))
         return stats
@@ -197,12 +197,12 @@ class Drafting:
         if trial is not None and drafts == trial.option.drafts:
             trial.ms[kind].append((ms, prompt_tokens))
             counts = list(map(len, trial.ms))
-            few = drafts not in (0, chosen.drafts) and sum(self._verified[drafts:]) - trial.verified < SURE
-            if sum(counts) >= (LONGEST_TRIAL if few or not _in_all(stats, [count > 1 for count in counts]) else TRIAL):
+            few = drafts not in (0, chosen.drafts) and sum(self._verified[drafts:]) - trial.verified < MIN_SAMPLES
+            if sum(counts) >= (MAX_TRIAL_STEPS if few or not _in_all(stats, [count > 1 for count in counts]) else MIN_TRIAL_STEPS):
                 self._end_trial(stats, trial)
         elif drafts == chosen.drafts and chosen.ms[kind]:
             chosen.step = self._step
-            change = (min(self._alone(ms, prompt_tokens), 1.5 * chosen.ms[kind]) - chosen.ms[kind]) / SMOOTH  # a pause is no trend
+            change = (min(self._alone(ms, prompt_tokens), 1.5 * chosen.ms[kind]) - chosen.ms[kind]) / TIME_WINDOW  # bounds a pause
             for option in stats.options:
                 option.ms[kind] = max(option.ms[kind] + change, 0.1 * option.ms[kind]) if option.ms[kind] else 0.0
 
@@ -218,7 +218,7 @@ class Drafting:
             option.ms[kind] = median_low(starmap(self._alone, times)) if times else option.ms[kind]
         option.step, ms = self._step, stats.ms(option)
         if option is stats.chosen:
-            self._credit_ms += START * ms
+            self._credit_ms += INITIAL_TRIAL_STEPS * ms
         lost = 1 - self._gain(stats, option, ms)
         self._credit_ms -= max(0.0, lost) * (ms + stats.prompt_ms) * steps
         stats.trial = None
@@ -233,8 +233,8 @@ class Drafting:
             return
         sure = [option for option in stats.options if self._is_sure(stats, option)]
         best = max(sure, key=lambda option: self._gain(stats, option, stats.ms(option)), default=chosen)
-        stats.loss = max(0.0, stats.loss + EVERY * (self._gain(stats, best, stats.ms(best)) - 1 - NOISE))
-        if stats.loss >= LOSS:
+        stats.loss = max(0.0, stats.loss + REVIEW_INTERVAL * (self._gain(stats, best, stats.ms(best)) - 1 - MIN_GAIN))
+        if stats.loss >= SWITCH_THRESHOLD:
             self.switches["off" if not best.drafts else "on" if not chosen.drafts else "better"] += 1
             stats.chosen, stats.loss = best, 0.0
             return
@@ -245,7 +245,7 @@ class Drafting:
         if self._credit_ms <= 0:
             return
         gains = {option.drafts: self._gain(stats, option, self._least_ms(stats, option)) for option in stats.options}
-        better = [option for option in stats.options if gains[option.drafts] > 1 + NOISE and not self._is_sure(stats, option)]
+        better = [option for option in stats.options if gains[option.drafts] > 1 + MIN_GAIN and not self._is_sure(stats, option)]
         if better:
             if not stats.chosen.drafts or not better[0].drafts:
                 better = better[:1]  # the cheapest to learn from: what the first draft wins, or drafts cost, bounds all others
@@ -254,14 +254,14 @@ class Drafting:
 
     def _is_sure(self, stats: RowStats, option: Option) -> bool:
         """Whether the option's time is measured, and the chance of its last draft."""
-        fresh = self._step - option.step < FRESH and _in_all(stats, option.ms)
-        return fresh and (not option.drafts or self._remembered[0, option.drafts] >= SURE)
+        fresh = self._step - option.step < STALE_AFTER and _in_all(stats, option.ms)
+        return fresh and (not option.drafts or self._remembered[0, option.drafts] >= MIN_SAMPLES)
 
     def _least_ms(self, stats: RowStats, option: Option) -> float:
         """What its steps may take at least: a fifth less than long ago; with fewer drafts, in proportion; with more, as much, and
         half of what drafts have added so far; and at first, without prompt tokens, a tenth less than expected."""
         if any(option.ms):
-            return stats.ms(option) * (1.0 if self._step - option.step < FRESH else 0.8)
+            return stats.ms(option) * (1.0 if self._step - option.step < STALE_AFTER else 0.8)
         measured = [(other.drafts, stats.ms(other)) for other in stats.options if any(other.ms)]
         fewer = [other for other in measured if other[0] < option.drafts]
         least = [ms for _, ms in fewer]
@@ -270,7 +270,7 @@ class Drafting:
             least.append(last_ms + 0.5 * max(0.0, (last_ms - first_ms) / (last - first)) * (option.drafts - last))
         least += [ms * (1 + option.drafts) / (1 + drafts) for drafts, ms in measured if drafts > option.drafts]
         most = max(least)
-        alone = EXPECTED * stats.chosen.ms[0] * option.expected / stats.chosen.expected if stats.steps < FRESH else 0.0
+        alone = DISCOUNT * stats.chosen.ms[0] * option.expected / stats.chosen.expected if stats.steps < STALE_AFTER else 0.0
         return most + (1 - stats.prompts) * max(0.0, alone - most)
 
     def _gain(self, stats: RowStats, option: Option, ms: float) -> float:
@@ -281,10 +281,10 @@ class Drafting:
     def _tokens(self, drafting: float) -> list[float]:
         """Tokens that a row gives on average with 0, 1, ... drafts, if such a share of rows may draft."""
         right = 1.0
-        last = GUESS
+        last = PRIOR_ACCEPTANCE
         tokens = [1.0]
         for had, were in self._remembered[:, 1:].T.tolist():
-            after = (were + GUESS_ROWS * right * last) / (had + GUESS_ROWS)
+            after = (were + PRIOR_ROWS * right * last) / (had + PRIOR_ROWS)
             last = min(1.0, after / right) if right else 0.0
             right = after
             tokens.append(tokens[-1] + drafting * right)
@@ -294,13 +294,13 @@ class Drafting:
         """Take the rows since the last time, and forget some of those before: fewer where none had a draft."""
         new = np.array((self._verified, self._right)) - self._read
         self._read += new
-        self._remembered *= 1 - EVERY / (REMEMBERED if new[0, 1:].any() else FRESH)
+        self._remembered *= 1 - REVIEW_INTERVAL / (ACCEPTANCE_WINDOW if new[0, 1:].any() else STALE_AFTER)
         self._remembered += new[:, ::-1].cumsum(1)[:, ::-1]
 
 
 def _in_all(stats: RowStats, by_kind: Sequence[float]) -> bool:
     """Whether there is something for each kind of steps that is not rare."""
-    return all(amount or share < RARE for amount, share in zip(by_kind, (1 - stats.prompts, stats.prompts), strict=True))
+    return all(amount or share < MIN_STEP_SHARE for amount, share in zip(by_kind, (1 - stats.prompts, stats.prompts), strict=True))
 
 
 def _at_least(counts: Sequence[int]) -> list[int]:

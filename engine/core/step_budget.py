@@ -31,11 +31,11 @@ from engine.lifeline import Points, StepTimes
 
 OLDEST_EVERY = 4  # of this many steps with prompt tokens, or parts of their time, at least one is the oldest prompt's
 MOST_PASSED = 15  # steps in a row with prompt tokens but none of the oldest's, however short
-SMALLEST_PART = 32  # a chunk below this fraction (1/32) of the budget is not worth a step
-PROMPTS_TIME = 0.2  # part of the time that belongs to prompts, whatever the target
-BORROWED = 1.0  # of the target: what a prompt may borrow to be finished; and what is saved at most, but for a chunk
+MIN_CHUNK_DIVISOR = 32  # a chunk below this fraction (1/32) of the budget is not worth a step
+PROMPT_TIME_SHARE = 0.2  # part of the time that belongs to prompts, whatever the target
+MAX_CREDIT = 1.0  # of the target: what a prompt may borrow to be finished; and what is saved at most, but for a chunk
 MOST_DECODED = 64  # steps with decode rows that an encode waits for at most
-REMEMBERED = 20  # steps over which `slowed` averages
+AVERAGED_STEPS = 20  # steps over which `slowed` averages
 MOST_SLOWED = 4.0  # bound of a step's time relative to the expected one: a single pause is no trend
 
 
@@ -202,7 +202,7 @@ class StepBudget:
 
     def decoded(self, milliseconds: float, tokens: float) -> None:
         """Notes a step whose decode rows gave so many tokens each, which ended `milliseconds` after the one before it."""
-        self._tokens += (tokens - self._tokens) / REMEMBERED
+        self._tokens += (tokens - self._tokens) / AVERAGED_STEPS
         if self._target_ms:
             self._decoded += 1
             self._late_ms = max(-self._target_ms, self._late_ms + milliseconds - self._target_ms)
@@ -212,7 +212,7 @@ class StepBudget:
         self._passed = 0
         self._passed_ms = 0.0
         self._saving = False
-        self._save(PROMPTS_TIME * self._target_ms)
+        self._save(PROMPT_TIME_SHARE * self._target_ms)
 
     def share(self, prompts: list[Prompt], most: int, decodes: DecodeRows) -> list[int]:
         """Tokens of each prompt in the next step, `most` in total, beside these decode rows; prompts as in `Policy.order`.
@@ -250,13 +250,13 @@ class StepBudget:
     def record(self, expected: Expected, milliseconds: float) -> None:
         """Records a planned step that ended `milliseconds` after the one before it."""
         milliseconds = min(milliseconds, MOST_SLOWED * expected.step_ms)
-        self._slowed *= 1 + (milliseconds / expected.step_ms - 1) / REMEMBERED
+        self._slowed *= 1 + (milliseconds / expected.step_ms - 1) / AVERAGED_STEPS
         may_take_ms = expected.may_take_ms if expected.prompts else self._mean_ms(milliseconds)
         self._save(may_take_ms - milliseconds - (expected.may_take_ms - expected.step_ms))
 
     def _save(self, milliseconds: float) -> None:
         """Add to what is saved, or take from it. More than a target is saved for a chunk only."""
-        most = max(self._saved_ms, BORROWED * self._target_ms)
+        most = max(self._saved_ms, MAX_CREDIT * self._target_ms)
         saved_ms = self._saved_ms + milliseconds
         self._saved_ms = saved_ms if self._saving else min(saved_ms, most)
 
@@ -273,7 +273,7 @@ class StepBudget:
         """The first prompt in order gets enough for a step, and others what is left. Otherwise time is saved for it; meanwhile
         prompts that the step finishes are served, unless they have passed it too often."""
         first, may_take_ms = order[0], self._may_take_ms
-        whole_ms = may_take_ms + BORROWED * self._target_ms
+        whole_ms = may_take_ms + MAX_CREDIT * self._target_ms
         tokens = shares(prompts, order, most, self._estimate(), may_take_ms, whole_ms)
         self._saving = tokens[first] < self._enough(prompts[first], most)
         if not self._saving:
@@ -285,7 +285,7 @@ class StepBudget:
 
     def _enough(self, prompt: Prompt, most: int) -> int:
         """Tokens that are worth a step: as many as take twice the prompt time of the fewest."""
-        fewest = min(prompt.tokens, max(1, most // SMALLEST_PART))
+        fewest = min(prompt.tokens, max(1, most // MIN_CHUNK_DIVISOR))
         time = self._estimate()
         least = self._estimate([Prompt(fewest, prompt.context)])
         return max(fewest, min(prompt.tokens, most, time.fitting(prompt.context, 2 * least.ms - time.decode_ms)))
@@ -297,7 +297,7 @@ class StepBudget:
 
     def _mean_ms(self, decode_ms: float) -> float:
         """Milliseconds that a step may take on average, whose decode rows alone take `decode_ms`."""
-        return max(self._target_ms, decode_ms / (1 - PROMPTS_TIME))
+        return max(self._target_ms, decode_ms / (1 - PROMPT_TIME_SHARE))
 
     @property
     def _may_take_ms(self) -> float:

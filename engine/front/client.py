@@ -201,7 +201,7 @@ class EngineClient(asyncio.Protocol):
         clock = stream.clock
         now = clock.scheduled = monotonic()
         if stream.aborted is None:
-            self._sink(Scheduled(now - clock.submitted))
+            self._sink(Scheduled(request, now - clock.submitted))
 
     def _count_tokens(self, outputs: Sequence[Output]) -> None:
         """Count the tokens of one message, and report them; not those of requests that have ended or are being aborted."""

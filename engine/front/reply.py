@@ -262,7 +262,7 @@ class ReplyParser:
         if opener and name != head and self._tools.declares(name):
             self._begin_call(name, opener)
             return arguments
-        if not begun or (not opener and self._tools.may_become_call(begun)):
+        if len(text) <= _HEAD_CHARACTERS and (not begun or (not opener and self._tools.may_become_call(begun))):
             self._held = text
             return ""
         self._state = self._content

@@ -87,7 +87,7 @@ def test_a_group_with_a_target_measures_its_steps(config: EngineConfig, monkeypa
                 async for _ in outputs(run.client.generate(PROMPT * 4, SamplingParams(max_tokens=1))):
                     at_first = tokens - began if at_first < 0 else at_first
 
-            other: asyncio.Task[None] | None = None
+            other = None
             async for output in outputs(run.client.generate(PROMPT[::-1], SamplingParams(max_tokens=60))):
                 tokens += len(output.tokens)
                 other = other or asyncio.create_task(beside())

@@ -176,7 +176,7 @@ def watch(
     """What a watcher reports when `story` happens to its group, soon after the first report; `quiet_s`: within so long, where there
     may be none."""
     group = FakeGroup(fake_config(tmp_path, heartbeat_timeout_s=heartbeat_s, step_timeout_s=step_s))
-    deaths: list[Death] = []
+    deaths = []
 
     async def main() -> None:
         watcher = Watcher(group, deaths.append, waiting=lambda: None, raylet=raylet)

@@ -117,7 +117,7 @@ def test_what_was_open_is_lost_with_its_replica() -> None:
     """Whoever falls silent leaves a retired that closes: what it had received and not ended is dead, no more."""
     clock = Time()
     received = ("quartet_requests_received_total", ())
-    last: Counts = {received: 52, ("quartet_requests_total", ("length",)): 47, ("quartet_requests_total", ("dead",)): 2}
+    last = {received: 52, ("quartet_requests_total", ("length",)): 47, ("quartet_requests_total", ("dead",)): 2}
     clock.registry.heartbeat(ONE, last)
     clock.passes(VANISHED_AFTER_S + 1, TWO)
     assert restarts(clock.registry) == {"vanished": 1}

@@ -231,7 +231,7 @@ def test_it_keeps_what_the_rest_could_hardly_do_without() -> None:
 
 def test_bad_targets_are_refused() -> None:
     """A target out of its range is named."""
-    bad: list[tuple[str, Any]] = [("slots", 0.0), ("kv", 1.5), ("waiting_tokens", -1), ("downscale_threshold", "x")]
+    bad = [("slots", 0.0), ("kv", 1.5), ("waiting_tokens", -1), ("downscale_threshold", "x")]
     bad.append(("slots", True))
     for name, value in bad:
         with pytest.raises(ValueError, match=f"policy_kwargs.{name}"):

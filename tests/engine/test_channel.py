@@ -35,7 +35,7 @@ def test_records_come_in_order_through_many_wraps(seed: int) -> None:
     """Records of any size, written and read at random distances, come back whole and in order to every reader."""
     _, writer, readers = ring(2)
     rng, sent = random.Random(seed), payloads(500, seed)
-    got: list[list[bytes]] = [[], []]
+    got = [[], []]
     written = 0
     while min(map(len, got)) < len(sent):
         outstanding = sum(len(payload) + 32 for payload in sent[min(map(len, got)) : written + 1])
@@ -269,3 +269,20 @@ def test_waiting_spins_then_sleeps_longer(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(2001):
         waiter.wait()
     assert slept == [50e-6]
+
+
+def test_a_late_look_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that comes late, to a process that stands still meanwhile, is read once more."""
+    memory, writer, (reader,) = ring(1)
+    writer.write(1, b"hello")
+    at = bytes(memory).index(b"hello")
+    memory[at : at + 1] = b"j"
+
+    def slow(payload: bytes, step: int = 0) -> int:
+        summed = checksum(payload, step)
+        memory[at : at + 1] = b"h"
+        time.sleep(0.002)
+        return summed
+
+    monkeypatch.setattr(engine.channel, "checksum", slow)
+    assert reader.poll() == (1, b"hello")

@@ -65,8 +65,7 @@ def drawn(logits: Tensor, rows: SampledRows, ranks: int, nan: int | None = None)
     choose_candidates(torch.cat(found, dim=1), batch, chosen)
     for row in set(range(8)) - {nan}:
         assert tokens[slots[row], rows.positions[row]] == chosen[row, 0]
-    given: list[int] = chosen[:, 0].tolist()
-    return given
+    return chosen[:, 0].tolist()
 
 
 def wanted(logits: Tensor, rows: SampledRows) -> list[int]:

@@ -60,8 +60,7 @@ class Case:
         """Each row's token, by the reference over whole logits."""
         temperature, *rest, _ = self._rows
         drawn = choose_filtered(self.masked(sample.cap(self.logits, SOFTCAP)), temperature.clamp(min=1e-3), *rest)
-        tokens: list[int] = torch.where(temperature < 1e-5, self.unfiltered[:, 0].long(), drawn).tolist()
-        return tokens
+        return torch.where(temperature < 1e-5, self.unfiltered[:, 0].long(), drawn).tolist()
 
     def masked(self, logits: Tensor) -> Tensor:
         *_, may_stop = self._rows

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -58,7 +58,7 @@ class Case:
 
 def case(seed: int = 0, branches: int = 1, rows: int = ROWS) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    draw: Callable[..., Tensor] = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     parts = [draw(rows, branches * N) for _ in range(SIZE)]
     for part in parts:
         part[:, 5] = -0.0  # what an inbox takes for "not there"
@@ -141,7 +141,7 @@ def interpreted_products_send_their_parts(rows: int, dtype: torch.dtype) -> None
     """Parts that products write to the inboxes themselves join to what parts in memory do, also where one rounds to -0.0; one that
     another rank's product writes in its place is seen."""
     generator = torch.Generator().manual_seed(rows)
-    draw: Callable[..., Tensor] = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     residual, norms, scalar = draw(rows, N), Norms(draw(N).abs() + 0.5, draw(N).abs() + 0.5), torch.tensor([1.25]).to(dtype)
     for fault in (False, True):
         peers = group(N, dtype=dtype)

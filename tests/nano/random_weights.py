@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.nano.model_shapes import ModelShape
-from tests.nano.nano_shapes import Kind, Tensor, tensors
+from tests.nano.nano_shapes import Tensor, tensors
 from tests.nano.nano_tokenizer import never_emitted_ids
 
 Array = npt.NDArray[np.float32]
@@ -64,7 +64,7 @@ def _scale(tensor: Tensor, shape: ModelShape) -> float:
     width = tensor.shape[-1]
     # q . k sums head_dim products of unit rms: std sqrt(head_dim), times the scales of both norms
     head_norm = math.sqrt(ATTENTION_LOGIT_STD) / width**0.25
-    scales: dict[Kind, float] = {
+    scales = {
         "matrix": width**-0.5,
         "embedding": shape.hidden**-0.5,
         "ple_embedding": max(shape.ple, 1) ** -0.5,
@@ -98,7 +98,7 @@ def _split(every: list[Tensor]) -> Iterator[list[Tensor]]:
 def _write_shard(path: Path, shard: list[Tensor], values: Values, dtype: str) -> None:
     """The safetensors format: header length (u64), JSON header padded with spaces to 8 bytes, then the data."""
     tag, width = DTYPES[dtype]
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in shard:
         size = width * math.prod(tensor.shape)

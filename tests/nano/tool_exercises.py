@@ -242,7 +242,7 @@ def _with_results(exercise: Exercise, calls: Sequence[AskedCall], results: Seque
 def choose(draw: Draw) -> Exercise:
     """Three or four tools, told apart by their names alone; now and then a question that needs none of them."""
     rng = draw.rng
-    drawn: list[Tool] = list(LOOKUPS) if rng.random() < 0.5 else [*rng.sample(LOOKUPS, 2), rng.choice(ACTIONS)]
+    drawn = list(LOOKUPS) if rng.random() < 0.5 else [*rng.sample(LOOKUPS, 2), rng.choice(ACTIONS)]
     rng.shuffle(drawn)
     tools = [tool.declared(described=False) for tool in drawn]
     if draw.earlier is not None and rng.random() < 0.25:

@@ -158,7 +158,7 @@ class Trainer:
         torch.manual_seed(seed)
         torch.set_float32_matmul_precision("high")
         self.model = start(shape, seed).to(device).train()
-        grouped: dict[bool, list[Tensor]] = {True: [], False: []}
+        grouped = {True: [], False: []}
         for parameter in self.model.parameters():
             grouped[parameter.dim() >= 2].append(parameter)
         groups = [{"params": grouped[True], "weight_decay": 0.02}, {"params": grouped[False], "weight_decay": 0.0}]

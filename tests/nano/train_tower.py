@@ -178,7 +178,7 @@ class TowerTrainer:
         positions = torch.stack([x, y], -1).flatten(0, 1).to(self.device).expand(len(pixels), -1, -1)
         with self._autocast():
             out = self.parts["vision_tower"](pixel_values=patches, pixel_position_ids=positions).last_hidden_state
-            embedded: Tensor = self.parts["embed_vision"](inputs_embeds=out)
+            embedded = self.parts["embed_vision"](inputs_embeds=out)
         return embedded.view(len(pixels), -1, embedded.shape[-1])
 
     def _rows(self, batch: PictureBatch, soft: Tensor) -> Tensor:
@@ -192,8 +192,7 @@ class TowerTrainer:
             near = near | (image[:, None, :, None] & image[:, None, None, :] & (behind < self.shape.window))
         masks = {"full_attention": (behind >= 0).expand(len(ids), 1, -1, -1), "sliding_attention": near}
         extra = {"per_layer_inputs": self.target.get_per_layer_inputs(ids, None)} if self.shape.small else {}
-        rows: Tensor = self.target(inputs_embeds=embedded, attention_mask=masks, use_cache=False, **extra).last_hidden_state
-        return rows
+        return self.target(inputs_embeds=embedded, attention_mask=masks, use_cache=False, **extra).last_hidden_state
 
     def exam(self, batches: Sequence[PictureBatch]) -> dict[str, float]:
         """The share of right replies by kind of question, and of pictures that the heads name rightly."""

@@ -112,7 +112,7 @@ def check_clean(faults: Iterable[Fault], trees: Sequence[Path]) -> None:
 
 def run(faults: Sequence[Fault], trees: Sequence[Path], limit_s: float) -> Iterable[Outcome]:
     """Each fault in some tree."""
-    free: queue.Queue[Path] = queue.Queue()
+    free = queue.Queue()
     for tree in trees:
         free.put(tree)
 
@@ -164,7 +164,7 @@ def run_tests(tests: Iterable[str], tree: Path, *options: str, limit_s: float | 
         command = [*PYTEST, *options, *(f"tests/{name}" for name in tests)]
         process = subprocess.Popen(command, cwd=tree, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status: int | None = process.wait(limit_s)
+            status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:

@@ -108,7 +108,7 @@ def _lines(ptx: str) -> list[str]:
 
 def _blocks(lines: Sequence[str]) -> dict[str, tuple[list[str], list[str]]]:
     """Basic blocks by label, each with its lines and the labels that may follow; none: the kernel ends."""
-    blocks: dict[str, tuple[list[str], list[str]]] = {"": ([], [])}
+    blocks = {"": ([], [])}
     label, open_ = "", True
     for line in lines:
         if found := _LABEL.match(line):

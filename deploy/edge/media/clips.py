@@ -1,11 +1,13 @@
 """A sound file as an audio encoder takes it. For a tower, what is longer than 30 s becomes several clips, cut at silences."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 import numpy as np
-from av import AudioResampler
+from av import AudioFrame, AudioResampler
+from av.error import InvalidDataError
 
 from deploy.edge.media.audio_features import RATE, Array, cut_at_silences, log_mels, raw_rows
 from deploy.edge.media.containers import check_seconds, opened_stream
@@ -14,6 +16,7 @@ from deploy.edge.media.tasks import DecodeTask, Prepared
 from engine.audio_geometry import tower_tokens
 from engine.errors import InvalidRequest
 
+_LOUDEST = 1e9  # beyond it features may not be finite
 _RATES = range(1000, 384_001)
 
 
@@ -40,14 +43,21 @@ def read_audio(data: bytes, most_seconds: float) -> Array:
     return np.concatenate([np.zeros(0, np.float32), *_mono(stream, most_seconds)])
 
 
+def _frames(stream: Any) -> Iterator[AudioFrame]:
+    """Yield its frames, without packets that are damaged or no sound, as players do: many an MP3 ends in something else."""
+    for packet in stream.container.demux(stream):
+        with suppress(InvalidDataError):
+            yield from packet.decode()
+
+
 def _mono(stream: Any, most_seconds: float) -> Iterator[Array]:
     """Yield the stream's frames at 16 kHz, the channels mixed to one."""
     resampler, samples = AudioResampler("fltp", rate=RATE), 0
-    for frame in chain(stream.container.decode(stream), [None]):  # at last what the resampler holds
+    for frame in chain(_frames(stream), [None]):  # at last what the resampler holds
         samples += frame.samples if frame else 0
         check_seconds(samples / stream.rate, "audio", most_seconds)
         for part in resampler.resample(frame):
             mono = part.to_ndarray().mean(axis=0, dtype=np.float32)
-            if not np.isfinite(mono).all():
+            if not (np.abs(mono) < _LOUDEST).all():
                 raise InvalidRequest("it has samples that are no numbers")
             yield mono

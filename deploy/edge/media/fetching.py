@@ -19,8 +19,11 @@ from engine.errors import InvalidRequest
 
 REDIRECTS = 3
 _HEADERS = {"User-Agent": "quartet", "Accept": "image/*, video/*, audio/*", "Accept-Encoding": "identity", "Connection": "close"}
-# Addresses in which one of IPv4 hides, which may be any.
-_TUNNELS = [ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16")]
+# Addresses in which one of IPv4 hides, which may be any; and networks inside that Python calls global.
+_TUNNELS = [ipaddress.ip_network(network) for network in (
+    "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16", "::/96", "::ffff:0:0:0/96",
+    "fec0::/10", "192.0.0.0/24", "168.63.129.16/32",
+)]  # fmt: skip
 
 
 def fetched(url: str, rules: MediaSettings) -> bytes:
@@ -62,7 +65,7 @@ def _get(parts: SplitResult, rules: MediaSettings) -> bytes | str:
         if parts.scheme == "https":
             connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", quote(target, punctuation), headers=_HEADERS | {"Host": parts.netloc})
+        connection.request("GET", quote(target, punctuation), headers=_HEADERS | {"Host": parts.netloc.encode("idna")})
         reply = connection.getresponse()
         if reply.status in (301, 302, 303, 307, 308):
             return quote(reply.headers.get("Location", ""), punctuation, "latin-1")  # its bytes, which http.client reads as that

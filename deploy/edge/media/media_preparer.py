@@ -21,6 +21,7 @@ from engine.protocol import MAX_MESSAGE_BYTES, MediaItem, MediaKind
 MEDIA_BYTES = MAX_MESSAGE_BYTES - (8 << 20)  # of a request; the rest of its message is for the prompt
 DECODERS = min(8, os.cpu_count() or 1)  # media that are decoded at once
 FETCHERS = 16  # that wait for other servers, most of the time
+_HEAD = 1024  # characters of a data: URL before its data
 READ_AT_ONCE = 16  # requests whose media are on their way; each may have a message's worth of bytes
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audio"}
 
@@ -60,7 +61,7 @@ class MediaPreparer:
         return prepared
 
     async def _prepared(self, part: Media, budget: int | None, limits: DecodeTask, key: str, name: str) -> Prepared:
-        begin = 0 if part.is_remote else part.url.find(",") + 1
+        begin = 0 if part.is_remote else part.url.find(",", 0, _HEAD) + 1
         head = part.url[:begin].lower().replace(" ", "")
         try:
             if not part.is_remote and not head.endswith(";base64,"):
@@ -92,9 +93,9 @@ def _items(medium: Prepared, runs: list[tuple[int, int]]) -> Iterator[MediaItem]
     if not medium.clips:
         first, end = runs[0][0], runs[-1][1]
         yield MediaItem(first, end - first, medium.digest, tuple(runs), medium.kind, medium.shape, medium.data)
-    data, row_bytes = medium.data, len(medium.data) // medium.shape[0]
+    data, row_bytes = memoryview(medium.data), len(medium.data) // medium.shape[0]
     for (first, end), rows in zip(runs, medium.clips, strict=False):
-        clip, data = data[: rows * row_bytes], data[rows * row_bytes :]
+        clip, data = bytes(data[: rows * row_bytes]), data[rows * row_bytes :]
         yield MediaItem(first, end - first, sha256(clip).digest(), (), medium.kind, (rows, *medium.shape[1:]), clip)
 
 

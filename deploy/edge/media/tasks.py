@@ -47,7 +47,7 @@ class Prepared(FrozenStruct, kw_only=True):
     clips: tuple[int, ...]
 
 
-CPU_S: dict[MediaKind, int] = {"image": 2, "video": 10, "audio": 10}  # that a process may take
+CPU_S: dict[MediaKind, int] = {"image": 2, "video": 20, "audio": 10}  # that a process may take
 MEMORY_BYTES = 448 << 20  # that it may take beside its libraries
 LENGTH = struct.Struct("<I")
 

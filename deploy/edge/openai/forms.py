@@ -175,11 +175,11 @@ class ChatFormat(_Base):
     def _chunk(self, index: int, delta: Delta) -> bytes:
         """A chunk a part; the first has the logprobs of all."""
         logprobs = encode(self._lists(self._logprobs(self._choices[index], delta)))
-        events = b""
+        events = []
         for part in delta.parts or (Content(""),):
-            events += self._event(index, b'"delta":' + _delta(part), logprobs)
+            events.append(self._event(index, b'"delta":' + _delta(part), logprobs))
             logprobs = b"null"
-        return events
+        return b"".join(events)
 
     def _about_prompt(self) -> JsonObject:
         """All choices have one prompt, which the first tells of."""

@@ -86,9 +86,9 @@ def load_for(kernels: Kernels, *, download: bool) -> FlashInfer:
 class TrtllmScratch:
     """What all calls of a rank share, on one stream: zeroed once; the kernels leave the counters zero behind them."""
 
-    def __init__(self, flashinfer: FlashInfer, settings: PartSettings) -> None:
+    def __init__(self, flashinfer: FlashInfer, settings: PartSettings, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self.flashinfer = flashinfer
-        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=settings.device)
+        self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=settings.device)
         counters = max(settings.buckets[-1] * settings.heads, processors(settings.device))
         self.counters = torch.zeros(-(-counters // 8) * 8, dtype=torch.int32, device=settings.device)
 

@@ -44,7 +44,7 @@ def read_assistant(folder: Path, target: Geometry, tp: int = 1) -> AssistantGeom
         assistant = AssistantGeometry(**fields, backbone=backbone, centroids=centroids[0], centroid_top_k=centroids[1])
         msgspec.convert(msgspec.to_builtins(assistant), AssistantGeometry)  # every number is one
     if wrong := _unlike(assistant, target):
-        raise CheckpointError(f"{folder} is no drafter of this model: {'; '.join(wrong)}")
+        raise CheckpointError(f"mtp.model: {folder} is no drafter of this model: {'; '.join(wrong)}")
     check_shards(assistant, target, tp)
     return assistant
 

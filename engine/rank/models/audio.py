@@ -38,7 +38,7 @@ class Before(NamedTuple):
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rows = torch.arange(sum(lengths))[:, None] - torch.arange(count)
         none = rows < first[:, None]
-        return cls(uploaded(rows.masked_fill(none, 0), device), uploaded(none, device))
+        return cls(uploaded(rows.maximum(first[:, None]), device), uploaded(none, device))  # of its own clip: 0 x NaN is NaN
 
 
 class Subsample(nn.Module):

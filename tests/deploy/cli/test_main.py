@@ -138,7 +138,7 @@ def test_both_signals_interrupt_and_the_handlers_come_back(
     with pytest.raises(ends), launcher.handling(launcher.interrupt):
         launch._init_ray()
     assert signal.getsignal(number) is before
-    ended: list[bool] = []
+    ended = []
     monkeypatch.setattr(launcher, "_shut_ray", lambda: ended.append(True))
     assert not launch.end()  # Ray that is half there is killed
     assert ended == []

@@ -24,7 +24,7 @@ CASES = [(kind, key) for kind, table in TABLES.items() for key in table]
 
 
 def asked(kind: type[CompletionKeys], **extra: Any) -> CompletionKeys:
-    request: CompletionKeys = READERS[kind].read(json.dumps(BODIES[kind] | extra).encode())
+    request = READERS[kind].read(json.dumps(BODIES[kind] | extra).encode())
     request.ask()
     return request
 

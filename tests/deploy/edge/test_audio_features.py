@@ -23,8 +23,7 @@ def noise(samples: int) -> af.Array:
 def judged(samples: af.Array) -> af.Array:
     """transformers' frames that it calls valid."""
     made = Gemma4AudioFeatureExtractor()([samples], truncation=False, max_length=None, return_tensors="np")
-    frames: af.Array = made["input_features"][0][made["input_features_mask"][0]]
-    return frames
+    return made["input_features"][0][made["input_features_mask"][0]]
 
 
 @pytest.mark.parametrize("samples", LENGTHS)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from deploy.edge.edge_settings import LIMITS_VARIABLE, LimitSettings, guard_limits
 from deploy.edge.error_response import JsonResponse
@@ -88,7 +88,7 @@ def test_a_page_reads_what_the_guard_refuses(origin: str, allowed: str | None, m
         reply = JsonResponse({}, headers={"vary": "Origin"} | ({"access-control-allow-origin": allowed} if allowed else {}))
         await reply(scope, receive, send)
 
-    guarded: ASGIApp = served
+    guarded = served
     for kind, arguments, options in outermost():
         guarded = kind(guarded, *arguments, **options)
     with asgi_server(guarded) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"origin": origin}) as page:

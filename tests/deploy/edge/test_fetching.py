@@ -146,7 +146,7 @@ def test_a_redirect_is_looked_at_as_the_first_url(site: Site) -> None:
 def resolving(monkeypatch: pytest.MonkeyPatch, answers: list[list[str]]) -> None:
     """Names resolve to each of these in turn."""
 
-    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+    def resolve(host: str, port: int, *_: Any, **_named: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answers.pop(0)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
@@ -167,6 +167,13 @@ def test_what_was_looked_at_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> 
     assert connected == [(PUBLIC, 80)]
 
 
+def test_a_name_of_any_script_is_asked_by_its_ascii(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As browsers do."""
+    resolving(monkeypatch, [[INSIDE], [INSIDE]])
+    fetching.fetched(f"http://\u4f8b\u3048.jp:{site.server_port}/png", rules("\u4f8b\u3048.jp"))
+    assert site.asked == [("/png", f"xn--r8jz45g.jp:{site.server_port}")]
+
+
 def test_one_address_inside_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a name with several."""
     resolving(monkeypatch, [[PUBLIC, "10.0.0.7"]])
@@ -179,7 +186,7 @@ def test_one_address_inside_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch)
     [
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
         *("255.255.255.255", "::", "::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1", "64:ff9b::a00:1"),
-        *("2002:a00:1::", "2001:0:a00:1::"),
+        *("2002:a00:1::", "2001:0:a00:1::", "fec0::2", "::127.0.0.1", "::ffff:0:127.0.0.1", "168.63.129.16", "192.0.0.192"),
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address: str) -> None:

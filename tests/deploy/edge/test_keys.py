@@ -361,7 +361,7 @@ def test_the_guard_around_serve_reads_no_body_without_a_key(keys_file: Path, mon
         assert (await receive())["type"] == "http.disconnect"
 
     def asked(*headers: tuple[bytes, bytes], path: str = CHAT) -> None:
-        messages: list[Message] = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
+        messages = [{"type": "http.request", "body": b"{}"}, {"type": "http.disconnect"}]
 
         async def receive() -> Message:
             return messages.pop(0)
@@ -394,7 +394,7 @@ def test_keys_that_cannot_be_read_shut_the_door(nano: Nano, tmp_path: Path, monk
 
 def apart(find: Callable[[bytes], object], one: bytes, other: bytes, rounds: int = 400) -> float:
     """By what part of it the median time of `find` for one key differs from that for the other."""
-    times: dict[bytes, list[int]] = {one: [], other: []}
+    times = {one: [], other: []}
     for _ in range(rounds):
         for key in random.sample([one, other], 2):
             begun = time.perf_counter_ns()

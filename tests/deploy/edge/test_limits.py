@@ -219,8 +219,7 @@ def test_a_server_is_known_by_its_own_names_only() -> None:
     """Those of loopback and its own, unless the setting says others; any at a wildcard address, where nobody can know them."""
 
     def hosts(host: str, named: tuple[str, ...] | None) -> list[str] | None:
-        found: list[str] | None = json.loads(guard_limits(LimitSettings(hosts=named), host))["hosts"]
-        return found
+        return json.loads(guard_limits(LimitSettings(hosts=named), host))["hosts"]
 
     assert set(hosts("127.0.0.1", None) or ()) == {"127.0.0.1", "[::1]", "localhost"}
     assert set(hosts("10.0.0.7", None) or ()) == {"10.0.0.7", "127.0.0.1", "[::1]", "localhost"}

@@ -82,7 +82,7 @@ def test_the_first_event_says_what_the_prompt_costs(edge: Edge) -> None:
 @whole_and_streamed
 def test_how_it_ended(edge: Edge, *, stream: bool) -> None:
     """end_turn, max_tokens, and stop_sequence with the sequence."""
-    cases: list[tuple[dict[str, Any], tuple[str, str | None], str]] = [
+    cases = [
         ({}, ("end_turn", None), "all STOP here"),
         ({"max_tokens": 2}, ("max_tokens", None), "al"),
         ({"stop_sequences": ["nowhere", "STOP"]}, ("stop_sequence", "STOP"), "all "),

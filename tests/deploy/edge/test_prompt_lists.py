@@ -55,7 +55,7 @@ def test_a_stream_of_several_prompts(edge: Edge) -> None:
 def test_what_ended_a_choice(edge: Edge, *, stream: bool) -> None:
     """The stop string or the id that was asked for; null for the model's own end and for a cut."""
     word = edge.text.encode("house", add_bos=False)[0]
-    cases: list[tuple[dict[str, Any], str | int | None]] = [
+    cases = [
         ({"stop": ["nowhere", "STOP"]}, "STOP"), ({"stop_token_ids": [word]}, word), ({}, None), ({"max_tokens": 2}, None),
     ]  # fmt: skip
     for extra, wanted in cases:

@@ -105,7 +105,7 @@ def test_modes_become_rgb() -> None:
     over_white = COLOURS * (SHADES / 255)[..., None] + 255 - SHADES[..., None].astype(float)
     palette = with_alpha.quantize(16)
     flat = Image.alpha_composite(Image.new("RGBA", image.size, "white"), palette.convert("RGBA")).convert("RGB")
-    cases: list[tuple[bytes, Any, int]] = [
+    cases = [
         (saved(with_alpha, "PNG"), over_white, 1),
         (saved(palette, "PNG"), np.array(flat), 0),
         (saved(alpha, "PNG"), np.stack([SHADES] * 3, 2), 0),

@@ -134,8 +134,8 @@ def left_behind(
     app: ASGIApp, routes: Callable[[], dict[str, bool]], client: Leaving | None = None
 ) -> tuple[list[Message], list[str]]:
     """(what a client gets, None: one that stays; what asyncio says of errors that nobody has asked for)."""
-    sent: list[Message] = []
-    unasked: list[str] = []
+    sent = []
+    unasked = []
 
     async def send(message: Message) -> None:
         sent.append(message)

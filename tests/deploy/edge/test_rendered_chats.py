@@ -49,8 +49,7 @@ class Checkpoint:
         variables = {"bos_token": "<bos>", "add_generation_prompt": True, **body.get("chat_template_kwargs", {})}
         messages = list(map(_with_mappings, _in_order(body["messages"])))
         (text,), _ = render_jinja_template([messages], body.get("tools"), None, self.source, **variables)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -83,6 +83,13 @@ def test_a_cut_file_gives_what_is_there() -> None:
     assert len(read) == 100
 
 
+@pytest.mark.parametrize("tail", [bytes(4096), b"LYRICSBEGIN" + b"hello " * 300])
+def test_what_follows_an_mp3_is_left_out(tail: bytes) -> None:
+    """Padding and lyrics are no sound, and no error."""
+    file = sound(tone(44_100, 440), "libmp3lame", "mp3", 44_100)
+    assert abs(len(read_audio(file + tail, MOST)) - len(read_audio(file, MOST))) < RATE / 10
+
+
 @pytest.mark.parametrize(
     ("file", "why"),
     [
@@ -90,6 +97,7 @@ def test_a_cut_file_gives_what_is_there() -> None:
         (b"#EXTM3U\nhttp://127.0.0.1/", "none of WAV, MP3"),
         (wav(tone(RATE, 440), rate=999), "999 Hz"),
         (wav(np.full(8, np.nan, np.float32), 32, code=3), "no numbers"),
+        (wav(np.full(800, 3e38, np.float32), 32, code=3), "no numbers"),
         (sound(tone(32_000, 440), "ac3", "mp4", 32_000), "its audio is ac3; read are mp3float, flac"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from deploy.edge.openai.schemas import CHAT_READER, COMPLETION_READER
 from deploy.edge.response_format import ResponseFormat, ServedModel, Usage
 from engine.errors import GenerationFailed
 from engine.front.generation import Delta, Generation, Job, ReplyBlock
+from engine.front.parts import Arguments, ToolCallStart
 from engine.front.reply import Markers
 from engine.front.stream import Clock, Stream
 from engine.front.text import Detokenizer, TextProcessor
@@ -175,8 +177,7 @@ def test_a_stream_adds_up_to_the_whole_answer(text: TextProcessor, api: str) -> 
 
 
 def _first_part_only(form: ChatFormat, index: int, delta: Delta, chunk: Any = ChatFormat._chunk) -> bytes:
-    made: bytes = chunk(form, index, Delta(delta.parts[:1], delta.tokens, delta.logprobs))
-    return made
+    return chunk(form, index, Delta(delta.parts[:1], delta.tokens, delta.logprobs))
 
 
 def _unsigned(form: MessageFormat, block: ReplyBlock) -> bytes:
@@ -221,8 +222,8 @@ def test_only_offsets_need_the_tokens_text(
     text: TextProcessor, monkeypatch: pytest.MonkeyPatch, form: type[ChatFormat | TextFormat], logprobs: bool, made: int
 ) -> None:
     """Completions with logprobs make a detokenizer, one a choice; other answers none."""
-    makes: list[Pieces] = []
-    monkeypatch.setattr(forms, "Detokenizer", lambda pieces: makes.append(pieces) or Detokenizer(pieces))
+    makes = []
+    monkeypatch.setattr(forms, "Detokenizer", lambda pieces, **options: makes.append(pieces) or Detokenizer(pieces, **options))
     model = ServedModel("m", text.pieces, "fp_0")
     deltas = [Delta((), [300], [Logprobs(-0.5, [])] if logprobs else [], finish) for finish in (None, None, "stop")]
     streamed(form(model, COMPLETION), deltas)
@@ -247,3 +248,12 @@ def test_a_failure_is_the_last_event(text: TextProcessor, seed: int) -> None:
     failed = response[-1]["response"]
     assert (response[-1]["type"], failed["status"], failed["error"]["code"]) == ("response.failed", "failed", "server_error")
     assert sum_response(response) == [text_of(item) for item in failed["output"]]
+
+
+def test_many_calls_of_one_delta_cost_as_much_each() -> None:
+    """Text that waited for a quote marker may hold thousands of calls, which end in one delta, on the event loop."""
+    form = ChatFormat(ServedModel("m", Pieces(NAMES, frozenset()), "f"), CHAT)
+    parts = [part for index in range(4000) for part in (ToolCallStart(index, "call_" + "a" * 24, "f"), Arguments(index, "{}"))]
+    began = time.process_time()
+    form.events(0, Delta(parts, [], [], "tool_calls"))
+    assert time.process_time() - began < 1

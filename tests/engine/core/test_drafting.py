@@ -51,14 +51,14 @@ def no_times(times: Times) -> tuple[()]:
 
 
 def no_hysteresis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "LOSS", 0.001)
-    monkeypatch.setattr(drafting, "NOISE", 0.0)
+    monkeypatch.setattr(drafting, "SWITCH_THRESHOLD", 0.001)
+    monkeypatch.setattr(drafting, "MIN_GAIN", 0.0)
 
 
 def free_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials cost nothing, and nothing is known for long."""
-    monkeypatch.setattr(drafting, "TRIALS_SHARE", 100.0)
-    monkeypatch.setattr(drafting, "FRESH", 1)
+    monkeypatch.setattr(drafting, "TRIAL_TIME_SHARE", 100.0)
+    monkeypatch.setattr(drafting, "STALE_AFTER", 1)
 
 
 @pytest.mark.parametrize("times", [dense, experts, small])
@@ -200,7 +200,7 @@ def test_prompts_that_are_not_told_apart_are_slow(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         Drafting, "_note_time", lambda self, known, drafts, ms, prompts: note(self, known, drafts, self._alone(ms, prompts), 0)
     )
-    monkeypatch.setattr(drafting, "RARE", 1.1)
+    monkeypatch.setattr(drafting, "MIN_STEP_SHARE", 1.1)
     assert min(relative(small, mixed(load, 6.0, 0.3)) for load in ("agents", "seldom")) < 0.93
 
 

@@ -21,7 +21,7 @@ def steps_of(masked: int) -> list[list[int]]:
     for number in range(300):
         scheduler.requests.add(request_of(number, range(number, number + 16), 60))
         scheduler.requests.unfinished[number].masked = number < masked
-    given: list[list[int]] = [[] for _ in range(300)]
+    given = [[] for _ in range(300)]
     while scheduler.requests.unfinished:
         if (plan := scheduler.schedule()) is None:
             continue

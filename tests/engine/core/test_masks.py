@@ -50,7 +50,7 @@ class AtOnce(Executor):
         pass
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
+        future = Future()
         future.set_result(work(*args, **options))
         return future
 

@@ -220,7 +220,7 @@ def test_a_target_that_no_step_can_meet_starves_nobody(monkeypatch: pytest.Monke
     and streams hardly notice. Planted fault: the target goes before everything, prompts wait for seconds, and it is not met."""
     first, tpot = slow_rank(None)
     kept = {target: slow_rank(target * tpot) for target in (1.0, 1.2)}
-    monkeypatch.setattr("engine.core.step_budget.PROMPTS_TIME", 0.0)
+    monkeypatch.setattr("engine.core.step_budget.PROMPT_TIME_SHARE", 0.0)
     starved = {target: slow_rank(target * tpot) for target in (1.0, 1.2)}
     print(f"no target {first:.0f} ms, TPOT {tpot:.1f} ms; with one {kept}, without the prompts' fifth {starved}")
     for target in kept:
@@ -243,7 +243,7 @@ def test_a_short_prompt_is_served_at_once_though_it_exceeds_the_target(times: St
     quiet, busy = (slow_rank(1.5 * tpot, times, longs=longs, seconds=60) for longs in (0, 2))
     monkeypatch.setattr("engine.core.step_budget.MOST_PASSED", OLDEST_EVERY - 1)
     stepwise = slow_rank(1.5 * tpot, times, longs=2, seconds=60)
-    monkeypatch.setattr("engine.core.step_budget.BORROWED", 0.0)
+    monkeypatch.setattr("engine.core.step_budget.MAX_CREDIT", 0.0)
     cut = slow_rank(1.5 * tpot, times, seconds=60)
     print(f"no target {first:.0f} ms, TPOT {tpot:.1f}; with one {quiet}, beside two long {busy}; cut {cut}, by steps {stepwise}")
     assert quiet[0] <= 2 * first

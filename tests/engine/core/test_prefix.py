@@ -46,7 +46,7 @@ class Bench:
 
     def serve(self, requests: list[GenerateRequest]) -> list[list[int]]:
         """What each gives of requests that come at once."""
-        given: dict[int, list[int]] = {request.id: [] for request in requests}
+        given = {request.id: [] for request in requests}
         for request in requests:
             self.scheduler.requests.add(request)
         while self.scheduler.requests.unfinished:

@@ -92,7 +92,7 @@ def test_references_in_circles_end() -> None:
 def test_strings_go_out_as_they_come() -> None:
     """Every piece of a string is there at once, escaped; a number when it is over; what ends a string when that is certain."""
     parser = ArgumentsParser(ValueSchema())
-    steps: list[tuple[Segment, str]] = [
+    steps = [
         ("te", "{"),
         ("xt:", '"text":'),
         (QUOTE, '"'),

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ USER = {"role": "user", "content": "Weather?"}
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextProcessor]:
     """31b, whose template begins a reply with an empty thought where thinking is off, and e2b, whose does not."""
-    folder: Path = tmp_path_factory.mktemp("nano")
+    folder = tmp_path_factory.mktemp("nano")
     return {member: TextProcessor.load(build(member, folder / member)) for member in ("31b", "e2b")}
 
 
@@ -78,7 +77,7 @@ def test_history_is_token_identical(texts: dict[str, TextProcessor], member: str
     for seed in range(100):
         rng = random.Random(seed)
         thought = text_of(rng).replace("<", "").strip("\n")
-        reply: list[Segment] = [0, f"thought\n{thought}\n", 1] if thinking and thought else []
+        reply = [0, f"thought\n{thought}\n", 1] if thinking and thought else []
         reply += rng.choice(([], ["Let me see."]))
         for _ in range(rng.randint(1, 3)):
             reply += [2, "call:get_weather", *arguments(rng), 3]
@@ -112,7 +111,7 @@ def shown(text: TextProcessor, arguments: str) -> str:
 def test_a_cut_call_comes_back_closed(texts: dict[str, TextProcessor], *, thinking: bool) -> None:
     """Cut anywhere in its arguments, keys in any order: all that a client was sent is shown, and what is open is closed."""
     text = texts["31b"]
-    thought: list[Segment] = [0, "thought\nHm.\n", 1] if thinking else []
+    thought = [0, "thought\nHm.\n", 1] if thinking else []
     prompt = text.render_chat([USER], tools=[WEATHER], enable_thinking=thinking)
     for seed in range(20):
         ids = ids_of(text, [*thought, 2, "call:get_weather", *arguments(random.Random(seed), ordered=False)])

@@ -230,7 +230,7 @@ def test_spelled_markers_are_text() -> None:
 
 def test_reasoning_tokens_are_counted() -> None:
     """Those from one marker to the other, both included, however they come."""
-    made: list[Segment] = ["Hi", BEGIN_THOUGHT, "thought", "\n", "a", "b", END_THOUGHT, "c", BEGIN_THOUGHT, "d"]
+    made = ["Hi", BEGIN_THOUGHT, "thought", "\n", "a", "b", END_THOUGHT, "c", BEGIN_THOUGHT, "d"]
     given = tokens(made)
     for rng in (None, random.Random(1), random.Random(2)):
         parser = parsed(given, rng=rng)[1]
@@ -279,3 +279,10 @@ def test_a_tokenizer_without_markers_is_refused() -> None:
     assert Markers.of(Text("<|tool_response>"))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"<channel\|>, <\|tool_call>$"):
         Markers.of(Text("<|tool_call>", "<channel|>"))  # type: ignore[arg-type]
+
+
+def test_endless_white_space_is_let_go() -> None:
+    """Where a call may begin, too: a model that gives nothing but blanks is read once."""
+    given = tokens([" " * 31] * 100)
+    parser = ReplyParser(given.pieces, MARKERS, TOOLS)
+    assert any(parser.push([token]) for token in given.ids)

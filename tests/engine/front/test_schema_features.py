@@ -261,9 +261,9 @@ def test_branches_that_both_hold_are_not_one_of(walker: Walker) -> None:
     kindless = {"type": "object", "properties": dog["properties"], "required": ["name"]}
     call = {"type": "object", "properties": {"call": cat}, "required": ["call"], "additionalProperties": False}
     open_call = {"type": "object", "properties": {"call": {"type": "string"}}}
-    good: list[list[Any]] = [[cat, dog], [call, dog], [call, {"type": "object", "required": ["name"]}]]
+    good = [[cat, dog], [call, dog], [call, {"type": "object", "required": ["name"]}]]
     good += [[{"type": "string"}, {"type": ["integer", "null"]}], [{"const": 1}, {"enum": ["1", 2]}]]
-    bad: list[list[Any]] = [[cat, kindless], [{"type": "number"}, {"type": "integer"}], [{"const": 1}, {"enum": [1, 2]}], [{}, cat]]
+    bad = [[cat, kindless], [{"type": "number"}, {"type": "integer"}], [{"const": 1}, {"enum": [1, 2]}], [{}, cat]]
     bad += [[call, open_call], [open_call, dog]]
     for branches in good:
         schema = {"type": "object", "properties": {"it": {"oneOf": branches}}, "required": ["it"]}

@@ -314,8 +314,7 @@ def test_masks_of_other_slots_or_words_are_seen() -> None:
 
     def tokens(masks: np.ndarray) -> list[int]:
         sequences = {slot: AdjustedSequence([1, 2], 1, allowed=mask) for slot, mask in enumerate(masks)}
-        found: list[int] = sampled(Single(), sequences, logits).tokens.tolist()
-        return found
+        return sampled(Single(), sequences, logits).tokens.tolist()
 
     right = tokens(allowed)
     assert all(allowed[row, token] for row, token in enumerate(right))

@@ -206,9 +206,9 @@ def round_error(
     assert stage is not None
     draft, accept, drafter, target = stage.draft, stage.accept, stage._drafter, stage._target
     embed = partial(target.embed, allreduce_norm=AllReduceNorm(Single(), None, drafter.geometry.eps))
-    passes: list[Tensor] = []
-    rows_hidden: list[Tensor] = []
-    stood: list[int] = []
+    passes = []
+    rows_hidden = []
+    stood = []
 
     def accepted(batch: ForwardBatch, chosen: Tensor, hidden: Tensor, **adjusted: bool) -> Tensor:
         counts = accept(batch, chosen, hidden, **adjusted)

@@ -108,3 +108,12 @@ def test_faults_of_a_layer_show(both: Both, fault: str, monkeypatch: pytest.Monk
 def test_what_is_not_there_is_none(nano: Nano) -> None:
     """The large members have no audio encoder."""
     assert read_audio(nano("31b")) is None
+
+
+@torch.inference_mode()
+def test_a_clip_that_is_not_finite_harms_no_other(both: Both) -> None:
+    """What stands behind it in a batch has the rows that it has alone."""
+    model, _ = both("e2b")
+    clip = clips(model.geometry)[0]
+    made = model([torch.full_like(clip, torch.nan), clip])[-model.rows(clip) :]
+    assert error(made, model([clip])) < TOLERANCE

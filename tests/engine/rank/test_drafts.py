@@ -24,7 +24,7 @@ from engine.plan import StepPlan, StepResult
 from engine.protocol import FinishReason, GenerateRequest, pack_tokens
 from engine.rank.adjustments import Adjustments
 from engine.rank.builder import build, load_rank
-from engine.rank.parallel import Parallel, Single
+from engine.rank.parallel import Single
 from engine.rank.runner import Runner
 from engine.rank.stages import draft_stage
 from kernels.accept import Verified, accept
@@ -32,7 +32,7 @@ from tests.conftest import Nano
 from tests.nano.exercises import exam
 from tests.nano.nano_shapes import SHAPES
 from tests.nano.train import ExampleBuilder
-from tests.support.engine.answers import Answers, RunStep, answers, requests, texts
+from tests.support.engine.answers import RunStep, answers, requests, texts
 from tests.support.engine.drafting_world import AnyDrafts
 from tests.support.engine.plans import result_rows
 from tests.support.engine.ranks import run, single
@@ -88,7 +88,7 @@ def mixed_requests(member: str, numbers: range, length: int = LENGTH) -> list[Ge
 def stepping(config: EngineConfig, plant: Callable[[Runner], None] = lambda _: None) -> Iterator[RunStep]:
     """One rank, or as many in threads, which must give the same."""
     device = torch.device("cpu")
-    groups: list[Parallel] = [Single()] if config.tp == 1 else run_ranks(config.tp, lambda parallel: parallel)
+    groups = [Single()] if config.tp == 1 else run_ranks(config.tp, lambda parallel: parallel)
     runners = run_ranks(config.tp, lambda at: build(load_rank(config, groups[at.rank], device), config.pages))
     for runner in runners:
         plant(runner)
@@ -127,8 +127,8 @@ def same_with_drafts(
 ) -> Compared:
     """Every tenth request is given up, and equal as far as it came. A member without a trained drafter gets guesses of its text."""
     aborted = [one.id for one in asked if one.id % 10 == 4]
-    runs: list[tuple[Answers, list[StepPlan], int]] = []
-    plant: Callable[[Runner], None] = lambda _: None  # noqa: E731
+    runs = []
+    plant = lambda _: None  # noqa: E731
     for mtp in ({}, {"mtp": {"model": str(folder / "assistant"), "drafts": 8}}):
         sizes = {"max_seqs": AT_ONCE, "prefill_budget": 256, "max_len": 320, "pages": pages, "debug_hash": False}
         config = config_of(folder, tp, **sizes, **mtp)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import step_media
 from engine.plan import Admission, StepPlan, encode_plan, read_plan
-from engine.protocol import MediaItem, MediaKind, SamplingParams
+from engine.protocol import MediaItem, SamplingParams
 from engine.rank import output_cache
 from engine.rank.batch import Chunk
 from engine.rank.models.architecture import MediaEncoder
@@ -61,7 +61,7 @@ def picture(first: int, shade: int, rows: int = 2, columns: int = 3) -> MediaIte
 def stage_of(cached: int = 1 << 20, parallel: Parallel = Single(), host: int = 0) -> tuple[EncodeStage, list[int]]:  # noqa: B008 (it has no state)
     """A stage, and the sizes of its encoder's batches."""
     encoder = Counting()
-    kinds: tuple[MediaKind, ...] = ("image", "video")
+    kinds = ("image", "video")
     stage = EncodeStage(dict.fromkeys(kinds, cast("MediaEncoder", encoder)), CPU, parallel, host)
     stage._cache = output_cache.OutputCache(CPU, cached, host)
     return stage, encoder.calls

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig, engine_config
+from engine.config import engine_config
 from engine.logit_adjustments import LogitAdjustments
 from engine.plan import Admission, StepPlan, StepResult, encode_plan, read_plan, single_rows
 from engine.protocol import MAX_ALTERNATIVES, Logprobs, SamplingParams
@@ -52,7 +52,7 @@ def runner(rank: Rank) -> Runner:
 
 
 def with_config(rank: Rank, **changes: object) -> Runner:
-    config: EngineConfig = msgspec.structs.replace(rank.config, **changes)
+    config = msgspec.structs.replace(rank.config, **changes)
     return build(replace(rank, config=config), PAGES)
 
 

@@ -94,7 +94,7 @@ def test_a_step_takes_an_image_that_is_longer_than_its_budget(nano: Nano) -> Non
     def logprob(spans: list[tuple[int, ...]]) -> float:
         admission = Admission(0, 1, ids, len(ids), SamplingParams(max_tokens=9, logprobs=1))
         appends = [(group, 0, entry, 1 + entry) for group in (0, 1) for entry in range(7)]
-        chunks: list[tuple[int, ...]] = [(0, 0, len(ids), len(ids) - 1, 0, len(spans))]
+        chunks = [(0, 0, len(ids), len(ids) - 1, 0, len(spans))]
         plan = StepPlan(1, chunks=chunks, appends=appends, spans=spans, admissions=[admission])
         (row,) = result_rows(run(build(rank, PAGES_OF_GROUPS), plan))
         assert row.tokens == (int(want.argmax()),) or not spans

@@ -38,7 +38,7 @@ def tokens(rank: Rank, *, back: bool) -> list[list[int]]:
         adjustments = LogitAdjustments(frequency_penalty=0.5, repetition_penalty=1.2) if number % 2 else None
         params = SamplingParams(max_tokens=12, temperature=0.9, seed=number, adjustments=adjustments)
         scheduler.requests.add(request_of(number, prompt, params))
-    given: list[list[int]] = [[] for _ in LENGTHS]
+    given = [[] for _ in LENGTHS]
     for plan in plans(scheduler):
         scheduler.commit(run(runner, plan))
         for output in scheduler.requests.drain():

@@ -1,6 +1,7 @@
 """What one class and one entry make of a checkpoint in a format that no file of the product knows: int8 rows, a scale for each."""
 
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deploy.cli.model_files import check_files
 from deploy.cli.sizing import weight_bytes_and_count
 from engine.errors import CheckpointError, ConfigError
 from engine.geometry import read_geometry
@@ -120,6 +122,9 @@ def test_a_rank_of_it(nano: Nano, tmp_path: Path) -> None:
     is refused, as the nano checkpoint is in int8."""
     packed, _ = written(nano("26b-a4b"), tmp_path)
     config = config_of(packed, 1)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(nano("26b-a4b") / name, packed)
+    check_files(config, None)
     rank = load_rank(config, Single(), CPU, checked=False)
     assert {type(each) for each in rank.model.modules() if isinstance(each, Weight)} == {Int8Rows, Weight}
     size, count = weight_bytes_and_count(config)

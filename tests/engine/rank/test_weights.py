@@ -434,7 +434,7 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]], values: Any) -> None:
 def measured(folder: Path, rank: int, size: int, manner: str = "blocks") -> dict[str, int]:
     command = [sys.executable, "-c", MEASURE, str(folder), str(rank), str(size), manner]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    found: dict[str, int] = json.loads(done.stdout)
+    found = json.loads(done.stdout)
     print(f"rank {rank} of {size}, {manner}: " + ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in found.items()))
     return found
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
@@ -58,7 +57,7 @@ class Collector:
 
 def attributes(span: Span) -> dict[str, Any]:
     """As plain values; lists as lists."""
-    readers: dict[str, Callable[[Any], Any]] = {
+    readers = {
         "string_value": str,
         "int_value": int,
         "double_value": float,

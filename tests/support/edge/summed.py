@@ -125,13 +125,11 @@ def sum_response(events: list[dict[str, Any]]) -> list[str]:
 
 def text_of(item: dict[str, Any]) -> str:
     """Of an item of a response: its text, or a call's arguments."""
-    text: str = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
-    return text
+    return item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
 
 
 def _said(done: dict[str, Any]) -> str:
     """By the event of an end."""
     if "item" in done:
         return text_of(done["item"])
-    text: str = done["part"]["text"] if "part" in done else done["text"] if "text" in done else done["arguments"]
-    return text
+    return done["part"]["text"] if "part" in done else done["text"] if "text" in done else done["arguments"]

@@ -40,9 +40,9 @@ def answers(
     scheduler = make_scheduler(config, config.pages)
     scheduler._drafting = scheduler._results._drafting = drafting or scheduler._drafting
     masks = Masks(scheduler.requests, read_vocabulary(config), scheduler.config.widest)
-    out: deque[StepPlan] = deque()
+    out = deque()
     waiting, plans, given = deque(map(_wave, requests)), [], defaultdict[int, list[Output]](list)
-    made: dict[int, bytes] = {}
+    made = {}
     while waiting or scheduler.requests.unfinished or out:
         if waiting and (len(plans) % every == 0 or not scheduler.requests.unfinished):
             for asked in waiting.popleft():

@@ -13,7 +13,7 @@ Tensors = dict[str, Tensor]
 
 def rewrite(folder: Path, edit: Callable[[Tensors], Tensors | None]) -> None:
     """Store what `edit` makes of all tensors as one shard, without index."""
-    tensors: Tensors = {}
+    tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
         path.unlink()

@@ -139,7 +139,7 @@ def run_steps(
     backend: Backend = attention_backend,
 ) -> Logits:
     """Run the steps on one rank. `plant_fault(step number, cache)` runs before each step; `poison` fills released pages."""
-    found: Logits = {}
+    found = {}
     most = max(len(step.wanted) + len(step.decodes) for step in steps)
     attention = backend(None, model.geometry, cache, model.parallel.size, (max(1, most),))
     for number, step in enumerate(steps):

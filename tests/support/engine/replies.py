@@ -33,7 +33,7 @@ class Tokens:
 
 def tokens(segments: Iterable[Segment], rng: random.Random | None = None) -> Tokens:
     """The segments as tokens. With `rng` text is cut anywhere, some of it into single bytes; otherwise a segment is a token."""
-    table: list[str | bytes] = list(NAMES)
+    table = list(NAMES)
     ids = []
     for segment in segments:
         if isinstance(segment, int):
@@ -62,7 +62,7 @@ def cut(text: str, rng: random.Random) -> list[str | bytes]:
 
 def segments(text: str) -> list[Segment]:
     """`text` with its markers' names as markers."""
-    found: list[Segment] = [""]
+    found = [""]
     while text:
         name = next((name for name in NAMES if text.startswith(name)), None)
         if name is not None:
@@ -109,7 +109,7 @@ def parsed(
 ) -> tuple[Said, ReplyParser]:
     """What the parser makes of these tokens: all at once, or with `rng` in batches of any size."""
     parser = ReplyParser(given.pieces, MARKERS, tools, **options)
-    parts: list[Part] = []
+    parts = []
     place = 0
     while place < len(given.ids):
         size = len(given.ids) if rng is None else rng.choice((1, 1, 1, 2, 3, 7))
@@ -163,7 +163,7 @@ def value(rng: random.Random, depth: int = 3) -> tuple[list[Segment], str]:
 def members(inner: Sequence[tuple[list[Segment], str]], rng: random.Random) -> tuple[list[Segment], str]:
     """An object of these values."""
     keys = [rng.choice(_KEYS) + str(place) for place in range(len(inner))]
-    named: list[tuple[list[Segment], str]] = [
+    named = [
         ([f"{key}:", *native], f"{json.dumps(key, ensure_ascii=False)}:{text}")
         for key, (native, text) in zip(keys, inner, strict=True)
     ]
@@ -171,7 +171,7 @@ def members(inner: Sequence[tuple[list[Segment], str]], rng: random.Random) -> t
 
 
 def _listed(opener: str, closer: str, inner: Sequence[tuple[list[Segment], str]]) -> tuple[list[Segment], str]:
-    native: list[Segment] = [opener]
+    native = [opener]
     for place, (each, _) in enumerate(inner):
         native += [",", *each] if place else each
     return [*native, closer], opener + ",".join(text for _, text in inner) + closer

@@ -72,8 +72,7 @@ class SampledRows:
         allowed, temperature = sample.mask(capped, ids, 0), self.temperature.clamp(min=1e-3)
         drawn = choose_filtered(allowed, temperature, self.seeds, self.positions, self.top_k, self.top_p, self.min_p)
         best = sample.mask(capped if raw is None else raw, ids, 0).argmax(-1)
-        tokens: list[int] = torch.where(self.greedy, best, drawn).tolist()
-        return tokens
+        return torch.where(self.greedy, best, drawn).tolist()
 
 
 @dataclass(frozen=True)

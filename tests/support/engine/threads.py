@@ -59,7 +59,7 @@ class SkippedReduce(ThreadParallel):
 
 def run_ranks(size: int, body: Callable[[ThreadParallel], T], make: type[ThreadParallel] = ThreadParallel) -> list[T]:
     """`body(parallel)` on each of `size` ranks at once; results in rank order. The first error ends all and is raised."""
-    board: list[Tensor | None] = [None] * size
+    board = [None] * size
     barrier = threading.Barrier(size)
 
     def rank(index: int) -> T:

@@ -105,11 +105,11 @@ _SERVERS = ("fs", "github", "slack", "postgres", "browser", "search", "notion", 
 def parameters(rng: random.Random, odd: float = 0.0) -> Schema:
     """Of one tool; `odd`: how likely one of them is what nobody means."""
     names = rng.sample(list(_PLAIN), rng.choice((0, 1, 2, 3, 4, 6, 8, 12, 20)))
-    given: Schema = {name: _PLAIN[name] for name in names}
+    given = {name: _PLAIN[name] for name in names}
     given |= {name: ODD[name] for name in rng.sample(list(ODD), rng.choice((1, 2)) if rng.random() < odd else 0)}
     if rng.random() < 0.15:
         given = {"request": _object(sorted(given)[:1], {"additionalProperties": False}, **given)}
-    made: Schema = {"type": "object", "properties": given, "$defs": _DEFS}
+    made = {"type": "object", "properties": given, "$defs": _DEFS}
     made |= rng.choice(({}, {"additionalProperties": False}, {"$schema": "http://json-schema.org/draft-07/schema#"}))
     return made | rng.choice(({}, {"required": [name for name in given if rng.random() < 0.5]}))
 
@@ -119,7 +119,7 @@ def tool_list(rng: random.Random, most: int = 128, odd: float = 0.1) -> list[Sch
     count = max(1, round(most ** rng.random()))
     strict = rng.random() < 1 / 6
     names = [f"{rng.choice(_SERVERS)}_{place}" for place in range(count)]
-    functions: list[Schema] = [{"name": name, "description": "Does it.", "parameters": parameters(rng, odd)} for name in names]
+    functions = [{"name": name, "description": "Does it.", "parameters": parameters(rng, odd)} for name in names]
     for function in functions:
         if strict and rng.random() < 0.3:
             function["strict"] = True

@@ -132,7 +132,7 @@ class Threads(Executor):
         self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
+        future = Future()
         self._waiting.append((future, lambda: work(*args, **options)))
         return future
 

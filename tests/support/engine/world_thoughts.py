@@ -33,7 +33,7 @@ def draw_budget(world: int, number: int, trigger: int | None) -> ThoughtBudget:
 
 def thought_ends_at(budget: ThoughtBudget, prompt: int, reply: Sequence[int]) -> int | None:
     """Index at which the open thought of a reply has to end: behind its label and what others have left of the budget."""
-    thought: list[int] | None = None if budget.open_label is None else [-1] * (budget.label - budget.open_label)
+    thought = None if budget.open_label is None else [-1] * (budget.label - budget.open_label)
     spent = 0
     for token in reply:
         if thought is None:

@@ -243,7 +243,7 @@ def simulate(world: World) -> Run:
     machine.media, machine.slow = world.media, lambda step: chance(0.6, world.seed, step, 13)
     machine.guess, machine.nan, machine.wanted = world.guess, world.nan, world.mask
     host = Host(scheduler, machine, world.grammars, world.rng)
-    given: dict[int, list[int]] = {request.id: [] for request in world.requests}
+    given = {request.id: [] for request in world.requests}
     waiting, steps = list(world.requests), 0
     outputs = []
     started = []

@@ -83,7 +83,7 @@ def load_target(folder: Path) -> Any:
     def modes(config: Any) -> list[str | None]:
         owners = config.num_hidden_layers - config.num_kv_shared_layers
         last = {kind: at for at, kind in enumerate(config.layer_types[:owners])}
-        stored: list[str | None] = ["store" if at in last.values() else None for at in range(owners)]
+        stored = ["store" if at in last.values() else None for at in range(owners)]
         return stored + ["reuse"] * config.num_kv_shared_layers
 
     with _modes(property(modes)):

@@ -68,8 +68,7 @@ def image_masks(model: transformers.PreTrainedModel, ids: Tensor, spans: Sequenc
     given = {"inputs_embeds": model.get_input_embeddings()(ids[None]), "attention_mask": None, "past_key_values": None}
     given |= {"config": model.config.get_text_config(), "position_ids": torch.arange(len(ids))[None]}
     blocks = code.get_block_sequence_ids_for_mask(types[None], ids.device)
-    masks: dict[str, Tensor] = code.create_masks_for_vision_model(**given, block_sequence_ids=blocks)
-    return masks
+    return code.create_masks_for_vision_model(**given, block_sequence_ids=blocks)
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:

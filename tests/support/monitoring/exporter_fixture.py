@@ -26,7 +26,7 @@ FACTS = Facts(
 # One request from its submission to its stop: 11 tokens in, 4 out at 2 ms each.
 ANSWERED: list[Event] = [
     RequestStarted(1, 11),
-    Scheduled(0.004),
+    Scheduled(1, 0.004),
     FirstToken(1, 0.012, 0.004),
     Tokens(1, []),
     Tokens(3, [0.002]),
