@@ -21,6 +21,7 @@ _SLICE = 1 << 20
 _MARKS = (b'"', b",", b"[", b"{", b"\\", b" ")
 _MEDIA_MARKS = 1 << 20
 _STRINGS = 1 << 18  # keys and strings of a body: a decoder reads some six million a second, and lets nobody in meanwhile
+_WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([\w.\[\]]*)`\Z")  # at the end: before it a message may quote the client
 _HEAD = re.compile(rb"\s*(.?)\s*(.?)", re.DOTALL)
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
@@ -142,9 +143,7 @@ def _complaint(error: Exception, key: str, decoded: Any) -> InvalidRequest:
     if not isinstance(error, msgspec.ValidationError):
         why = _MALFORMED.get(type(error), str(error)).replace("data was truncated", _TRUNCATED)
         return InvalidRequest(f"The body is not JSON: {why}", param=_first(key) or None, code="invalid_json")
-    said, _, place = str(error).rpartition(" - at `")  # the last: what is said may quote the client
-    what = said or place
-    path = place.partition("$")[2].strip(".`")
+    what, path, *_ = (*_WHERE.split(str(error)), "")
     if missing := _MISSING.match(what):
         path = f"{path}.{missing[1]}".lstrip(".")
         what = "is required"
