@@ -29,7 +29,7 @@ _FIELDS = 4  # of a part's best: value, id (exact in fp32 below 2^24), whether t
 _EMPTY = constexpr(-(1 << 31))  # -0.0
 _BLOCK = constexpr(1024)
 _PART = 4096  # ids of a part at least
-PROGRAMS = 16  # that a processor runs side by side
+_PROGRAMS = 16  # a processor's: one waits for its part, block behind block, and several side by side fill the wait
 
 
 class ArgmaxInbox(Inbox):
@@ -49,12 +49,9 @@ class ArgmaxInbox(Inbox):
         return size * rows * _FIELDS * 4
 
 
-def parts_of(vocabulary: int, rows: int, processors: int, programs: int = PROGRAMS) -> int:
-    """Parts that each row of a slice of the vocabulary is cut into: a power of two, each part of _PART ids at least.
-
-    programs: of all rows, a processor. One reads its part block behind block and waits for each; several side by side fill the wait
-    (`python -m tests.bench.sampling`)."""
-    parts = max(1, min(programs * processors // rows, vocabulary // _PART, 64))
+def parts_of(vocabulary: int, rows: int, processors: int) -> int:
+    """Parts that each row of a slice of the vocabulary is cut into: a power of two, each part of _PART ids at least."""
+    parts = max(1, min(_PROGRAMS * processors // rows, vocabulary // _PART, 64))
     return 1 << (parts.bit_length() - 1)
 
 
@@ -196,23 +193,23 @@ def _local_best(
             tl.store(line + stops - first, float("-inf"), inside)
     tl.debug_barrier()
     key = noise_key(seed, position)
-    top, top_id = float("-inf"), start
+    nans = tl.full([_BLOCK], bad, tl.int1)
+    tops = tl.full([_BLOCK], float("-inf"), tl.float32)  # of each column of the blocks: compared with one another at the end
+    top_ids = tl.full([_BLOCK], start, tl.int32)
     for offset in range(start, end, _BLOCK):
         entry = offset + tl.arange(0, _BLOCK)
         x = tl.load(line + entry, entry < end, float("-inf"))
-        bad = tl.maximum(bad, tl.max((x != x).to(tl.int32), 0))
-        value = x
+        nans |= x != x
         if drawn:
             noisy = over_temperature(x, capped, row, temperature, cap, CAP) + gumbel_noise(key, first + entry)
-            value = tl.where(x == float("-inf"), x, noisy)
-        value = tl.where(value != value, float("-inf"), value)
-        high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-        top_id = tl.where(high > top, offset + where, top_id)
-        top = tl.maximum(top, high)
+            x = tl.where(x == float("-inf"), x, noisy)
+        top_ids = tl.where(x > tops, entry, top_ids)
+        tops = tl.maximum(tops, x)  # not NaN, where one of both is
+    top = tl.max(tops, 0)
     out = best + (row * tl.num_programs(1) + part) * 4
     tl.store(out, top)
-    tl.store(out + 1, (first + top_id).to(tl.float32))
-    tl.store(out + 2, bad.to(tl.float32))
+    tl.store(out + 1, (first + tl.min(tl.where(tops == top, top_ids, N), 0)).to(tl.float32))
+    tl.store(out + 2, tl.max(nans.to(tl.float32), 0))
     tl.store(out + 3, 0.0)
 
 

@@ -65,9 +65,9 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
     As measured on an H200 (tests/bench/attention.py). At head dim 256 a multiprocessor holds three CTAs: splits for all of them,
     at most 33 and none without a page; for two of them where rows are many, or where the CTA that adds the parts of a large
     `group` of heads would have many to add, and then of two pages at least; where one split would all but fill them, three, so
-    that the last wave is short. At 512 it holds one, which takes 1.2 turns a page and six to begin and end, or two, which take
-    two and four. Half a turn comes with each split that one CTA adds up, where V's columns are not shared out. The splits that
-    are never far from the fewest turns are taken, whether rows are as long as they may be or as short as a thousand tokens.
+    that the last wave is short. At 512 it holds one, which takes 1.5 turns a page and 9 to begin and end, or two, which take
+    two and 10. Two thirds of a turn come with each split that one CTA adds up, where V's columns are not shared out. The splits
+    that are never far from the fewest turns are taken, whether rows are as long as they may be or as short as a thousand tokens.
     """
     most, heads = min(pages, 33), rows * kv_heads
     if head_dim <= 256:
@@ -76,9 +76,9 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
         return cdiv(pages, cdiv(pages, min(max(1, splits), most, cdiv(pages, 1 + fewer))))
 
     def turns(splits: int, held: int) -> float:
-        adding = splits / 2 if 2 * heads * splits > processors else 0.0
+        adding = 0.65 * splits if 2 * heads * splits > processors else 0.0
         ctas, run = heads * min(splits, held), cdiv(held, splits)
-        return (1.2 * run + 6 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 4)) + adding
+        return (1.5 * run + 9 if ctas <= processors else cdiv(ctas, 2 * processors) * (2 * run + 10)) + adding
 
     options = range(1, most + 1)
     lengths = [pages, *(1 << n for n in range(5, pages.bit_length()) if 1 << n < pages)]

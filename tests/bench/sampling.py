@@ -5,8 +5,7 @@
                       as many (`kernels.candidates`); it comes behind `greedy`, and a gather is between
     masked 1, half    the logits of so many rows adjusted, each by a mask of half the ids (`kernels.adjust`)
 
-Microseconds of a launch in a graph, by the number of programs a processor that the slices are cut for (`kernels.choose.parts_of`).
-Without a GPU each is launched once, in Triton's interpreter: that the bench reaches its end.
+Microseconds of a launch in a graph. Without a GPU each is launched once, in Triton's interpreter: that the bench reaches its end.
 """
 
 import argparse
@@ -58,17 +57,18 @@ def default(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return chosen
 
 
-def kinds(rows: int, share: int) -> Iterator[tuple[str, Callable[[int], object]]]:
-    """What is timed, for a number of parts."""
+def kinds(rows: int, share: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is timed."""
+    parts = parts_of(share, rows, processors(DEVICE))
     logits = torch.randn(rows, share, generator=torch.Generator().manual_seed(rows)).to(DEVICE) * 8
     for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
         batch = batch_of(rows, share, temperature, 0)
-        yield name, lambda parts, batch=batch: local_best(logits, batch, 0, parts)  # type: ignore[misc]
+        yield name, lambda batch=batch: local_best(logits, batch, 0, parts)  # type: ignore[misc]
     usual = default_batch(rows, share)
-    yield "default", lambda _: default(logits, usual)
+    yield "default", lambda: default(logits, usual)
     for name, masked in (("masked 0", 0), ("masked 1", 1), ("masked half", max(1, rows // 2))):
         batch = batch_of(rows, share, 1.0, masked)
-        yield name, lambda parts, batch=batch: adjust(logits, batch, 0, parts)  # type: ignore[misc]
+        yield name, lambda batch=batch: adjust(logits, batch, 0, parts)  # type: ignore[misc]
 
 
 def time_us(launch: Callable[[], object]) -> float:
@@ -84,21 +84,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=int, default=65536, help="ids of a rank's slice (default: %(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 100, 256])
-    parser.add_argument("--programs", type=int, nargs="+", default=[2, 4, 8, 16], help="a processor (default: %(default)s)")
     add_record_option(parser)
     args = parser.parse_args()
-    count, found = processors(DEVICE), list[Row]()
-    print(f"{'':24}", *(f"{each:4} a processor" for each in args.programs))
+    measured: list[Row] = []
     for rows in args.rows:
         for name, run in kinds(rows, args.share):
-            cut = [parts_of(args.share, rows, count, each) for each in args.programs]
-            times = [time_us(lambda parts=parts, run=run: run(parts)) for parts in cut]  # type: ignore[misc]
-            shown = (f"{us:8.1f} ({parts:3})" for us, parts in zip(times, cut, strict=True))
-            print(f"{rows:4} rows, {name:14}", *shown, flush=True)
-            case = f"sample-{rows}x{args.share}-{name.replace(' ', '-')}"
-            metrics = (f"in a graph, {each} programs a processor" for each in args.programs)
-            found += [(case, metric, us, "us") for metric, us in zip(metrics, times, strict=True)]
-    append(found, args.record, "tests.bench.sampling")
+            us = time_us(run)
+            print(f"{rows:4} rows, {name:14} {us:8.1f}", flush=True)
+            measured.append((f"sample-{rows}x{args.share}-{name.replace(' ', '-')}", "in a graph", us, "us"))
+    append(measured, args.record, "tests.bench.sampling")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert decode_splits(1, 8, 1, 256, 512, 132) == 32
     assert decode_splits(100, 2, 4, 256, 33, 132) == 3
     assert [decode_splits(rows, 8, 1, 256, 17, 132) for rows in (2, 4, 32)] == [17, 9, 6]
-    assert [decode_splits(rows, 8, 2, 512, 258, 132) for rows in (16, 24, 32, 40, 100)] == [8, 5, 4, 3, 5]
+    assert [decode_splits(rows, 8, 2, 512, 258, 132) for rows in (16, 24, 32, 40, 100)] == [8, 5, 4, 3, 1]
     assert decode_splits(1, 8, 1, 512, 1, 132) == 1
 
 
