@@ -16,8 +16,6 @@ from triton.language import constexpr
 from kernels.launch import check_contiguous, enabled, launch, next_power_of_2, trigger, wait
 from kernels.numerics import cast
 
-_COLUMNS = 64
-
 
 def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, count: int) -> Tensor:
     """x [R, n], table [rows, n] of `count` clusters of equal size, order int64 [rows], the id of each row; clusters int64 [R, k] of
@@ -37,14 +35,14 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
     launch(
         _best_of_clusters, (rows, chosen),
         x, table, order, clusters, best, n,
-        SIZE=size, LANES=next_power_of_2(size), COLUMNS=min(_COLUMNS, next_power_of_2(n)),
+        SIZE=size, LANES=next_power_of_2(size), COLUMNS=next_power_of_2(n), warps=8,
     )  # fmt: skip
     return best
 
 
 @triton.jit(do_not_specialize=["n"])
 def _best_of_clusters(x, table, order, clusters, best, n, SIZE: constexpr, LANES: constexpr, COLUMNS: constexpr, PDL: constexpr):
-    """A query and one of its clusters."""
+    """A query and one of its clusters, all of which is asked for at once."""
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, LANES)
@@ -52,13 +50,10 @@ def _best_of_clusters(x, table, order, clusters, best, n, SIZE: constexpr, LANES
     wait(PDL)
     chosen = row * tl.num_programs(1) + part
     line = tl.load(clusters + chosen) * SIZE + lane
-    sums = tl.zeros([LANES, COLUMNS], tl.float32)
-    for first in range(0, n, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        query = cast(tl.load(x + row * n + column, column < n, 0.0), tl.float32)
-        keys = tl.load(table + line[:, None] * n + column[None, :], live[:, None] & (column[None, :] < n), 0.0)
-        sums += cast(keys, tl.float32) * query[None, :]
-    scores = tl.sum(sums, 1)
+    column = tl.arange(0, COLUMNS)
+    keys = tl.load(table + line[:, None] * n + column[None, :], live[:, None] & (column[None, :] < n), 0.0)
+    query = cast(tl.load(x + row * n + column, column < n, 0.0), tl.float32)
+    scores = tl.sum(cast(keys, tl.float32) * query[None, :], 1)
     bad = tl.max(((scores != scores) & live).to(tl.int32), 0)
     scores = tl.where(live & (scores == scores), scores, float("-inf"))
     top = tl.max(scores, 0)
