@@ -34,15 +34,17 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
     best = x.new_empty((rows, chosen, 4), dtype=torch.float32)
     launch(
         _best_of_clusters, (rows, chosen),
-        x, table, order, clusters, best, n,
-        SIZE=size, LANES=next_power_of_2(size), COLUMNS=next_power_of_2(n), warps=8,
+        x, table, order, clusters, best,
+        N=n, SIZE=size, LANES=next_power_of_2(size), COLUMNS=min(64, next_power_of_2(n)),
     )  # fmt: skip
     return best
 
 
-@triton.jit(do_not_specialize=["n"])
-def _best_of_clusters(x, table, order, clusters, best, n, SIZE: constexpr, LANES: constexpr, COLUMNS: constexpr, PDL: constexpr):
-    """A query and one of its clusters, all of which is asked for at once."""
+@triton.jit
+def _best_of_clusters(
+    x, table, order, clusters, best, N: constexpr, SIZE: constexpr, LANES: constexpr, COLUMNS: constexpr, PDL: constexpr
+):
+    """A query and one of its clusters."""
     trigger(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, LANES)
@@ -50,10 +52,13 @@ def _best_of_clusters(x, table, order, clusters, best, n, SIZE: constexpr, LANES
     wait(PDL)
     chosen = row * tl.num_programs(1) + part
     line = tl.load(clusters + chosen) * SIZE + lane
-    column = tl.arange(0, COLUMNS)
-    keys = tl.load(table + line[:, None] * n + column[None, :], live[:, None] & (column[None, :] < n), 0.0)
-    query = cast(tl.load(x + row * n + column, column < n, 0.0), tl.float32)
-    scores = tl.sum(cast(keys, tl.float32) * query[None, :], 1)
+    sums = tl.zeros([LANES, COLUMNS], tl.float32)
+    for first in tl.static_range(0, N, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        query = cast(tl.load(x + row * N + column, column < N, 0.0), tl.float32)
+        keys = tl.load(table + line[:, None] * N + column[None, :], live[:, None] & (column[None, :] < N), 0.0)
+        sums += cast(keys, tl.float32) * query[None, :]
+    scores = tl.sum(sums, 1)
     bad = tl.max(((scores != scores) & live).to(tl.int32), 0)
     scores = tl.where(live & (scores == scores), scores, float("-inf"))
     top = tl.max(scores, 0)
