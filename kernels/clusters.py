@@ -35,7 +35,7 @@ def best_of_clusters(x: Tensor, table: Tensor, order: Tensor, clusters: Tensor, 
     launch(
         _best_of_clusters, (rows, chosen),
         x, table, order, clusters, best,
-        N=n, SIZE=size, LANES=next_power_of_2(size), COLUMNS=min(64, next_power_of_2(n)),
+        N=n, SIZE=size, LANES=next_power_of_2(size), COLUMNS=next_power_of_2(n),
     )  # fmt: skip
     return best
 
@@ -52,13 +52,10 @@ def _best_of_clusters(
     wait(PDL)
     chosen = row * tl.num_programs(1) + part
     line = tl.load(clusters + chosen) * SIZE + lane
-    sums = tl.zeros([LANES, COLUMNS], tl.float32)
-    for first in tl.static_range(0, N, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        query = cast(tl.load(x + row * N + column, column < N, 0.0), tl.float32)
-        keys = tl.load(table + line[:, None] * N + column[None, :], live[:, None] & (column[None, :] < N), 0.0)
-        sums += cast(keys, tl.float32) * query[None, :]
-    scores = tl.sum(sums, 1)
+    column = tl.arange(0, COLUMNS)
+    query = cast(tl.load(x + row * N + column, column < N, 0.0), tl.float32)
+    keys = tl.load(table + line[:, None] * N + column[None, :], live[:, None] & (column[None, :] < N), 0.0)
+    scores = tl.sum(cast(keys, tl.float32) * query[None, :], 1)
     bad = tl.max(((scores != scores) & live).to(tl.int32), 0)
     scores = tl.where(live & (scores == scores), scores, float("-inf"))
     top = tl.max(scores, 0)

@@ -38,8 +38,8 @@ def checked_headers(folder: Path, needed: dict[str, Piece], tensors: TensorTable
     complaints += [f"{by_name[name].name} is unexpected" for name in sorted(live - set(needed))]
     complaints += [why for name in needed if name in by_name and (why := _mismatch(needed[name], by_name[name]))]
     if complaints:
-        more = f"; and {len(complaints) - _LISTED} more" if len(complaints) > _LISTED else ""
-        raise CheckpointError(f"{folder}: {'; '.join(complaints[:_LISTED])}{more}")
+        advice = "" if live else "; of an encoder that is not there: `language_model_only: true` serves the text without it"
+        raise CheckpointError(f"{folder}: wrong tensors ({len(complaints)}): {'; '.join(complaints[:_LISTED])}{advice}")
     return {name: by_name[name] for name in needed}
 
 

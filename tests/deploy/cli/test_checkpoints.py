@@ -99,7 +99,7 @@ def test_an_index_that_is_none(
         (lambda config: config["vision_config"].update(num_hidden_layers=3), "layers.2.mlp.down_proj.linear.weight is missing"),
         (lambda config: config.update(vision_config="siglip"), "config.json: vision_config: "),
         (lambda config: config["vision_config"].update(hidden_size=[1]), "vision_config: Expected `int`, got `array`"),
-        (lambda config: config.update(audio_config={"audio_embed_dim": 640}), "embed_audio.embedding_projection.weight is missing"),
+        (lambda config: config.update(audio_config={"audio_embed_dim": 640}), "embedding_projection.weight is missing; of an"),
     ],
 )
 def test_an_encoder_that_is_not_all_there(
