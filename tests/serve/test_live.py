@@ -81,7 +81,7 @@ def test_no_prometheus_is_one_clear_line() -> None:
 
 def test_boards_agree_with_the_load_generator(run: LiveRun) -> None:
     """Whatever a panel shows that the client counts, too, is within 20 % of the client's own figure; a share within 0.1 of it."""
-    assert len(run.steady.finished) == run.steady.ledger.sent > 40
+    assert len(run.steady.finished) == run.steady.ledger.sent > 20
     found = shown(run.api, run.steady)
     print("\n" + "\n".join(map(str, found)))
     assert len(found) > 20
@@ -153,12 +153,12 @@ def test_a_death_counts_nothing_twice_and_loses_one_heartbeat_at_most(run: LiveR
     assert sent - recent <= received <= sent
     done = [*run.steady.finished, *run.failover.finished]
     tokens, prompts = (sum(getattr(each, name) for each in done) for name in ("output_tokens", "prompt_tokens"))
-    slack = 0.03  # of what was on its way, no usage ever came
-    assert tokens * (1 - slack) <= total(run, "generation_tokens_total") <= tokens * (1 + slack)
-    silent_share = (sent - len(done)) / len(done)  # of requests whose prompts were read and whose usage nobody was told
-    assert prompts * (1 - slack) <= total(run, "prompt_tokens_total") <= prompts * (1 + slack + silent_share)
+    least = 0.97
+    most = sent / len(done) + 0.03  # nobody was told the usage of what was on its way
+    assert tokens * least <= total(run, "generation_tokens_total") <= tokens * most
+    assert prompts * least <= total(run, "prompt_tokens_total") <= prompts * most
     dead = run.api.ask("sum(quartet_retired_generation_tokens_total)", run.settled)[0].last
-    assert total(run, "generation_tokens_total") + dead > tokens * (1 + 5 * slack), "were the dead's counted twice, it would show"
+    assert total(run, "generation_tokens_total") + dead > tokens * (most + 0.1), "were the dead's counted twice, it would show"
 
 
 def test_every_request_that_was_cut_is_accounted_for(run: LiveRun) -> None:
