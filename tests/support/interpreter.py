@@ -16,7 +16,6 @@ import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
-from inspect import getmembers
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -79,21 +78,22 @@ def _run(file: str, cases: str, output: str) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has Triton look for its builtins once a namespace. It does so at each launch and each call of a device function, through all
-    members: half of the time of a small kernel."""
+    """Has Triton replace the language's functions once a kernel. It does so anew at each call of a device function, whose caller
+    has done so: most of the time of a small kernel."""
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
-        remembering = ModuleType("inspect")
-        vars(remembering).update(vars(interpreter.inspect), getmembers=_builtins)
-        interpreter.inspect = remembering  # type: ignore[attr-defined]  # its only getmembers is that search
+        patch = interpreter._patch_lang
+        interpreter._patch_lang = lambda fn: None if _is_patched(fn) else patch(fn)  # type: ignore[attr-defined]
 
 
-def _builtins(namespace: Any) -> list[tuple[str, Any]]:
-    """Members that have been Triton's builtins at the first look, as they are now: replaced while a kernel runs."""
-    return [(name, getattr(namespace, name)) for name in _builtin_names(namespace)]
+def _is_patched(fn: Any) -> bool:
+    """Whether all that a function knows as Triton's language is the interpreter's now."""
+    from triton.language.core import is_builtin
+
+    return not any(is_builtin(language.load) for language in _languages(fn))
 
 
 @cache
-def _builtin_names(namespace: Any) -> tuple[str, ...]:
-    from triton.language.core import is_builtin
+def _languages(fn: Any) -> list[ModuleType]:
+    from triton import language
 
-    return tuple(name for name, member in getmembers(namespace) if is_builtin(member))
+    return [value for value in fn.__globals__.values() if value is language or value is language.core]
