@@ -66,7 +66,7 @@ def decode_splits(rows: int, group: int, kv_heads: int, head_dim: int, pages: in
     at most 33 and none without a page; for two of them where rows are many, or where the CTA that adds the parts of a large
     `group` of heads would have many to add, and then of two pages at least; where one split would all but fill them, three, so
     that the last wave is short. At 512 it holds one, which takes 1.5 turns a page and 9 to begin and end, or two, which take
-    two and 10. Two thirds of a turn come with each split that one CTA adds up, where V's columns are not shared out. The splits
+    two and 10. 0.65 of a turn comes with each split that one CTA adds up, where V's columns are not shared out. The splits
     that are never far from the fewest turns are taken, whether rows are as long as they may be or as short as a thousand tokens.
     """
     most, heads = min(pages, 33), rows * kv_heads
