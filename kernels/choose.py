@@ -205,11 +205,11 @@ def _local_best(
             x = tl.where(x == float("-inf"), x, noisy)
         top_ids = tl.where(x > tops, entry, top_ids)
         tops = tl.maximum(tops, x)  # not NaN, where one of both is
-    top = tl.max(tops, 0)
+    top, token, has_nan = _first_best(tops, (first + top_ids).to(tl.float32), nans.to(tl.float32))
     out = best + (row * tl.num_programs(1) + part) * 4
     tl.store(out, top)
-    tl.store(out + 1, (first + tl.min(tl.where(tops == top, top_ids, N), 0)).to(tl.float32))
-    tl.store(out + 2, tl.max(nans.to(tl.float32), 0))
+    tl.store(out + 1, token)
+    tl.store(out + 2, has_nan)
     tl.store(out + 3, 0.0)
 
 
